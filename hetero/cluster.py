@@ -19,7 +19,7 @@ from hetero.errors import UserError
 from hetero.formatting import counted, spans
 from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
-from hetero.version import __version__
+from hetero.version import PROTOCOL_VERSION, __version__
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
@@ -121,7 +121,7 @@ def identify(
         vendor=vendor,
         actual_vendor=actual,
         device=device,
-        project_version=__version__,
+        project_version=f"{__version__} with protocol {PROTOCOL_VERSION}",
         torch_version=str(torch.__version__),
         core_version=core_version(),
         flags=dict(flags),
@@ -137,12 +137,13 @@ def release_of(version: str) -> str:
         return version.partition("+")[0]
 
 
-def _require_equal(identities: Sequence[RankIdentity], values: Sequence[str], *, what: str) -> None:
+def require_equal(ranks: Sequence[int], values: Sequence[str], *, what: str) -> None:
+    """Refuse ranks that run different versions of something. Raises UserError."""
     by_value: dict[str, list[int]] = {}
-    for identity, value in zip(identities, values, strict=True):
-        by_value.setdefault(value, []).append(identity.rank)
+    for rank, value in zip(ranks, values, strict=True):
+        by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
-        sides = "; ".join(f"{spans(ranks)} {value}" for value, ranks in by_value.items())
+        sides = "; ".join(f"{spans(same)} {value}" for value, same in by_value.items())
         raise UserError(f"the ranks run different {what}: {sides}; install the same on every node")
 
 
@@ -157,13 +158,10 @@ def check_identities(
     `boundary_transport` is that of links between meshes, None in a homogeneous run. Only releases
     of PyTorch are compared: suffixes (`a0+gitabc.nv25.8`, `+rocm7.1`) always differ by vendor.
     """
-    _require_equal(
-        identities, [i.project_version for i in identities], what="versions of this project"
-    )
-    _require_equal(
-        identities, [release_of(i.torch_version) for i in identities], what="PyTorch releases"
-    )
-    _require_equal(identities, [i.core_version for i in identities], what="megatron-core versions")
+    ranks = [identity.rank for identity in identities]
+    require_equal(ranks, [i.project_version for i in identities], what="versions of this project")
+    require_equal(ranks, [release_of(i.torch_version) for i in identities], what="PyTorch releases")
+    require_equal(ranks, [i.core_version for i in identities], what="megatron-core versions")
     _check_flags(identities)
     _check_vendors(identities, plan, mixed=boundary_transport is not None)
     if boundary_transport == "nccl":

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,16 +24,25 @@ class UserError(HeteroError):
 
     exit_code = 2
 
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Each mistake."""
+        return (str(self),)
+
 
 class Refusal(UserError):
     """Bad input with several mistakes, each a sentence."""
 
     def __init__(self, *sentences: str) -> None:
-        self.sentences = sentences
+        self._sentences = sentences
         text = sentences[0]
         if len(sentences) > 1:
             text = "\n  ".join([f"{len(sentences)} things have to be put right:", *sentences])
         super().__init__(text)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return self._sentences
 
 
 class Faults:
@@ -42,16 +51,21 @@ class Faults:
     def __init__(self) -> None:
         self.sentences: list[str] = []
 
+    def add(self, sentences: Iterable[str]) -> None:
+        """Collect sentences, each once."""
+        for sentence in sentences:
+            if sentence not in self.sentences:
+                self.sentences.append(sentence)
+
     def read(self, load: Callable[[], T]) -> T | None:
         """The result of `load`; None if it raises UserError, whose sentences are collected."""
         try:
             return load()
         except UserError as error:
-            own = error.sentences if isinstance(error, Refusal) else (str(error),)
-            self.sentences += [sentence for sentence in own if sentence not in self.sentences]
+            self.add(error.sentences)
             return None
 
-    def refuse(self, refusal: type[Refusal]) -> None:
+    def refuse(self, refusal: type[Refusal] = Refusal) -> None:
         """Raise `refusal` with all collected sentences, if any."""
         if self.sentences:
             raise refusal(*self.sentences)

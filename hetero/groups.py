@@ -31,16 +31,19 @@ _CARRIES_THE_MODEL = frozenset({"data", "data_context", "embedding"})
 _VARYING_COORDINATES: dict[str, frozenset[str]] = {
     "single": frozenset(),
     "tensor": frozenset({"tensor"}),
-    "context": frozenset({"context"}),
-    "tensor_context": frozenset({"tensor", "context"}),
+    "context": frozenset(),
+    "tensor_context": frozenset({"tensor"}),
     "data": frozenset({"data"}),
-    "data_context": frozenset({"data", "context"}),
-    "tensor_data_context": frozenset({"tensor", "data", "context"}),
+    "data_context": frozenset({"data"}),
+    "tensor_data_context": frozenset({"tensor", "data"}),
     "pipeline": frozenset({"stage"}),
     "model": frozenset({"stage", "tensor"}),
-    "world": frozenset({"stage", "tensor", "data", "context"}),
+    "world": frozenset({"stage", "tensor", "data"}),
 }
-"""The coordinates in which the ranks of a group differ; the others are equal."""
+"""The coordinates in which the ranks of a group differ; the others are equal.
+
+megatron-core asks for groups of context-parallel ranks too, of which each sequence has one.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,10 +152,9 @@ def _ranks_along(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int,
         for block in plan.blocks_of_stage(stage):
             mesh = plan.meshes[block.mesh]
             found += [
-                plan.rank_at(stage, data=data, context=context, tensor=tensor)
+                plan.rank_at(stage, data=data, tensor=tensor)
                 for data in (block.replicas if "data" in differ else [here.data])
                 if data in block.replicas
-                for context in along("context", mesh.context)
                 for tensor in along("tensor", mesh.tensor)
             ]
     return tuple(sorted(found))

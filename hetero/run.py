@@ -26,14 +26,17 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
+from hetero.launch.exec_script import exec_script_if_rank
 from hetero.megatron_imports import exit_unless_installed
 
 if __name__ == "__main__":
+    exec_script_if_rank()
     # PyTorch reads it when imported. Otherwise it logs a stack trace when a store's host ends.
     _QUIETED_CPP_LOG = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -55,14 +58,17 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.collectives.autoload import INSTEAD_OF_VARIABLE, why_not_autoloaded
-from hetero.errors import UserError, print_error
+from hetero.collectives.autoload import replace_nccl
+from hetero.errors import Faults, UserError, print_error
+from hetero.formatting import counted
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import GRACE, NodeFailures
-from hetero.launch.parent import end_with_parent
+from hetero.launched_process import LAUNCHER_VARIABLE
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import WaitIntervals
+
+T = TypeVar("T")
 
 _RENDEZVOUS_SECONDS = 600.0
 
@@ -78,25 +84,14 @@ def main(
     `intervals` are those of "waiting for" lines; `grace` is how many seconds this node's processes
     may still run after one of another node has failed.
     """
-    os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
-    if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := why_not_autoloaded()):
-        print(
-            f"hetero.run: groups that a script makes will not cross vendors: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
+    replace_nccl()
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
-        if script := _started_by_another():
-            end_with_parent(signal.SIGTERM)
-            os.execv(sys.executable, [sys.executable, *script])
         options = _parse(argv)
         allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
-            settings = _rendezvous_settings(options, intervals or WaitIntervals())
-            _check_program(options)
+            settings = _checked(options, intervals or WaitIntervals())
             _share_cores(settings.processes)
-            with _as_bad_input():
-                torchrun.config_from_args(options)
             return _Launcher(settings, grace).run(options)
     except UserError as error:
         print_error(str(error))
@@ -105,13 +100,6 @@ def main(
         return _interrupted(signal.SIGINT)
     except SignalException as stopped:  # a second one, after the first has been handled
         return 128 + stopped.sigval
-
-
-def _started_by_another() -> list[str]:
-    """The script and its arguments, if another launcher has started this module as a rank."""
-    words = sys.argv[1:]
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-    return words if is_rank and words and not words[0].startswith("-") else []
 
 
 class _Launcher:
@@ -208,25 +196,48 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{reason}; --help lists the flags, which are torchrun's") from None
 
 
+def _checked(options: argparse.Namespace, intervals: WaitIntervals) -> RendezvousSettings:
+    """The rendezvous of the command line. Raises a Refusal with all that is wrong with it."""
+    faults = Faults()
+    settings = _rendezvous_settings(options, intervals, faults)
+    faults.sentences += _program_problems(options)
+    if settings is not None:
+        _by_torchrun(faults, "", lambda: torchrun.config_from_args(options))
+    faults.refuse()
+    assert settings is not None
+    return settings
+
+
 def _rendezvous_settings(
-    options: argparse.Namespace, intervals: WaitIntervals
-) -> RendezvousSettings:
-    """The rendezvous of the command line; replaces it by `LauncherRendezvous` in `options`."""
-    with _as_bad_input(f"--nnodes {options.nnodes}: "):
-        _, nodes = torchrun.parse_min_max_nnodes(options.nnodes)
-    with _as_bad_input(f"--nproc-per-node {options.nproc_per_node}: "):
-        processes = torchrun.determine_local_world_size(options.nproc_per_node)
-    with _as_bad_input(f"--rdzv-conf {options.rdzv_conf}: "):
-        pairs = [part.partition("=") for part in options.rdzv_conf.split(",")]
-        configured = {key.strip(): value for key, _, value in pairs}
-        own = configured.get("timeout") or _RENDEZVOUS_SECONDS
-        timeout = float(configured.get("join_timeout") or own)
+    options: argparse.Namespace, intervals: WaitIntervals, faults: Faults
+) -> RendezvousSettings | None:
+    """The rendezvous of the command line; replaces it by `LauncherRendezvous` in `options`.
+
+    None where one of its flags cannot be read.
+    """
+    nodes = _by_torchrun(
+        faults,
+        f"--nnodes {options.nnodes}: ",
+        lambda: torchrun.parse_min_max_nnodes(options.nnodes)[1],
+    )
+    processes = _by_torchrun(
+        faults,
+        f"--nproc-per-node {options.nproc_per_node}: ",
+        lambda: torchrun.determine_local_world_size(options.nproc_per_node),
+    )
+    timeout = _by_torchrun(
+        faults,
+        f"--rdzv-conf {options.rdzv_conf}: ",
+        lambda: _rendezvous_seconds(options.rdzv_conf),
+    )
+    if processes is not None and processes < 1:
+        faults.sentences.append(f"--nproc-per-node is {processes}; give 1 or more")
+    if nodes is None or processes is None or timeout is None:
+        return None
     if options.standalone and nodes > 1:
-        raise UserError(
+        faults.sentences.append(
             f"--standalone is for one node and --nnodes is {options.nnodes}; remove one of them"
         )
-    if processes < 1:
-        raise UserError(f"--nproc-per-node is {processes}; give 1 or more")
     alone = nodes == 1 and not options.rdzv_endpoint and options.master_port is None
     backend = options.rdzv_backend
     if options.standalone or (backend == "static" and alone):
@@ -234,15 +245,18 @@ def _rendezvous_settings(
     else:
         endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port or 29500}"
     if backend == "static" and not 0 <= options.node_rank < nodes:
-        raise UserError(
-            f"--node-rank is {options.node_rank} and there are {nodes} nodes; give 0 to {nodes - 1}"
+        faults.sentences.append(
+            f"--node-rank is {options.node_rank} and the job has {counted(nodes, 'node')}; give 0"
+            + (f" to {nodes - 1}" if nodes > 1 else "")
         )
     if backend == "c10d" and ":" not in endpoint:
         endpoint += ":29400"  # as torchrun does
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         lacks = "port" if host else "host"
-        raise UserError(f"the rendezvous endpoint {endpoint!r} has no {lacks}; give HOST:PORT")
+        faults.sentences.append(
+            f"the rendezvous endpoint {endpoint!r} has no {lacks}; give HOST:PORT"
+        )
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
     return RendezvousSettings(
         backend=backend,
@@ -255,6 +269,12 @@ def _rendezvous_settings(
     )
 
 
+def _rendezvous_seconds(configuration: str) -> float:
+    pairs = [part.partition("=") for part in configuration.split(",")]
+    configured = {key.strip(): value for key, _, value in pairs}
+    return float(configured.get("join_timeout") or configured.get("timeout") or _RENDEZVOUS_SECONDS)
+
+
 def _share_cores(processes: int) -> None:
     """Set OMP_NUM_THREADS to each process's share of the cores; torchrun sets 1 with a warning."""
     if processes > 1:
@@ -262,28 +282,27 @@ def _share_cores(processes: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 
-def _check_program(options: argparse.Namespace) -> None:
-    """Refuse a program that cannot start, which would fail on every rank with a traceback."""
+def _program_problems(options: argparse.Namespace) -> Iterator[str]:
+    """Why a program cannot start, which would fail on every rank with a traceback."""
     program = options.training_script
-    if options.no_python and options.module:
-        raise UserError("--no-python and --module exclude each other; give one of them")
     if options.no_python:
         if shutil.which(program) is None:
-            raise UserError(f"there is no program {program}; give a path, or a name on PATH")
+            yield f"there is no program {program}; give a path, or a name on PATH"
     elif options.module:
         if importlib.util.find_spec(program.partition(".")[0]) is None:
-            raise UserError(f"there is no module {program}; see the folder and PYTHONPATH")
+            yield f"there is no module {program}; see the folder and PYTHONPATH"
     elif not Path(program).exists():
-        raise UserError(f"there is no file {program}; the script comes after the launcher's flags")
+        yield f"there is no file {program}; the script comes after the launcher's flags"
 
 
-@contextmanager
-def _as_bad_input(flag: str = "") -> Iterator[None]:
+def _by_torchrun(faults: Faults, flag: str, read: Callable[[], T]) -> T | None:
+    """What a function of torchrun's makes of a flag; None, and a sentence, where it refuses it."""
     try:
-        yield
+        return read()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         reason = str(error).strip().rstrip(".")
-        raise UserError(f"{flag}{reason}; --help lists the flags, which are torchrun's") from error
+        faults.sentences.append(f"{flag}{reason}; --help lists the flags, which are torchrun's")
+        return None
 
 
 @contextmanager

@@ -23,15 +23,14 @@ from hetero.device.device import (
     Device,
     DeviceStreams,
     Event,
-    PeerMemory,
     Word,
 )
 from hetero.errors import LinkError
 from hetero.native.structures import (
-    EntryPoints,
     Step,
     Streams,
     Vendor,
+    entry_points,
 )
 
 _POLL_SECONDS = 50e-6
@@ -110,8 +109,8 @@ class _DriverForC:
         # C keeps their addresses alone.
         self._callbacks = {step: _FUNCTIONS[step](self._called(step)) for step in _FUNCTIONS}
 
-    def entry_points(self) -> EntryPoints:
-        return EntryPoints.of(self._callbacks, vendor=Vendor.CUDA, counter_limit=ANY_VALUE)
+    def entry_points(self) -> Any:
+        return entry_points(self._callbacks, vendor=Vendor.CUDA, counter_limit=ANY_VALUE)
 
     def know_queue(self, work: _Queue) -> int:
         return self._handle(self._queues, work)
@@ -187,7 +186,7 @@ class CallersThread(CurrentStream):
         _wait_value(word)
 
 
-class EmulatedDevice(Device, PeerMemory):
+class EmulatedDevice(Device):
     """Streams of a device that is the CPU."""
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.cluster import VENDOR_VARIABLE
+from hetero.converters import integer
 from hetero.errors import HeteroError, UserError
 from hetero.plan import VENDORS
 from tools.collective_bench.collective_files import RESULTS
@@ -48,7 +49,6 @@ from tools.tool_command_line import (
     add_timing_flags,
     make_results_folder,
     run,
-    whole_number,
 )
 
 
@@ -99,7 +99,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
         help="bytes, as in 1G",
     )
     parser.add_argument(
-        "--factor", type=whole_number, default=Options.factor, help="from one size to the next"
+        "--factor", type=integer(1), default=Options.factor, help="from one size to the next"
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default=Options.dtype, help="of the tensors' elements"

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
     begin_script(core=False)
 
+from hetero.converters import integer, number
 from hetero.errors import HeteroError
 from hetero.link.names import FAMILIES, TRANSPORTS
 from tools.launching.spawned_ranks import run_ranks
@@ -32,9 +33,7 @@ from tools.tool_command_line import (
     Parser,
     add_timing_flags,
     make_results_folder,
-    positive,
     run,
-    whole_number,
 )
 
 
@@ -71,13 +70,13 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     )
     parser.add_argument(
         "--connections",
-        type=whole_number,
+        type=integer(1),
         default=Options.connections,
         help="TCP connections in each direction, of tcp and of the bare sockets",
     )
     parser.add_argument(
         "--idle-seconds",
-        type=positive,
+        type=number(above=0),
         default=Options.idle_seconds,
         help="seconds for which the open links are watched while nothing is sent",
     )

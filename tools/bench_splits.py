@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -28,6 +27,7 @@ if __name__ == "__main__":
 
 import torch
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from tools import tool_command_line
@@ -55,7 +55,7 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--nproc",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=2,
         help="GPUs (processes, on CPU): two stages",
     )
@@ -69,7 +69,7 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
     )
     parser.add_argument(
         "--factors",
-        type=partial(tool_command_line.positive, what="factor"),
+        type=number(above=0),
         nargs="+",
         default=[1.0, 1.5, 2.0],
         metavar="FACTOR",

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
     leave_on_interrupt()
 
+from hetero.converters import integer
 from hetero.errors import UserError
 from tools.run_comparison.alignment import align
 from tools.run_comparison.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
@@ -30,7 +31,7 @@ from tools.run_comparison.curves import read_curve
 from tools.run_comparison.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
 from tools.run_comparison.loss_files import write_report
 from tools.run_comparison.loss_table import report_text
-from tools.tool_command_line import Parser, run, whole_number
+from tools.tool_command_line import Parser, run
 
 _FAILED = 1
 
@@ -73,20 +74,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--first",
-        type=whole_number,
+        type=integer(1),
         default=DEFAULT_FIRST,
         help="iterations that are the first steps",
     )
     parser.add_argument(
         "--smooth",
-        type=whole_number,
+        type=integer(1),
         help="iterations of a smoothed point; left out: a tenth of them, at most 200",
     )
     parser.add_argument(
-        "--from-iteration", type=whole_number, metavar="N", help="leave out those before"
+        "--from-iteration", type=integer(1), metavar="N", help="leave out those before"
     )
     parser.add_argument(
-        "--to-iteration", type=whole_number, metavar="N", help="leave out those after"
+        "--to-iteration", type=integer(1), metavar="N", help="leave out those after"
     )
     parser.add_argument("--out", default="runs/compare_loss", help="folder for the results")
     return parser

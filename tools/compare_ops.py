@@ -25,8 +25,8 @@ if __name__ == "__main__":
 
     begin_script()
 
+from hetero.converters import integer
 from hetero.formatting import counted
-from megatron.training.arguments.converters import integer
 from megatron.training.import_core import import_megatron_core
 from tools.tool_command_line import Parser, require_results_file, run
 

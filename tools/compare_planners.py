@@ -25,9 +25,10 @@ if __name__ == "__main__":
 
     begin_script(core=False, needs="numpy")
 
+from hetero.converters import number
 from megatron.training.progress_bar import progress_bar
 from tools.planner_validation.peer_comparison import compare, table
-from tools.tool_command_line import Parser, positive, run
+from tools.tool_command_line import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--deadline",
-        type=positive,
+        type=number(above=0),
         default=120.0,
         metavar="SECONDS",
         help="after which another planner's search is given up",

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     begin_script()
 
-from megatron.training.arguments.converters import integer
+from hetero.converters import integer
 from tools.tool_command_line import Parser, run
 
 

@@ -20,8 +20,8 @@ if __name__ == "__main__":
     begin_script()
 
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
-from megatron.training.arguments.converters import integer, number
 from megatron.training.arguments.flags_data import add_tokenizer_flags
 from megatron.training.import_core import import_megatron_core
 from megatron.training.progress_bar import progress_bar

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 
 import numpy
 
+from hetero.converters import integer
 from hetero.errors import UserError
-from megatron.training.arguments.converters import integer
 from megatron.training.arguments.flags_data import add_tokenizer_flags
 from megatron.training.dataset_description import (
     TokenizerInfo,

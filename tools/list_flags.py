@@ -25,7 +25,6 @@ from hetero.errors import HeteroError
 from megatron.training.arguments.listing import (
     OURS,
     SAME,
-    WITHOUT,
     Entry,
     describe_parser,
     describe_refused,
@@ -49,12 +48,11 @@ Written by `python -m tools.list_flags` from the parser; `make test` says when i
 
 - **same**: Megatron-LM's flag and meaning (core 0.16.1); a difference is in brackets.
 - **ours**: Megatron-LM does not have it.
-- **without effect**: accepted, so that a script runs unchanged; the log says so in one line.
 
 A flag of a feature that is not offered is refused where it asks for something, in a sentence that
-names the feature, and taken where it does not; any other word is refused in one that names the
-nearest flag. All that is wrong is told at once. `--yaml-cfg FILE` reads flags from a file
-([presets](../examples/presets/README.md)).
+names the feature, and taken where it does not, so that a script runs unchanged: the log says so in
+one line. Any other word is refused in one that names the nearest flag. All that is wrong is told at
+once. `--yaml-cfg FILE` reads flags from a file ([presets](../examples/presets/README.md)).
 """
 
 
@@ -84,9 +82,7 @@ def render() -> str:
 
 
 def _counts(entries: Sequence[Entry]) -> str:
-    counts = [
-        f"{sum(entry.kind == kind for entry in entries)} {kind}" for kind in (SAME, OURS, WITHOUT)
-    ]
+    counts = [f"{sum(entry.kind == kind for entry in entries)} {kind}" for kind in (SAME, OURS)]
     return f"{len(entries)} flags: {', '.join(counts)}.\n"
 
 

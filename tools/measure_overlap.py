@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +32,7 @@ if __name__ == "__main__":
 
 import torch
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
 from tools import tool_command_line
 from tools.overlap.phases import MEASURED, Phase, as_variable
@@ -126,10 +126,10 @@ def rows_of(
     """From the iterations of a run, one phase after the other. `tensor` is in bytes."""
     steps: dict[float | None, dict[bool, float]] = {}
     taken = 0
-    for number, phase in enumerate(phases):
+    for index, phase in enumerate(phases):
         part = records[taken : taken + phase.iterations]
         taken += phase.iterations
-        if number:
+        if index:
             found = median(record["elapsed_ms"] for record in part) / 1000
             steps.setdefault(phase.bytes_per_s, {})[phase.receives_early] = found
     rows = []
@@ -224,7 +224,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     parser.add_argument("--model", default=LLAMA3_8B.name, help="as of reproduce_table.py")
     parser.add_argument(
         "--gigabytes-per-s",
-        type=partial(tool_command_line.positive, what="bandwidth"),
+        type=number(above=0),
         nargs="+",
         default=[1.0, 5.0, 10.0, 25.0],
         metavar="N",
@@ -232,22 +232,22 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
     )
     parser.add_argument(
         "--iterations",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=3,
         help="iterations at each bandwidth, and of the homogeneous run",
     )
     parser.add_argument(
         "--layers",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         nargs=2,
         help="of each stage; left out: the model's",
     )
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
-        parser.add_argument(flag, type=tool_command_line.whole_number, help="left out: the model's")
+        parser.add_argument(flag, type=integer(1), help="left out: the model's")
     parser.add_argument("--transport", default=fastest_transport(), help="as --hetero-transport")
     parser.add_argument(
         "--deadline",
-        type=tool_command_line.positive,
+        type=number(above=0),
         default=300.0,
         help="seconds for one run, start-up included",
     )

@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
     begin_script(core=False, needs="numpy")
 
+from hetero.converters import integer, number
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.solution import solve
-from megatron.training.arguments.converters import integer, number
 from megatron.training.progress_bar import progress_bar
 from tools.planning.plan_files import write_solution
 from tools.planning.planning_request import PlanningRequest, infeasible_error, read_request

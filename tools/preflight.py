@@ -41,7 +41,7 @@ from hetero.liveness.open_liveness import open_liveness
 from megatron.training.rendezvous import environment_rank, open_store, store_endpoint
 from tools import tool_command_line
 from tools.preflight_checks.cluster_file import cluster_text
-from tools.preflight_checks.readiness import Report, Settings, Together, check_alone
+from tools.preflight_checks.readiness import ClusterCheck, Report, Settings, check_alone
 from tools.reports.page import write_whole
 
 _REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements.txt"
@@ -133,7 +133,7 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         endpoint=store_endpoint(),
     )
     try:
-        report = Together(settings, rank=rank, store=store, agreement=agreement).check()
+        report = ClusterCheck(settings, rank=rank, store=store, agreement=agreement).check()
         if rank == 0:
             _tell(report, options)
     except (KeyboardInterrupt, SystemExit):

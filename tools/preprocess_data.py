@@ -17,9 +17,9 @@ if __name__ == "__main__":
 
     begin_script()
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.formatting import counted
-from megatron.training.arguments.converters import integer, number
 from megatron.training.arguments.flags_data import add_tokenizer_flags
 from tools.preprocessing.batches import cut_batches
 from tools.preprocessing.description import describe_run

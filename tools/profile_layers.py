@@ -28,7 +28,8 @@ if __name__ == "__main__":
     begin_script()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch reads it at its import
 
-from hetero.errors import Faults, Refusal, UserError
+from hetero.converters import integer, number
+from hetero.errors import Faults, UserError
 from hetero.formatting import counted, size_text
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.layer_profile import (
@@ -36,13 +37,12 @@ from hetero.planner.layer_profile import (
     load_profile,
 )
 from hetero.planner.model_shape import ModelShape
-from megatron.training.arguments.converters import integer
 from megatron.training.import_core import import_megatron_core
 from megatron.training.model_size import model_shape
 from megatron.training.progress_bar import progress_bar
 from tools.reports.page import write_whole
 from tools.reports.text_table import aligned
-from tools.tool_command_line import Parser, positive, require_results_file, run
+from tools.tool_command_line import Parser, require_results_file, run
 
 if TYPE_CHECKING:
     from tools.layer_profile.profiled_device import ProfiledDevice
@@ -93,7 +93,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="what the backward pass computes again",
     )
     parser.add_argument(
-        "--seconds-a-point", type=positive, default=1.0, help="seconds for one stage at one point"
+        "--seconds-a-point",
+        type=number(above=0),
+        default=1.0,
+        help="seconds for one stage at one point",
     )
     parser.add_argument(
         "--threads", type=integer(1), help="threads of a CPU; left out: OMP_NUM_THREADS, or 1"
@@ -146,7 +149,7 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
         for length in options.sequence or []
         if length > positions
     ]
-    faults.refuse(Refusal)
+    faults.refuse()
 
 
 def _sweep(

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
     begin_script()
 
+from hetero.converters import integer
 from megatron.training.arguments import parse_args
 from tools import tool_command_line
 from tools.reports.page import write_whole
@@ -134,23 +135,21 @@ def _speed(run: Finished) -> str:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--nproc", type=tool_command_line.whole_number, default=2, help="processes on this machine"
-    )
+    parser.add_argument("--nproc", type=integer(1), default=2, help="processes on this machine")
     parser.add_argument(
         "--vendors", nargs="+", default=["amd", "nvidia"], help="of each mesh, in pipeline order"
     )
     parser.add_argument(
         "--sizes",
         nargs="+",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=[1, 1],
         help="stages of each mesh",
     )
     parser.add_argument(
         "--layers",
         nargs="+",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         help="layers of each stage, mixed runs",
     )
     parser.add_argument(

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from hetero.converters import integer, number
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from hetero.help_text import HelpFormatter
 from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
@@ -38,40 +39,22 @@ class Parser(argparse.ArgumentParser):
         self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
 
 
-def positive(text: str, *, what: str = "number of seconds") -> float:
-    """A flag's number above 0; `what` it is stands in the error."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what} above 0")
-    return value
-
-
-def whole_number(text: str) -> int:
-    """A flag's count of at least one."""
-    if not (text.isascii() and text.isdecimal()) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
 def add_timing_flags(
     parser: Parser, *, seconds_a_point: float, repeats: int, timeout: float
 ) -> None:
     """The flags of every benchmark here that say how long it takes, with its own defaults."""
     parser.add_argument(
         "--seconds-a-point",
-        type=positive,
+        type=number(above=0),
         default=seconds_a_point,
         help="seconds for one row at one size; a few samples are taken whatever it is",
     )
     parser.add_argument(
-        "--repeats", type=whole_number, default=repeats, help="samples of a figure, at most"
+        "--repeats", type=integer(1), default=repeats, help="samples of a figure, at most"
     )
     parser.add_argument(
         "--timeout",
-        type=positive,
+        type=number(above=0),
         default=timeout,
         help="seconds before a blocked transfer is an error",
     )
@@ -211,14 +194,14 @@ def _handled_by(handler: Callable[..., object] | int, *numbers: signal.Signals) 
         yield
         return
     before = {
-        number: known
-        for number in numbers
-        if (known := signal.getsignal(number)) not in (None, signal.SIG_IGN)
+        signum: known
+        for signum in numbers
+        if (known := signal.getsignal(signum)) not in (None, signal.SIG_IGN)
     }
-    for number in before:
-        signal.signal(number, handler)
+    for signum in before:
+        signal.signal(signum, handler)
     try:
         yield
     finally:
-        for number, known in before.items():
-            signal.signal(number, known)
+        for signum, known in before.items():
+            signal.signal(signum, known)

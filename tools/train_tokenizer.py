@@ -22,8 +22,8 @@ if __name__ == "__main__":
 
 import sentencepiece
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
-from megatron.training.arguments.converters import integer, number
 from megatron.training.progress_bar import progress_bar
 from tools.text_input import FORMATS, Document, InputFile, naming, open_inputs, temporary_name
 from tools.tool_command_line import Parser, interrupts_leave, run

@@ -29,11 +29,12 @@ if __name__ == "__main__":
 
     begin_script(core=False, needs="numpy")
 
+from hetero.converters import number
 from tools.planner_validation.recorded_runs import Record, find_records
 from tools.planner_validation.replayed_run import Replay
 from tools.planner_validation.scores import Score, score
 from tools.reports.text_table import aligned
-from tools.tool_command_line import Parser, positive, run
+from tools.tool_command_line import Parser, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--seconds",
-        type=positive,
+        type=number(above=0),
         default=math.inf,
         help="of --own-runs: after these no further run is begun; ask again for the others",
     )

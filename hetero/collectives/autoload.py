@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from importlib.metadata import entry_points
 from typing import Any
+
+from hetero.launched_process import serve_launcher
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 """A comma-separated list of backends that `hetero` replaces."""
@@ -19,6 +22,7 @@ INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 
 def on_import_of_torch() -> None:
     """Register `hetero`, and have it replace other backends if HETERO_INSTEAD_OF names some."""
+    serve_launcher()
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -28,7 +32,21 @@ def on_import_of_torch() -> None:
         replace_backends()
 
 
-def why_not_autoloaded() -> str:
+def replace_nccl() -> None:
+    """Have `hetero` replace NCCL in the processes that this one starts or becomes.
+
+    Says so where it will not. HETERO_INSTEAD_OF of the user stays as it is.
+    """
+    os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := _why_not_autoloaded()):
+        print(
+            f"hetero.run: groups that a script makes will not cross vendors: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _why_not_autoloaded() -> str:
     """Why PyTorch will not call `on_import_of_torch` in processes started from here; "" if it will.
 
     A script that asks for NCCL then gets NCCL, whatever HETERO_INSTEAD_OF says.

@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from hetero.cluster import identify
+from hetero.cluster import identify, require_equal
 from hetero.collectives.group_links import clone, host_of, own_address
 from hetero.collectives.presence import Presence
+from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
-from hetero.store import BoundedStore, StoreUnresponsive
+from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, WaitAborted
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -160,9 +163,16 @@ class _Rendezvous:
                 flags={},
             )
             own |= {"host": identity.host, "vendor": identity.vendor}
+            own["version"] = identity.project_version
             own["address"] = own_address(presence.store_host), presence.port
         except (UserError, ValueError, OSError) as error:
             own["error"] = str(error)
+        identities = self._exchange("identity", own)
+        versions = [identity["version"] for identity in identities]
+        try:
+            require_equal(self._global_ranks, versions, what="versions of this project")
+        except UserError as error:
+            raise LinkError(f"group {self._name} could not be built: {error}") from error
         members = tuple(
             Member(
                 rank=rank,
@@ -171,7 +181,7 @@ class _Rendezvous:
                 vendor=identity["vendor"],
                 address=tuple(identity["address"]),
             )
-            for rank, identity in enumerate(self._exchange("identity", own))
+            for rank, identity in enumerate(identities)
         )
         return Layout(members, self._rank)
 
@@ -201,7 +211,9 @@ class _Rendezvous:
         self._store.set(f"{what}/{self._rank}", json.dumps(own))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         try:
-            self._store.wait(keys, self._timeout)
+            self._await(keys)
+        except WaitAborted as gone:
+            raise LinkError(f"group {self._name} could not be built: {gone}") from gone
         except RuntimeError as error:
             missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
             names = spans(self._global_ranks[rank] for rank in missing)
@@ -210,3 +222,17 @@ class _Rendezvous:
                 f"{self._timeout.total_seconds():g} s; see the log there"
             ) from error
         return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def _await(self, keys: Sequence[str]) -> None:
+        """Wait for every member's key. WaitAborted if one has left the default group meanwhile."""
+        world = dist.GroupMember.WORLD
+        if not isinstance(world, HeteroProcessGroupBase):
+            self._store.wait(list(keys), self._timeout)
+            return
+        if self._store.check(list(keys)):
+            return
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        # One after another: polls for all keys of all ranks would be too many for the store.
+        for key, rank in zip(keys, self._global_ranks, strict=True):
+            store = AbortableStore(self._store, partial(world.require_present, rank))
+            store.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())))

@@ -163,10 +163,10 @@ def explain(
             if status.state == state and last < latest:
                 after = f" since {status.call}" if status.call else ""
                 reasons.append(f"{layout.members[status.rank]} {what}{after}")
-    if not reasons:
-        reasons += _first_error(layout, statuses, calls)
-    own_error = f" ({own.error})" if own.error and own.error not in reasons[0] else ""
-    return f"{opening}: {'; '.join(reasons)}{own_error}"
+    # What this rank's link says adds nothing to the error that came first, or to other calls.
+    adds = own.error and reasons and not different
+    own_error = f" ({own.error})" if adds else ""
+    return f"{opening}: {'; '.join(reasons or _first_error(layout, statuses, calls))}{own_error}"
 
 
 def _first_error(

@@ -181,6 +181,10 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         for communicator in self._communicators:
             communicator.check()
 
+    def require_present(self, rank: int) -> None:
+        """Raise LinkError if a rank of this group has ended or left it."""
+        self._presence.require(self._layout.members[rank])
+
     def abort(self, reason: str = "") -> None:
         """End all calls in flight on all ranks, with errors that give the reason."""
         for communicator in self._communicators:

@@ -60,9 +60,10 @@ class ReducingOperations(HeteroProcessGroupBase):
         )
 
     def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        from hetero.collectives.sparse import all_reduce_sparse
+        from hetero.collectives.sparse import all_reduce_sparse, require_sum
 
         reduction = self._reduction(opts, tensors[0])
+        require_sum(reduction)
 
         def algorithm(context: CallContext) -> Schedule:
             for tensor in tensors:

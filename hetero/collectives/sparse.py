@@ -12,12 +12,16 @@ from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, UnsupportedError
 
 
-def all_reduce_sparse(context: CallContext, tensor: torch.Tensor, reduction: Reduction) -> Schedule:
-    """Sum a sparse COO tensor over all ranks, in the order of ranks, in place."""
+def require_sum(reduction: Reduction) -> None:
+    """Refuse any other reduction of sparse tensors, before anything is sent."""
     if reduction.kernel != "SUM" or reduction.factor is not None:
         raise UnsupportedError(
             f"there is no reduction {reduction.name} of sparse tensors; take SUM"
         )
+
+
+def all_reduce_sparse(context: CallContext, tensor: torch.Tensor, reduction: Reduction) -> Schedule:
+    """Sum a sparse COO tensor over all ranks, in the order of ranks, in place."""
     own = tensor.coalesce()
     nnz = torch.tensor([own._nnz()], device=tensor.device)
     counts = (yield from _gathered(context, nnz)).view(-1).tolist()

@@ -98,10 +98,6 @@ class CudaDriver(GpuDriver):
         ordering = self._attribute(device, Attribute.GPU_DIRECT_RDMA_WRITES_ORDERING)
         return ordering < ORDERED_FOR_OWNER
 
-    def offers_stream_values(self, device: int) -> bool:
-        # Every GPU of a driver that has the second version of the calls, which is required.
-        return True
-
     def _context(self, device: int) -> int:
         if device not in self._contexts:
             # Never released: PyTorch holds the primary context for the life of the process too.

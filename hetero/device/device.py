@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import LinkError
-from hetero.native.structures import Streams
 
 
 class Word(NamedTuple):
@@ -53,7 +52,8 @@ class CurrentStream(ABC):
 class DeviceStreams(Protocol):
     """Streams of the link, for C."""
 
-    streams: Streams
+    streams: Any
+    """`struct streams`."""
 
     def failure(self, failed: int, purpose: str) -> LinkError:
         """The error for a `failure` of native.h."""
@@ -78,7 +78,7 @@ class Device(ABC):
     def new_streams(self) -> DeviceStreams:
         """Make streams for one direction of a link."""
 
-    def notify(self, function: int, argument: int) -> bool:
+    def notify(self, function: Any, argument: int | None) -> bool:
         """Call a C function after each word that streams made from now on write.
 
         False if the device cannot; then the words have to be polled.
@@ -108,22 +108,18 @@ class Device(ABC):
     def unregister(self, address: int) -> None:
         """Undo `register`. No work that uses the memory may be in flight."""
 
-
-class PeerMemory(ABC):
-    """Device memory that another process can open (IPC)."""
-
-    @abstractmethod
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        """Allocate device memory; returns its address and IPC handle."""
+        """Allocate device memory; returns its address and IPC handle. For GPUs, as the next."""
+        raise NotImplementedError
 
-    @abstractmethod
     def free(self, address: int) -> None:
         """Free memory of `allocate`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def open(self, handle: bytes) -> int:
         """Map another process's device memory for copies by this device."""
+        raise NotImplementedError
 
-    @abstractmethod
     def close(self, address: int) -> None:
         """Undo `open`."""
+        raise NotImplementedError

@@ -27,22 +27,17 @@ def driver_for(device: torch.device) -> GpuDriver:
     """
     if device.type != "cuda":
         raise ValueError(f"{device} has no GPU driver")
-    library = os.environ.get(HIP_LIBRARY_VARIABLE) or None
-    if library or torch.version.hip:
-        return _hip_driver(library)
-    return _cuda_driver()
+    return _driver(os.environ.get(HIP_LIBRARY_VARIABLE) or None)
 
 
 @cache
-def _cuda_driver() -> GpuDriver:
-    return CudaDriver()
-
-
-@cache
-def _hip_driver(library: str | None) -> GpuDriver:
-    if not torch.version.hip:
-        warnings.warn(
-            f"{HIP_LIBRARY_VARIABLE} is set on a PyTorch build without HIP: AMD is simulated",
-            stacklevel=3,
-        )
-    return HipDriver(library)
+def _driver(hip_library: str | None) -> GpuDriver:
+    if torch.version.hip:
+        return HipDriver(hip_library)
+    if hip_library is None:
+        return CudaDriver()
+    warnings.warn(
+        f"{HIP_LIBRARY_VARIABLE} is set on a PyTorch build without HIP: AMD is simulated",
+        stacklevel=3,
+    )
+    return HipDriver(hip_library)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from hetero.device.vendor_library import Function
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import EntryPoints, HostGpu, Step, Vendor
+from hetero.native.structures import DRIVER_STEPS, HostGpu, Step, Vendor, entry_points
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
@@ -69,7 +69,6 @@ class GpuDriver(ABC):
 
     def __init__(self, functions: dict[str, Function]) -> None:
         self._functions = functions
-        self._trusted: set[int] = set()
 
     def use_device(self, device: int) -> None:
         """Make a device the calling thread's current one, as `torch.cuda.set_device` does."""
@@ -86,12 +85,10 @@ class GpuDriver(ABC):
             self._restore(before)
 
     @cached_property
-    def entry_points(self) -> EntryPoints:
+    def entry_points(self) -> Any:
         """Addresses of the functions that enqueue work, for C."""
-        functions = {
-            step: self._functions[self.calls[step.name.lower()]] for step in EntryPoints.STEPS
-        }
-        return EntryPoints.of(functions, vendor=self._vendor_in_c, counter_limit=self.counter_limit)
+        functions = {step: self._functions[self.calls[step.name.lower()]] for step in DRIVER_STEPS}
+        return entry_points(functions, vendor=self._vendor_in_c, counter_limit=self.counter_limit)
 
     def step_failure(self, failed: int, purpose: str) -> LinkError:
         """The error for a `failure` of native.h."""
@@ -104,7 +101,7 @@ class GpuDriver(ABC):
         call = self.calls[step.name.lower()]
         return self._failure(call, ctypes.c_int32(code).value, purpose)
 
-    def host_gpu(self, device: int, stream: int) -> HostGpu:
+    def host_gpu(self, device: int, stream: int) -> Any:
         """For a stream of the host that copies to and from a device, on a stream of the device."""
         names = ("copy", "synchronize_stream", "synchronize_event", "set_current")
         pointers: list[Any] = [self._functions[self.calls[name]] for name in names]
@@ -217,23 +214,9 @@ class GpuDriver(ABC):
         has completed they are visible.
         """
 
-    @abstractmethod
     def offers_stream_values(self, device: int) -> bool:
         """Whether the device has `stream_wait_value` and `stream_write_value` at all."""
-
-    def can_wait_on_stream(self, device: int) -> bool:
-        """Whether `stream_wait_value` works.
-
-        True where the vendor documents it for registered host memory, or where
-        `probe_stream_values` (hetero.device.probe) has passed in this process.
-        """
-        return self.offers_stream_values(device) and (
-            self.host_words_documented or device in self._trusted
-        )
-
-    def trust_stream_values(self, device: int) -> None:
-        """Note that `stream_wait_value` has been seen to work; the probe calls it."""
-        self._trusted.add(device)
+        return True
 
     @abstractmethod
     def _current(self) -> int:

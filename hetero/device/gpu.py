@@ -15,7 +15,6 @@ from hetero.device.device import (
     Device,
     DeviceStreams,
     Event,
-    PeerMemory,
     Word,
 )
 from hetero.device.driver import GpuDriver, driver_for
@@ -107,12 +106,12 @@ class GpuCurrentStream(CurrentStream):
             self._driver.stream_wait_value(self.key, word.address, word.value)
 
 
-class GpuDevice(Device, PeerMemory):
+class GpuDevice(Device):
     """An NVIDIA or AMD GPU."""
 
     def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
-        self._device = device
-        self._driver = driver or driver_for(device)
+        self.device = device
+        self.driver = driver or driver_for(device)
         self.index = index_of(device)
         self._streams: list[GpuStreams] = []
         self._current: dict[int, GpuCurrentStream] = {}
@@ -121,19 +120,19 @@ class GpuDevice(Device, PeerMemory):
 
     def stream_wait_missing(self) -> str | None:
         """Why its streams cannot wait on words of host memory, by a probe if in doubt."""
-        if self._driver.can_wait_on_stream(self.index):
+        if self.driver.host_words_documented:
             return None
-        return probe_stream_values(self._driver, self.index)
+        return probe_stream_values(self.driver, self.index)
 
     def identity(self) -> dict[str, str]:
         """Two ends compare these to decide whether they can open each other's memory."""
-        return {"vendor": self._driver.vendor, "uuid": self._driver.uuid(self.index)}
+        return {"vendor": self.driver.vendor, "uuid": self.driver.uuid(self.index)}
 
     def use(self) -> None:
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self.device)
 
     def new_streams(self) -> DeviceStreams:
-        self._streams.append(GpuStreams(self._device, self._driver))
+        self._streams.append(GpuStreams(self.device, self.driver))
         return self._streams[-1]
 
     def current_stream(self) -> CurrentStream:
@@ -169,30 +168,30 @@ class GpuDevice(Device, PeerMemory):
         handle: int = torch._C._cuda_getCurrentRawStream(self.index)
         found = self._current.get(handle)
         if found is None:
-            stream = torch.cuda.current_stream(self._device)
-            found = GpuCurrentStream(stream, self._driver)
+            stream = torch.cuda.current_stream(self.device)
+            found = GpuCurrentStream(stream, self.driver)
             self._current[handle] = found
         return found
 
     def register(self, address: int, nbytes: int) -> int:
-        with self._driver.on_device(self.index):
-            self._driver.register_host(address, nbytes)
-            return self._driver.device_address(address)
+        with self.driver.on_device(self.index):
+            self.driver.register_host(address, nbytes)
+            return self.driver.device_address(address)
 
     def unregister(self, address: int) -> None:
-        self._driver.unregister_host(address)
+        self.driver.unregister_host(address)
 
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        with self._driver.on_device(self.index):
-            address = self._driver.allocate(nbytes)
-            return address, self._driver.ipc_handle(address)
+        with self.driver.on_device(self.index):
+            address = self.driver.allocate(nbytes)
+            return address, self.driver.ipc_handle(address)
 
     def free(self, address: int) -> None:
-        self._driver.free(address)
+        self.driver.free(address)
 
     def open(self, handle: bytes) -> int:
-        with self._driver.on_device(self.index):
-            return self._driver.open_ipc(handle)
+        with self.driver.on_device(self.index):
+            return self.driver.open_ipc(handle)
 
     def close(self, address: int) -> None:
-        self._driver.close_ipc(address)
+        self.driver.close_ipc(address)

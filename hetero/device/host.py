@@ -9,15 +9,22 @@ from __future__ import annotations
 import time
 import weakref
 from ctypes import CDLL, byref
+from typing import Any
 
 import torch
 
 from hetero.device.device import COMPLETED, CurrentStream, Device, DeviceStreams, Event, Word
-from hetero.device.driver import driver_for
-from hetero.device.gpu import index_of, record_event, require_no_capture
+from hetero.device.gpu import GpuDevice, require_no_capture
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import CHECKSUM_BYTES, EntryPoints, HostFailure, Step, Streams, Vendor
+from hetero.native.structures import (
+    CHECKSUM_BYTES,
+    HostFailure,
+    Step,
+    Streams,
+    Vendor,
+    entry_points,
+)
 
 _CALLER, _ELSEWHERE = 1, 0
 """HOST_CALLING_THREAD of host.h, and a stream that C cannot use."""
@@ -29,7 +36,11 @@ class HostStreams(DeviceStreams):
     """One stream, whose thread ends with this object."""
 
     def __init__(
-        self, library: CDLL, *, gpu: _Gpu | None = None, on_write: tuple[int, int] | None = None
+        self,
+        library: CDLL,
+        *,
+        gpu: GpuDevice | None = None,
+        on_write: tuple[Any, int | None] | None = None,
     ) -> None:
         """`on_write` is a function in C, and its argument, to call after each word written."""
         self._library = library
@@ -52,7 +63,7 @@ class HostStreams(DeviceStreams):
             Step.WAIT_EVENT: library.host_wait_event,
         }
         self.streams = Streams(
-            driver=EntryPoints.of(functions, vendor=Vendor.CUDA, counter_limit=_COUNTER_LIMIT),
+            driver=entry_points(functions, vendor=Vendor.CUDA, counter_limit=_COUNTER_LIMIT),
             copies=self._handle,
             waits=self._handle,
             writes=self._handle,
@@ -92,15 +103,6 @@ class CallingThread(CurrentStream):
             pass
 
 
-class _Gpu:
-    """The GPU whose tensors a host device copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.driver = driver_for(device)
-        self.index = index_of(device)
-
-
 class HostDevice(Device):
     """The host as the device of a link.
 
@@ -111,20 +113,20 @@ class HostDevice(Device):
 
     def __init__(self, device: torch.device, *, checksum: bool = False) -> None:
         self._library = native()
-        self._gpu = None if device.type == "cpu" else _Gpu(device)
+        self._gpu = None if device.type == "cpu" else GpuDevice(device)
         self._caller = CallingThread(self._library, accepts_work=self._gpu is None)
         self._streams: list[HostStreams] = []
-        self._on_write: tuple[int, int] | None = None
+        self._on_write: tuple[Any, int | None] | None = None
         self.checksum_bytes = CHECKSUM_BYTES if checksum else 0
         self.has_host_tensors = self._gpu is None
 
-    def notify(self, function: int, argument: int) -> bool:
+    def notify(self, function: Any, argument: int | None) -> bool:
         self._on_write = function, argument
         return True
 
     def use(self) -> None:
         if self._gpu is not None:
-            torch.cuda.set_device(self._gpu.device)
+            self._gpu.use()
 
     def new_streams(self) -> DeviceStreams:
         self._streams.append(HostStreams(self._library, gpu=self._gpu, on_write=self._on_write))
@@ -137,7 +139,7 @@ class HostDevice(Device):
         if self._gpu is None:
             return COMPLETED
         require_no_capture()
-        return record_event(torch.cuda.current_stream(self._gpu.device))
+        return self._gpu.record_event()
 
     def synchronize(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -147,10 +149,9 @@ class HostDevice(Device):
 
     def register(self, address: int, nbytes: int) -> int:
         if self._gpu is not None:
-            with self._gpu.driver.on_device(self._gpu.index):
-                self._gpu.driver.register_host(address, nbytes)
+            self._gpu.register(address, nbytes)
         return address
 
     def unregister(self, address: int) -> None:
         if self._gpu is not None:
-            self._gpu.driver.unregister_host(address)
+            self._gpu.unregister(address)

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -19,25 +20,22 @@ _OPEN = 2
 _PAUSE_SECONDS = 0.005
 
 
+@cache
 def probe_stream_values(driver: GpuDriver, device: int, *, seconds: float = 5.0) -> str | None:
     """Try `stream_wait_value` on registered host memory; None if it works, else why it does not.
 
     It works if the stream waits until the host has written the word, and then goes on. Other
     streams may be blocked meanwhile where they share a hardware queue: links never enqueue a wait
-    before the work that satisfies it. From then on `driver.can_wait_on_stream` is true for the
-    device. Takes milliseconds, or up to twice `seconds` if it fails; memory that a stuck stream may
-    still access is then never freed.
+    before the work that satisfies it. Takes milliseconds, or up to twice `seconds` if it fails;
+    memory that a stuck stream may still access is then never freed. A device is probed once.
     """
     try:
         with driver.on_device(device):
             if not driver.offers_stream_values(device):
                 return "the device has no stream wait and write"
-            reason = _Probe(driver, device, seconds).run()
+            return _Probe(driver, device, seconds).run()
     except LinkError as error:
         return str(error)
-    if reason is None:
-        driver.trust_stream_values(device)
-    return reason
 
 
 class _Probe:

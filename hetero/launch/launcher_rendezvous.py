@@ -77,27 +77,23 @@ class LauncherRendezvous(RendezvousHandler):
             **parameters.config,
             **({"rank": settings.node_rank} if settings.backend == "static" else {}),
         )
-        self._handler: RendezvousHandler | None = None
-        self._node_store: TCPStore | None = None
         self._on_joined = on_joined
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if (
-            self._settings.backend == "static"
-            and self._settings.nodes > 1
-            and self._node_store is None
-        ):
-            self._node_store = self._open_node_store()
+        if settings.backend == "static" and settings.nodes > 1:
+            self._node_store = self._open_node_store()  # kept: node 0 hosts it
             nodes = PrefixStore("hetero/nodes", self._node_store)
             try:
-                self._await_all_nodes(BoundedStore(nodes, seconds=self._settings.timeout))
+                self._await_all_nodes(BoundedStore(nodes, seconds=settings.timeout))
             except StoreUnresponsive as error:
                 raise UserError(f"{self._store_host()} was reached, and then: {error}") from error
-        rendezvous = self._wrapped()
+        elif settings.backend == "c10d" and not self._is_host():
+            self._await_listener()
+        self._handler = self._create_handler()
+
+    def next_rendezvous(self) -> RendezvousInfo:
         settings = self._settings
         with self._reporting(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
             try:
-                info = rendezvous.next_rendezvous()
+                info = self._handler.next_rendezvous()
             except RendezvousTimeoutError as error:
                 raise UserError(
                     f"fewer than {self._parameters.min_nodes} nodes came to "
@@ -107,18 +103,14 @@ class LauncherRendezvous(RendezvousHandler):
         self._on_joined(info)
         return info
 
-    def _wrapped(self) -> RendezvousHandler:
-        """The wrapped handler, created on first use: creating c10d's connects."""
-        if self._handler is None:
-            if self._settings.backend == "c10d" and not self._is_host():
-                self._await_listener()
-            try:
-                self._handler = rendezvous_handler_registry.create_handler(self._parameters)
-            except RendezvousConnectionError as error:
-                raise self._unreachable("it does not answer") from error
-            except ValueError as error:
-                raise UserError(f"--rdzv-backend {self._settings.backend}: {error}") from error
-        return self._handler
+    def _create_handler(self) -> RendezvousHandler:
+        """The wrapped handler. Creating c10d's connects."""
+        try:
+            return rendezvous_handler_registry.create_handler(self._parameters)
+        except RendezvousConnectionError as error:
+            raise self._unreachable("it does not answer") from error
+        except ValueError as error:
+            raise UserError(f"--rdzv-backend {self._settings.backend}: {error}") from error
 
     def _is_host(self) -> bool:
         """Whether this host hosts c10d's rendezvous: whether it can listen at its address."""
@@ -264,20 +256,19 @@ class LauncherRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return self._wrapped().use_agent_store
+        return self._handler.use_agent_store
 
     def is_closed(self) -> bool:
-        return self._handler is not None and self._handler.is_closed()
+        return self._handler.is_closed()
 
     def set_closed(self) -> None:
-        if self._handler is not None:
-            self._handler.set_closed()
+        self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return self._handler.num_nodes_waiting() if self._handler is not None else 0
+        return self._handler.num_nodes_waiting()
 
     def get_run_id(self) -> str:
         return self._parameters.run_id
 
     def shutdown(self) -> bool:
-        return self._handler.shutdown() if self._handler is not None else True
+        return self._handler.shutdown()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from hetero.device.device import CurrentStream
 from hetero.errors import LinkError
 
 
@@ -79,8 +78,6 @@ class Link(ABC):
     """For the log: what of it depends on the machine."""
     device: torch.device | None = None
     """Where its tensors are; None for any."""
-    c_rings_doorbell = False
-    """Whether C rings the peer's doorbell when it has enqueued something."""
     receives_ahead: bool = True
     """Whether a receive may be posted long before its tensor arrives, at no cost meanwhile."""
 
@@ -104,14 +101,6 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release every thread, buffer and connection. Idempotent. Transfers in flight fail."""
-
-    def lock_for_exchange(self, started: Sequence[Any] | None = None) -> CurrentStream | None:
-        """Lock the link for messages of several links at once (ring_exchange.py).
-
-        `started`: the messages, if they have been started before; None for new ones.
-        Returns the caller's stream; None, without the lock, if the link cannot take part.
-        """
-        return None
 
     def __enter__(self) -> Self:
         return self
@@ -149,13 +138,14 @@ class Link(ABC):
                 f"{tensor.device}; move it there, or open a link for its device"
             )
 
-    def _count_sent(self, tensor: torch.Tensor) -> None:
-        self.counters.messages_sent += 1
-        self.counters.bytes_sent += tensor.numel() * tensor.element_size()
-
-    def _count_received(self, tensor: torch.Tensor) -> None:
-        self.counters.messages_received += 1
-        self.counters.bytes_received += tensor.numel() * tensor.element_size()
+    def _count(self, nbytes: int, *, is_receive: bool) -> None:
+        counters = self.counters
+        if is_receive:
+            counters.messages_received += 1
+            counters.bytes_received += nbytes
+        else:
+            counters.messages_sent += 1
+            counters.bytes_sent += nbytes
 
     @contextmanager
     def timed_wait(self) -> Iterator[None]:

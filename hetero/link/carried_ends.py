@@ -11,16 +11,12 @@ from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.failover import RailMonitor
 from hetero.link.handshake import Rendezvous
-from hetero.link.ring import Direction, EndState
+from hetero.link.ring import CONTROL_BYTES, Direction, EndState
+from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds
 from hetero.link.shared_memory import SharedMemory, make_memory
 
 _CREDIT_SECONDS = 5.0
-
-
-def side_of(rendezvous: Rendezvous) -> int:
-    """0 for the listener, 1 for the caller."""
-    return 0 if rendezvous.listens else 1
 
 
 def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
@@ -36,18 +32,25 @@ def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMe
     return memory, address
 
 
+def host_rings(options: RingOptions, stack: ExitStack, *, reads_back: bool = False) -> RingMemory:
+    """Both rings in host memory."""
+    control, control_on_device = host_memory(CONTROL_BYTES, options.device, stack)
+    rings, on_device = host_memory(2 * options.ring_bytes, options.device, stack)
+    return RingMemory(control, control_on_device, rings.address, on_device, reads_back)
+
+
 def make_ends(
     rendezvous: Rendezvous,
+    options: RingOptions,
     memory: RingMemory,
     carrier: Carrier,
     control: Control,
     *,
-    transport: str,
     rails: Sequence[str],
     stack: ExitStack,
 ) -> RingEnds:
     """The ends of a link, which own what is on the stack from here on. Start the carrier first."""
-    side, description = side_of(rendezvous), rendezvous.description
+    side, description = rendezvous.side, rendezvous.description
     remote = RemoteEnd(memory.control, 1 - side, carrier.progress)
     monitor = RailMonitor(
         carrier,
@@ -55,7 +58,7 @@ def make_ends(
         rails=rails,
         peer_state=remote,
         wake_link=EndState(memory.control, side).ring,
-        name=f"{transport} {description.rank}-{description.peer}",
+        name=f"{options.transport} {description.rank}-{description.peer}",
         peer=description.peer,
     )
     stack.callback(monitor.close)
@@ -67,9 +70,7 @@ def make_ends(
         local=local,
         peer=remote,
         outgoing_ring=memory.rings_on_device,
-        incoming_ring=memory.rings_on_device + memory.ring_bytes,
-        ring_bytes=memory.ring_bytes,
-        zero_copy=memory.zero_copy,
+        incoming_ring=memory.rings_on_device + options.ring_bytes,
         peer_has_ended=monitor.peer_has_ended,
         close=stack.pop_all().close,
     )

@@ -10,21 +10,12 @@ from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.device.device import Device
 from hetero.errors import LinkError
 from hetero.link.rdma_ports import Port
+from hetero.link.ring_options import RingOptions
 from hetero.link.shared_memory import SharedMemory
-from hetero.native.binding import native
-from hetero.native.structures import (
-    GID_BYTES,
-    TEXT_BYTES,
-    EngineOptions,
-    TcpRequest,
-    VerbsConnectionInfo,
-    VerbsPeer,
-    VerbsRequest,
-    VerbsRoute,
-)
+from hetero.native.binding import checked, native
+from hetero.native.structures import TEXT_BYTES, EngineOptions, VerbsEnd, VerbsRoute
 
 _MAX_PSN = 1 << 24
 
@@ -38,140 +29,84 @@ class RingMemory:
     rings: int
     """The carrier's address of the sending ring, which the receiving one follows."""
     rings_on_device: int
-    ring_bytes: int
-    """Of each ring."""
-    checksum_bytes: int
-    """Behind each entry in the ring."""
-    zero_copy: bool = False
-    """Whether larger messages skip the rings: the carrier can access the callers' tensors."""
     reads_back: bool = False
     """Whether a NIC's writes are visible to the device only after a read-back."""
     is_gpu_memory: bool = False
-    dmabuf: tuple[int, int] | None = None
-    """Descriptor and offset of the rings' dma-buf."""
-
-
-@dataclass(frozen=True)
-class ConnectionInfo:
-    """What the peer needs to connect to this end of a rail and to write over it (docs/wire.md)."""
-
-    port: dict[str, Any]
-    psn: int
-    qp: int
-    receiving: int
-    receiving_key: int
-    control: int
-    control_key: int
-    reads_back: bool
+    dmabuf: tuple[int, int] = (-1, 0)
+    """Descriptor and offset of the rings' dma-buf; -1 without one."""
 
 
 class Carrier:
     """Any thread may call any method until `close`."""
 
-    def __init__(self, memory: RingMemory, *, side: int, stall_seconds: float) -> None:
-        """`side` is 0 for the listener. Raises LinkError when the system refuses what it needs."""
+    def __init__(
+        self, memory: RingMemory, options: RingOptions, *, side: int, stall_seconds: float
+    ) -> None:
+        """`side` is 0 for the listener. Call it before the device makes streams.
+
+        Raises LinkError when the system refuses what it needs.
+        """
         self._library = native()
         self._memory = memory
         self._ports: list[Port] = []
-        error = create_string_buffer(TEXT_BYTES)
-        options = EngineOptions(
-            control=memory.control.address,
-            side=side,
-            ring_bytes=memory.ring_bytes,
-            checksum_bytes=memory.checksum_bytes,
-            stall_seconds=stall_seconds,
+        self._handle: int | None = checked(
+            self._library.carrier_new,
+            byref(
+                EngineOptions(
+                    control=memory.control.address,
+                    side=side,
+                    rings=memory.rings,
+                    ring_bytes=options.ring_bytes,
+                    checksum_bytes=options.device.checksum_bytes,
+                    stall_seconds=stall_seconds,
+                    reads_back=memory.reads_back,
+                    dmabuf=memory.dmabuf[0],
+                    dmabuf_offset=memory.dmabuf[1],
+                )
+            ),
         )
-        self._handle: int | None = self._library.carrier_new(byref(options), error)
-        if self._handle is None:
-            raise LinkError(_text(error))
-
-    def connect_device(self, device: Device) -> None:
-        """Have the device notify the carrier of each word that it writes, if it can.
-
-        If not, the thread polls the words. Call it before adding rails, and before the device
-        makes streams.
-        """
-        function = ctypes.cast(self._library.carrier_progress, ctypes.c_void_p).value
-        assert function is not None
-        assert self._handle is not None
-        if device.notify(function, self._handle):
+        # Where the device cannot call it after each word that it writes, the thread polls.
+        if options.device.notify(self._library.carrier_progress, self._handle):
             self._library.carrier_set_device_notifies(self._handle)
 
-    def add_verbs_rail(self, port: Port) -> tuple[ConnectionInfo, str]:
-        """Open a port; returns its connection info and how its NIC addresses the rings.
+    def add_verbs_rail(self, port: Port) -> tuple[dict[str, Any], str]:
+        """Open a port; returns its CONNECTION (docs/wire.md) and how its NIC addresses the rings.
 
         Raises LinkError with what failed.
         """
-        memory = self._memory
-        psn = secrets.randbelow(_MAX_PSN)
-        descriptor, offset = memory.dmabuf or (-1, 0)
-        request = VerbsRequest(
-            device=port.device.encode(),
-            port=port.number,
-            reads_back=memory.reads_back,
-            dmabuf=descriptor,
-            dmabuf_offset=offset,
-            rings=memory.rings,
-            ring_bytes=memory.ring_bytes,
-            control=memory.control.address,
-            psn=psn,
-        )
-        made, error = VerbsConnectionInfo(), create_string_buffer(TEXT_BYTES)
-        if not self._library.carrier_add_verbs(self._handle, byref(request), byref(made), error):
+        end, by_dmabuf = VerbsEnd(psn=secrets.randbelow(_MAX_PSN)), ctypes.c_bool()
+        arguments = port.device.encode(), port.number, byref(end), byref(by_dmabuf)
+        try:
+            checked(self._library.carrier_add_verbs, self._handle, *arguments)
+        except LinkError as error:
+            remedy = _registration_remedy(is_gpu_memory=self._memory.is_gpu_memory)
             raise LinkError(
-                f"{port} cannot be used for RDMA: {_text(error)}; see its state with `rdma link`, "
-                f"and {_registration_remedy(is_gpu_memory=memory.is_gpu_memory)}"
-            )
+                f"{port} cannot be used for RDMA: {error}; see its state with `rdma link`, and "
+                f"{remedy}"
+            ) from error
         self._ports.append(port)
-        info = ConnectionInfo(
-            port=asdict(port),
-            psn=psn,
-            qp=made.qp,
-            receiving=made.receiving,
-            receiving_key=made.receiving_key,
-            control=made.control,
-            control_key=made.control_key,
-            reads_back=memory.reads_back,
-        )
-        return info, "dma-buf" if made.by_dmabuf else "address"
+        connection = {name: getattr(end, name) for name, _ in VerbsEnd._fields_}
+        return {"port": asdict(port), **connection}, "dma-buf" if by_dmabuf else "address"
 
-    def connect_verbs_rail(self, index: int, peer: ConnectionInfo) -> None:
-        """Connect a rail and post its receives. Raises LinkError."""
-        here, there = self._ports[index], Port(**peer.port)
-        own = _route(here, here)
-        remote = VerbsPeer(
-            route=_route(here, there, qp=peer.qp, psn=peer.psn),
-            receiving=peer.receiving,
-            receiving_key=peer.receiving_key,
-            control=peer.control,
-            control_key=peer.control_key,
-            reads_back=peer.reads_back,
-        )
-        error = create_string_buffer(TEXT_BYTES)
-        if not self._library.carrier_connect_verbs(
-            self._handle, index, byref(remote), byref(own), error
-        ):
-            raise LinkError(f"{here} cannot be connected with {there} of the peer ({_text(error)})")
+    def connect_verbs_rail(self, index: int, connection: dict[str, Any]) -> None:
+        """Connect a rail with the peer's CONNECTION and post its receives. Raises LinkError."""
+        here, there = self._ports[index], Port(**connection["port"])
+        end = VerbsEnd(**{name: connection[name] for name, _ in VerbsEnd._fields_})
+        routes = byref(_route(here, there)), byref(_route(here, here))
+        try:
+            checked(self._library.carrier_connect_verbs, self._handle, index, byref(end), *routes)
+        except LinkError as error:
+            raise LinkError(
+                f"{here} cannot be connected with {there} of the peer ({error})"
+            ) from error
 
     def add_tcp_rail(self, connection: socket.socket) -> None:
         """Make a rail of a connection, and take ownership of it. Raises LinkError."""
-        memory = self._memory
-        request = TcpRequest(
-            fd=connection.detach(),
-            sending=memory.rings,
-            receiving=memory.rings + memory.ring_bytes,
-            ring_bytes=memory.ring_bytes,
-            control=memory.control.address,
-        )
-        error = create_string_buffer(TEXT_BYTES)
-        if not self._library.carrier_add_tcp(self._handle, byref(request), error):
-            raise LinkError(_text(error))
+        checked(self._library.carrier_add_tcp, self._handle, connection.detach())
 
     def start(self) -> None:
         """Start the thread. Raises LinkError."""
-        error = create_string_buffer(TEXT_BYTES)
-        if not self._library.carrier_start(self._handle, error):
-            raise LinkError(_text(error))
+        checked(self._library.carrier_start, self._handle)
 
     def progress(self) -> None:
         """Send what has been posted. Does nothing once closed."""
@@ -233,13 +168,13 @@ def _registration_remedy(*, is_gpu_memory: bool) -> str:
     )
 
 
-def _route(here: Port, there: Port, *, qp: int = 0, psn: int = 0) -> VerbsRoute:
+def _route(here: Port, there: Port) -> Any:
+    """`struct verbs_route`."""
+    gid = ipaddress.IPv6Address(there.gid).packed
     return VerbsRoute(
-        qp=qp,
-        psn=psn,
         mtu=min(here.mtu, there.mtu),
         lid=there.lid,
-        gid=(ctypes.c_uint8 * GID_BYTES)(*ipaddress.IPv6Address(there.gid).packed),
+        gid=tuple(gid),
         gid_index=here.gid_index,
         is_global=here.needs_route_to(there),
     )

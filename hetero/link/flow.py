@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import Sequence
 from ctypes import addressof, byref
 from itertools import islice
+from typing import Any
 
-from hetero.device.device import CurrentStream, Device, Word
+from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
-from hetero.link.header import Header
-from hetero.link.ring import COUNTER_MASK, HALF_RANGE, Entry
+from hetero.link.header import difference
+from hetero.link.ring import COUNTER_MASK, HALF_RANGE, ahead
+from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native import structures
 from hetero.native.binding import native
 from hetero.native.structures import Progress
 
-SMALL_BYTES = 256 << 10
+_SMALL_BYTES = 256 << 10
 """The largest message for the caller's stream: through pinned host memory it takes 5 us there."""
-SMALL_BYTES_OF_DEVICE = 1 << 20
+_SMALL_BYTES_OF_DEVICE = 1 << 20
 """The same where the data lie in device memory: 4 us from one H200 to another."""
 
 
@@ -36,23 +38,17 @@ class UnexpectedEntry(Exception):
 class Flow:
     """One direction of one end. Call it with the link's lock."""
 
-    def __init__(
-        self,
-        device: Device,
-        ends: RingEnds,
-        *,
-        chunk_bytes: int,
-        small_bytes: int,
-        is_outgoing: bool,
-    ) -> None:
-        """`small_bytes`: the largest message that may go to the caller's stream."""
+    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
+        device = options.device
         self.waiting: deque[RingTransfer] = deque()
         self.in_flight: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
         """Kept after a failure: streams may still copy from and to their tensors."""
         self.sequence = 0
         self.device = device
-        self._small_bytes = small_bytes
+        is_in_device = options.transport == "ipc"
+        small_bytes = _SMALL_BYTES_OF_DEVICE if is_in_device else _SMALL_BYTES
+        self._small_bytes = min(small_bytes, options.entry_bytes)
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
         self._peer = ends.peer
         self._streams = device.new_streams()
@@ -62,11 +58,11 @@ class Flow:
             produced_word=direction.produced_word,
             consumed_word=direction.consumed_word,
             ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
-            ring_bytes=ends.ring_bytes,
-            chunk_bytes=chunk_bytes,
-            small_bytes=small_bytes,
+            ring_bytes=options.ring_bytes,
+            chunk_bytes=options.entry_bytes,
+            small_bytes=self._small_bytes,
             checksum_bytes=device.checksum_bytes,
-            user_buffers=direction.user_buffers_address if ends.zero_copy else 0,
+            user_buffers=direction.user_buffers_address if options.zero_copy else 0,
             doorbell=ends.peer.doorbell_address(),
             is_outgoing=is_outgoing,
         )
@@ -82,10 +78,19 @@ class Flow:
         """Entries enqueued."""
         return int(self._state.count)
 
-    @property
-    def awaited(self) -> int:
-        """The highest value of the peer's counter that an entry depends on."""
-        return int(self._state.awaited)
+    def is_held(self) -> bool:
+        """Whether an entry depends on a value to which the peer's counter has not come."""
+        direction = self._direction
+        counter = direction.consumed if self._state.is_outgoing else direction.produced
+        return ahead(self._state.awaited, counter) > 0
+
+    def unblock(self) -> None:
+        """Unblock streams that wait for the peer's counter, after setting the error flag."""
+        direction = self._direction
+        unblock = (
+            direction.unblock_sender if self._state.is_outgoing else direction.unblock_receiver
+        )
+        unblock(self._state.awaited)
 
     def broken(self) -> str | None:
         """Why the streams have failed; None while they have not."""
@@ -176,7 +181,7 @@ class Flow:
         if progress == Progress.FAILED:
             raise self.driver_error(transfer)
         if progress == Progress.REFUSED:
-            raise UnexpectedEntry(describe_mismatch(self._direction.entry(self.count), transfer))
+            raise UnexpectedEntry(describe_mismatch(self._direction.record(self.count), transfer))
         return False
 
     def note_partial(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
@@ -205,14 +210,10 @@ class Flow:
         return progress
 
 
-def describe_mismatch(entry: Entry, transfer: RingTransfer) -> str:
+def describe_mismatch(entry: Any, transfer: RingTransfer) -> str:
     """How an entry differs from the one that the transfer expects next."""
-    try:
-        difference = Header.unpack(entry.header).difference(Header.unpack(transfer.header))
-    except ValueError as error:
-        return str(error)
     left = transfer.nbytes - transfer.offset
-    return difference or (
+    return difference(bytes(entry.header), transfer.header) or (
         f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} bytes "
         f"at {transfer.offset} are missing"
     )

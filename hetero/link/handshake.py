@@ -46,6 +46,11 @@ class Rendezvous:
     timeout: float = 120.0
     """Seconds to wait for the other end."""
 
+    @property
+    def side(self) -> int:
+        """0 for the listener, 1 for the caller."""
+        return 0 if self.listens else 1
+
     def key(self, what: str) -> str:
         return f"hetero/link/{self.name}/{what}"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 
 import torch
 
-PROTOCOL_VERSION = 4
+from hetero.version import PROTOCOL_VERSION
+
 MAX_DIMENSIONS = 8
 _MAGIC = b"HTRO"
 _FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}QI")
@@ -55,28 +57,16 @@ class Header:
     shape: tuple[int, ...]
     nbytes: int
     tag: int = 0
-    version: int = PROTOCOL_VERSION
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, *, job: int, sequence: int, tag: int = 0) -> Header:
-        if tensor.dtype not in _CODES:
-            raise TypeError(f"a link cannot carry {tensor.dtype}")
-        if tensor.dim() > MAX_DIMENSIONS:
-            raise ValueError(f"a link carries at most {MAX_DIMENSIONS} dimensions")
-        return cls(
-            job=job,
-            sequence=sequence,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            nbytes=tensor.numel() * tensor.element_size(),
-            tag=tag,
-        )
 
     def pack(self) -> bytes:
+        if self.dtype not in _CODES:
+            raise TypeError(f"a link cannot carry {self.dtype}")
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"a link carries at most {MAX_DIMENSIONS} dimensions")
         padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
         return _FORMAT.pack(
             _MAGIC,
-            self.version,
+            PROTOCOL_VERSION,
             _CODES[self.dtype],
             self.job,
             self.sequence,
@@ -106,16 +96,19 @@ class Header:
             shape=tuple(shape[:dims]),
             nbytes=nbytes,
             tag=tag,
-            version=version,
         )
 
-    def difference(self, other: Header) -> str | None:
-        """Describe the first difference from the expected header; None if there is none."""
-        for name in ("job", "sequence", "tag", "dtype", "shape", "nbytes"):
-            got, expected = getattr(self, name), getattr(other, name)
-            if got != expected:
-                return f"{name} {got} instead of {expected}"
-        return None
+
+def difference(arrived: bytes, expected: bytes) -> str | None:
+    """Describe the first difference from the expected header; None if there is none."""
+    try:
+        one, other = Header.unpack(arrived), Header.unpack(expected)
+    except ValueError as error:
+        return str(error)
+    for name in ("job", "sequence", "tag", "dtype", "shape", "nbytes"):
+        if getattr(one, name) != getattr(other, name):
+            return f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
+    return None
 
 
 class HeaderWriter:
@@ -128,14 +121,13 @@ class HeaderWriter:
     def pack(
         self, dtype: torch.dtype, shape: tuple[int, ...], *, sequence: int, tag: int = 0
     ) -> bytes:
-        """The same bytes as `Header.of(...).pack()`."""
         kind = (dtype, shape)
         packed = self._packed.get(kind)
         if packed is None:
             if len(self._packed) >= _MAX_CACHED:
                 self._packed.clear()
-            like = torch.empty(shape, dtype=dtype, device="meta")
-            packed = bytearray(Header.of(like, job=self._job, sequence=0).pack())
+            nbytes = math.prod(shape) * dtype.itemsize
+            packed = bytearray(Header(self._job, 0, dtype, tuple(shape), nbytes).pack())
             self._packed[kind] = packed
         _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
         _TAG.pack_into(packed, _TAG_OFFSET, tag)

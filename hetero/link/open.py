@@ -91,6 +91,9 @@ class PeerCapabilities:
 
     here: Capabilities
     there: Capabilities
+    options: ChannelOptions
+    device: torch.device
+    """Where this end's tensors are."""
 
     @classmethod
     def of(
@@ -98,7 +101,8 @@ class PeerCapabilities:
     ) -> PeerCapabilities:
         """Exchange capabilities. Collective between the two ends."""
         here = Capabilities.here(device=device, options=options)
-        return cls(here, Capabilities(**exchange(rendezvous, "situation", asdict(here))))
+        there = Capabilities(**exchange(rendezvous, "situation", asdict(here)))
+        return cls(here, there, options, device)
 
     @property
     def share_memory(self) -> bool:
@@ -135,7 +139,7 @@ class PeerCapabilities:
                 return f"it joins GPUs, and {_ON_CPU}"
             if here.gpu["vendor"] != there.gpu["vendor"]:
                 return "the two GPUs are of different vendors"
-        if path == "ipc" or (path == "verbs" and here.gpu and there.gpu):
+        if path == "ipc" or (path == "verbs" and (here.gpu or there.gpu)):
             return self.stream_wait_missing
         return None
 
@@ -175,13 +179,10 @@ def open_link(
     """
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     if transport not in FAMILIES:
-        opened = open_path(
-            transport, rendezvous, capabilities=capabilities, options=options, device=device
-        )
-        return Choice(opened, rejected=())
+        return Choice(open_path(transport, rendezvous, capabilities), rejected=())
     rejected: list[str] = []
     for path in FAMILIES[transport]:
-        link, reason = _attempt(path, rendezvous, capabilities, options, device)
+        link, reason = _attempt(path, rendezvous, capabilities)
         if link is not None:
             return Choice(link, tuple(rejected))
         rejected.append(f"{path}: {reason}")
@@ -195,11 +196,7 @@ def open_link(
 
 
 def _attempt(
-    path: str,
-    rendezvous: Rendezvous,
-    capabilities: PeerCapabilities,
-    options: ChannelOptions,
-    device: torch.device,
+    path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities
 ) -> tuple[Link | None, str | None]:
     """Open and probe one path at both ends; returns the link, or why there is none."""
     if (reason := capabilities.unavailable_reason(path)) is not None:
@@ -207,8 +204,8 @@ def _attempt(
     attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=_PROBE_SECONDS)
     link: Link | None = None
     try:
-        link = open_path(path, attempt, capabilities=capabilities, options=options, device=device)
-        reason = _probe(link, device)
+        link = open_path(path, attempt, capabilities)
+        reason = _probe(link, capabilities.device)
     except Exception as error:  # any error rejects the path
         reason = str(error) or type(error).__name__
     theirs = _exchange_verdict(attempt, reason)
@@ -251,26 +248,20 @@ def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:
     return None if verdict is None else str(verdict)
 
 
-def open_path(
-    path: str,
-    rendezvous: Rendezvous,
-    *,
-    capabilities: PeerCapabilities,
-    options: ChannelOptions,
-    device: torch.device,
-) -> Link:
+def open_path(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> Link:
     """Open a link over one path. Collective between the two ends; LinkError if it cannot be."""
     if (reason := capabilities.unavailable_reason(path)) is not None:
         raise LinkError(
             f"{rendezvous.description} cannot use {path}: {reason}; take --hetero-transport auto"
         )
     try:
-        link = _open(path, rendezvous, capabilities=capabilities, options=options, device=device)
+        link = _open(path, rendezvous, capabilities)
     except OSError as error:
         peer = rendezvous.description.peer
         raise rendezvous.failure(
             f"{path} ended while it was being opened ({error})", f"see the log of rank {peer}"
         ) from error
+    device = capabilities.device
     if capabilities.stream_wait_missing is not None and device.type != "cpu":
         why = f"copied by CPU threads ({capabilities.stream_wait_missing})"
         link.detail = "; ".join(filter(None, (link.detail, why)))
@@ -280,14 +271,8 @@ def open_path(
     return link
 
 
-def _open(
-    path: str,
-    rendezvous: Rendezvous,
-    *,
-    capabilities: PeerCapabilities,
-    options: ChannelOptions,
-    device: torch.device,
-) -> Link:
+def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> Link:
+    options, device = capabilities.options, capabilities.device
     link_device: Device = (
         GpuDevice(device)
         if capabilities.stream_wait_missing is None

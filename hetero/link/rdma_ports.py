@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from ctypes import byref, create_string_buffer
+from ctypes import byref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,8 @@ import psutil
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
 from hetero.errors import LinkError
-from hetero.native.binding import native
-from hetero.native.structures import TEXT_BYTES, VerbsPort
+from hetero.native.binding import checked, native
+from hetero.native.structures import VerbsPort
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"
 # The first four groups of a GID.
@@ -64,14 +64,14 @@ def rdma_missing() -> str | None:
 
 def libibverbs_missing() -> str | None:
     """Why libibverbs cannot be used here, with the packages to install; None if it can."""
-    error = create_string_buffer(TEXT_BYTES)
-    if native().ibverbs_load(error, TEXT_BYTES):
-        return None
-    reason = error.value.decode(errors="replace")
-    return (
-        f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
-        "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
-    )
+    try:
+        checked(native().ibverbs_load)
+    except LinkError as reason:
+        return (
+            f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
+            "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
+        )
+    return None
 
 
 def choose_devices(
@@ -114,9 +114,8 @@ def find_ports(devices: Sequence[str], *, sys_root: Path = SYS) -> list[Port]:
 
 def _describe(folder: Path, device: str, number: int) -> Port:
     """Query a port. Raises LinkError with why it is unusable, without the port's name."""
-    port, error = VerbsPort(), create_string_buffer(TEXT_BYTES)
-    if not native().verbs_query_port(device.encode(), number, byref(port), error):
-        raise LinkError(error.value.decode(errors="replace"))
+    port = VerbsPort()
+    checked(native().verbs_query_port, device.encode(), number, byref(port))
     if port.state != _ACTIVE:
         raise LinkError("is not active")
     address = choose_gid(read_gids(folder), on_ethernet=port.is_ethernet)

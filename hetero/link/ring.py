@@ -6,7 +6,7 @@ Write words that the other end reads only through C, which orders them after ear
 from __future__ import annotations
 
 from ctypes import sizeof
-from typing import NamedTuple
+from typing import Any
 
 from hetero.link.shared_memory import PAGE, SharedMemory
 from hetero.native.binding import native
@@ -30,15 +30,6 @@ CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 def ahead(newer: int, older: int) -> int:
     """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
     return ((newer - older + HALF_RANGE) & COUNTER_MASK) - HALF_RANGE
-
-
-class Entry(NamedTuple):
-    """The descriptor of an entry: a message's header, and which of its bytes are in which slot."""
-
-    header: bytes
-    offset: int
-    nbytes: int
-    slot: int
 
 
 class Direction:
@@ -81,10 +72,10 @@ class Direction:
     def retired(self) -> int:
         return self._words[self._retired]
 
-    def entry(self, number: int) -> Entry:
+    def record(self, number: int) -> Any:
+        """A copy of an entry's `struct ring_record`."""
         begin = self._records + number % ENTRIES * sizeof(RingRecord)
-        record = RingRecord.from_buffer_copy(self._bytes, begin)
-        return Entry(bytes(record.header), record.offset, record.nbytes, record.slot)
+        return RingRecord.from_buffer_copy(self._bytes, begin)
 
     def unblock_receiver(self, value: int) -> None:
         """Unblock a stream that waits for `produced`, after setting the error flag."""

@@ -111,7 +111,7 @@ class RingExchange:
             links = sorted(links, key=lambda link: link.description.peer)
         stream = None
         for link in links:
-            if (stream := link.lock_for_exchange(started)) is None:
+            if not isinstance(link, RingLink) or not (stream := link.lock_for_exchange(started)):
                 return None
             locked.append(link)
         return stream

@@ -16,7 +16,6 @@ from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
 from hetero.link.flow import Flow
 from hetero.link.header import Header
-from hetero.link.ring import ahead
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 
 WATCH_SECONDS = 0.1
@@ -48,45 +47,31 @@ class RingLinkBase(Link):
     def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Call with the lock."""
         self._release_completed()
-        in_flight = [*self._out.transfers(), *self._in.transfers()]
+        in_flight = self._transfers()
         if self._broken is not None or not in_flight:
             return
-        peer = self.description.peer
-        broken = self._in.broken() or self._out.broken()
         if self._ends.peer.has_failed:
             self._handle_fault()
-        elif broken is not None:
-            self._break(self._transfer_error(broken, remedy=f"see the log of rank {peer}"))
+        elif broken := self._in.broken() or self._out.broken():
+            self._fail(broken)
         elif any(time.monotonic() > t.deadline and not t.is_completed() for t in in_flight):
-            timeout = self.description.timeout
-            self._break(
-                self._transfer_error(
-                    f"nothing moved for {timeout:g} s", remedy="see what the peer's log says"
-                )
-            )
+            what = f"nothing moved for {self.description.timeout:g} s"
+            self._fail(what, remedy="see what the peer's log says")
         elif (self._ends.peer.is_closed or self._ends.peer_has_ended()) and self._needs_peer():
-            self._break(
-                self._transfer_error(
-                    f"rank {peer} has ended or closed the link",
-                    remedy=f"see the log of rank {peer}",
-                )
-            )
+            self._fail(f"rank {self.description.peer} has ended or closed the link")
 
     def _handle_fault(self) -> None:
         """Break the link because the peer has failed. Call with the lock."""
         fault = self._ends.peer.fault
         if self._broken is None and fault is not None:
-            peer = self.description.peer
-            self._break(self._transfer_error(fault, remedy=f"see the log of rank {peer}"))
+            self._fail(fault)
 
     def _needs_peer(self) -> bool:
         """Whether a transfer depends on the peer. Call after the peer has ended."""
         # Handle what the peer did before it ended.
         self._enqueue()
-        outgoing, incoming = self._ends.outgoing, self._ends.incoming
-        stuck_out = ahead(self._out.awaited, outgoing.consumed) > 0 and bool(self._out.in_flight)
-        stuck_in = ahead(self._in.awaited, incoming.produced) > 0 and bool(self._in.in_flight)
-        return bool(self._out.waiting or self._in.waiting or stuck_out or stuck_in)
+        flows = self._out, self._in
+        return any(flow.waiting or (flow.in_flight and flow.is_held()) for flow in flows)
 
     def _refused(self, transfer: RingTransfer, difference: str) -> LinkError:
         self._ends.local.fail(f"rank {self.description.rank} refused a message: {difference}")
@@ -97,15 +82,22 @@ class RingLinkBase(Link):
             remedy="start both sides with the same model, batch and parallel flags",
         )
 
-    def _transfer_error(self, what: str, *, remedy: str) -> LinkError:
-        waiting = [*self._in.transfers(), *self._out.transfers()]
+    def _transfers(self) -> list[RingTransfer]:
+        return [*self._in.transfers(), *self._out.transfers()]
+
+    def _transfer_error(self, what: str, remedy: str | None = None) -> LinkError:
+        peer, waiting = self.description.peer, self._transfers()
         expected = "an open link"
         if waiting:
             verb = "from" if waiting[0].is_receive else "taken by"
             tensor = waiting[0].tensor
-            peer = self.description.peer
             expected = f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank {peer}"
+        remedy = remedy or f"see the log of rank {peer}"
         return self.failure(what, expected=expected, remedy=remedy)
+
+    def _fail(self, what: str, remedy: str | None = None) -> None:
+        """Break the link with an error that says what the first transfer expected."""
+        self._break(self._transfer_error(what, remedy))
 
     def _break(self, error: LinkError) -> None:
         """Set the error flag, notify the peer, and only then unblock what waits for it."""
@@ -127,16 +119,12 @@ class RingLinkBase(Link):
         self._unblock_streams()
 
     def _unblock_streams(self) -> None:
-        outgoing, incoming = self._ends.outgoing, self._ends.incoming
-        holds_out = ahead(self._out.awaited, outgoing.consumed) > 0
-        holds_in = ahead(self._in.awaited, incoming.produced) > 0
-        if (holds_out or holds_in) and not self._ends.local.has_failed:
+        held = [flow for flow in (self._out, self._in) if flow.is_held()]
+        if held and not self._ends.local.has_failed:
             # Set the flag first: the peer reads these words too, and must not trust them.
             self._ends.local.fail(f"rank {self.description.rank} closed the link")
-        if holds_out:
-            outgoing.unblock_sender(self._out.awaited)
-        if holds_in:
-            incoming.unblock_receiver(self._in.awaited)
+        for flow in held:
+            flow.unblock()
 
     @contextmanager
     def _lock_or_unblock(self) -> Iterator[None]:
@@ -149,13 +137,9 @@ class RingLinkBase(Link):
         while not self._lock.acquire(timeout=patience):
             patience = WATCH_SECONDS
             if self._broken is None:
-                self._set_error_flag(
-                    self._transfer_error(
-                        "a call of the device's driver has not returned for "
-                        f"{self.description.timeout:g} s",
-                        remedy=f"see the log of rank {self.description.peer}",
-                    )
-                )
+                seconds = f"{self.description.timeout:g} s"
+                what = f"a call of the device's driver has not returned for {seconds}"
+                self._set_error_flag(self._transfer_error(what))
             self._unblock_streams()
         try:
             yield

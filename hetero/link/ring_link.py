@@ -12,14 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from hetero.device.device import CurrentStream, Event
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
-from hetero.link.flow import SMALL_BYTES, Flow, UnexpectedEntry
+from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
@@ -40,22 +39,15 @@ _log = logging.getLogger(__name__)
 class RingLink(RingLinkBase):
     """A link over a ring; no thread is between the two devices."""
 
-    def __init__(
-        self,
-        description: LinkDescription,
-        options: RingOptions,
-        ends: RingEnds,
-        *,
-        small_bytes: int = SMALL_BYTES,
-    ) -> None:
-        chunk_bytes = min(options.chunk_bytes, options.ring_bytes // 2)
-        small_bytes = min(small_bytes, chunk_bytes)
-        flow = partial(Flow, options.device, ends, chunk_bytes=chunk_bytes, small_bytes=small_bytes)
-        outgoing, incoming = flow(is_outgoing=True), flow(is_outgoing=False)
+    def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
+        outgoing = Flow(options, ends, is_outgoing=True)
+        incoming = Flow(options, ends, is_outgoing=False)
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = options.transport
         self.c_rings_doorbell = outgoing.c_rings_doorbell
+        """Whether C rings the peer's doorbell when it has enqueued something."""
         self._device = options.device
+        self._ring_bytes = options.ring_bytes
         self._headers = HeaderWriter(job=job_token(description.job))
         self._doorbell_address = ends.local.doorbell_address()
         self._spin = native().native_spin
@@ -84,7 +76,6 @@ class RingLink(RingLinkBase):
         with self._lock:
             self._require_open()
             transfer = self._transfer(source, stream, ready=ready, tag=tag, is_receive=False)
-            self._count_sent(source)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
             if transfer.ready is None and transfer.end_count is None:
@@ -104,7 +95,6 @@ class RingLink(RingLinkBase):
             transfer = self._transfer(
                 tensor.detach(), stream, ready=ready, tag=tag, is_receive=True
             )
-            self._count_received(tensor)
             if self._in.is_small(transfer.nbytes):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
@@ -114,7 +104,7 @@ class RingLink(RingLinkBase):
                 self._enqueue()
             self._release_completed()
         # For a small message leave the thread asleep: a caller that waits at once is faster.
-        is_large = transfer.nbytes > self._ends.ring_bytes // 2
+        is_large = transfer.nbytes > self._ring_bytes // 2
         if self._is_asleep or (is_large and transfer.end_count is None):
             self._progress_requested.set()
         return transfer
@@ -122,6 +112,11 @@ class RingLink(RingLinkBase):
     def lock_for_exchange(
         self, started: Sequence[RingTransfer] | None = None
     ) -> CurrentStream | None:
+        """Lock the link for messages of several links at once (ring_exchange.py).
+
+        `started`: the messages, if they have been started before; None for new ones.
+        Returns the caller's stream; None, without the lock, if the link cannot take part.
+        """
         stream = self._device.current_stream()
         if not stream.is_current_device():
             return None
@@ -154,21 +149,13 @@ class RingLink(RingLinkBase):
         transfer = self._transfer(
             tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=(first, nbytes)
         )
-        counters = self.counters
-        if is_receive:
-            counters.messages_received += 1
-            counters.bytes_received += transfer.nbytes
-        else:
-            counters.messages_sent += 1
-            counters.bytes_sent += transfer.nbytes
         transfer.flow.waiting.append(transfer)
         return transfer
 
     def handle_driver_failure(self, transfer: RingTransfer) -> None:
         """Break the link. Call with the lock, after updating all transfers of the exchange."""
         if self._broken is None:
-            what = str(transfer.flow.driver_error(transfer))
-            self._break(self._transfer_error(what, remedy=_DRIVER_REMEDY))
+            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
 
     def end_exchange(self, *, caller_waits: bool) -> bool:
         """Ring the peer's doorbell after an exchange. Call with the lock.
@@ -275,6 +262,8 @@ class RingLink(RingLinkBase):
         flow.sequence = sequence + 1
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
+        header = self._headers.pack(dtype, shape, sequence=sequence, tag=tag)
+        self._count(nbytes, is_receive=is_receive)
         # Positional: keywords cost a microsecond.
         return RingTransfer(
             self,
@@ -285,7 +274,7 @@ class RingLink(RingLinkBase):
             is_receive,
             time.monotonic() + self.description.timeout,
             sequence,
-            self._headers.pack(dtype, shape, sequence=sequence, tag=tag),
+            header,
             nbytes,
             tensor.data_ptr() + begin,
         )
@@ -311,7 +300,7 @@ class RingLink(RingLinkBase):
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except (LinkError, RuntimeError) as error:
-            self._break(self._transfer_error(str(error), remedy=_DRIVER_REMEDY))
+            self._fail(str(error), _DRIVER_REMEDY)
             return
         if moved:
             self._ends.peer.ring()
@@ -344,7 +333,7 @@ class RingLink(RingLinkBase):
         """Sleep until progress is requested."""
         self._is_asleep = True
         with self._lock_or_unblock():
-            idle = not (self._out.transfers() or self._in.transfers())
+            idle = not self._transfers()
         if idle and not self._closed:
             self._progress_requested.wait()
         self._is_asleep = False

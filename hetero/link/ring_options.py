@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, compare
-from hetero.link.header import PROTOCOL_VERSION
+from hetero.version import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,17 @@ class RingOptions:
     """The largest chunk of a message."""
     device: Device
     """Copies between this end's tensors and the rings."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """The largest entry: a ring holds two."""
+        return min(self.chunk_bytes, self.ring_bytes // 2)
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether larger messages skip the rings: the carrier can access the callers' tensors."""
+        device = self.device
+        return self.transport == "tcp" and device.has_host_tensors and device.checksum_bytes == 0
 
     def agree(self, connection: socket.socket, rendezvous: Rendezvous) -> None:
         """Raise LinkError, at both ends, unless they have the same protocol and options."""

@@ -29,10 +29,6 @@ class RingEnds:
     outgoing_ring: int
     incoming_ring: int
     """Addresses for this end's device."""
-    ring_bytes: int
-    """Of one direction."""
-    zero_copy: bool
-    """Whether larger messages skip the rings."""
     peer_has_ended: Callable[[], bool]
     close: Callable[[], None]
 

@@ -6,9 +6,7 @@ import socket
 from contextlib import ExitStack
 from functools import partial
 
-from hetero.device.device import Device, PeerMemory
-from hetero.errors import LinkError
-from hetero.link.flow import SMALL_BYTES, SMALL_BYTES_OF_DEVICE
+from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, has_ended, receive_exactly, receive_json, send_json
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_link import RingEnds, RingLink
@@ -29,28 +27,25 @@ def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if is_shm else (CONTROL_BYTES,)
         segments = share_memory(control, rendezvous, sizes=sizes)
         addresses = [_map(stack, device, segment) for segment in segments]
-        number = 0 if rendezvous.listens else 1
+        side = rendezvous.side
         if is_shm:
-            outgoing_ring, incoming_ring = addresses[1 + number], addresses[2 - number]
+            outgoing_ring, incoming_ring = addresses[1 + side], addresses[2 - side]
         else:
             outgoing_ring, incoming_ring = _share_device_memory(stack, control, device, ring_bytes)
         # Barrier: both ends have mapped everything.
         control.sendall(b"k")
         receive_exactly(control, 1)
         ends = RingEnds(
-            outgoing=Direction(segments[0], number, addresses[0]),
-            incoming=Direction(segments[0], 1 - number, addresses[0]),
-            local=EndState(segments[0], number),
-            peer=EndState(segments[0], 1 - number),
+            outgoing=Direction(segments[0], side, addresses[0]),
+            incoming=Direction(segments[0], 1 - side, addresses[0]),
+            local=EndState(segments[0], side),
+            peer=EndState(segments[0], 1 - side),
             outgoing_ring=outgoing_ring,
             incoming_ring=incoming_ring,
-            ring_bytes=ring_bytes,
-            zero_copy=False,
             peer_has_ended=partial(has_ended, control),
             close=stack.pop_all().close,
         )
-    small_bytes = SMALL_BYTES if is_shm else SMALL_BYTES_OF_DEVICE
-    return RingLink(rendezvous.description, options, ends, small_bytes=small_bytes)
+    return RingLink(rendezvous.description, options, ends)
 
 
 def _map(stack: ExitStack, device: Device, segment: SharedMemory) -> int:
@@ -64,8 +59,6 @@ def _share_device_memory(
     stack: ExitStack, control: socket.socket, device: Device, nbytes: int
 ) -> tuple[int, int]:
     """This end's ring, allocated here, and the peer's, opened by its IPC handle."""
-    if not isinstance(device, PeerMemory):
-        raise LinkError("`ipc` is for GPUs whose streams wait on memory")
     mine, handle = device.allocate(nbytes)
     stack.callback(device.free, mine)
     send_json(control, {"handle": handle.hex()})

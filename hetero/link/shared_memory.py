@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -21,17 +22,9 @@ PAGE = 4096
 
 def host_identity() -> dict[str, str]:
     """Equal at two ends that can share memory and a Unix socket."""
-    return {"boot": _boot_id(), "network": _network_namespace()}
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as stream:
-        return stream.read().strip()
-
-
-def _network_namespace() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Abstract Unix sockets live in the network namespace.
-    return os.readlink("/proc/self/ns/net")
+    return {"boot": boot, "network": os.readlink("/proc/self/ns/net")}
 
 
 def connect_on_host(rendezvous: Rendezvous) -> socket.socket:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
-from hetero.link.header import HEADER_BYTES, Header, job_token
+from hetero.link.header import HEADER_BYTES, Header, difference, job_token
 
 _JOIN_SECONDS = 1.0
 # The thread reaches the link's own deadline first, and has the better error.
@@ -108,7 +108,7 @@ class GlooLink(Link):
         transfer = _Transfer(self, source, is_receive=False, host=source, tag=tag)
         if source.is_cuda:
             transfer.host, transfer.ready = self._copy_to_host(source)
-        self._count_sent(source)
+        self._count(source.nbytes, is_receive=False)
         self._under_way.add(transfer)
         self._outgoing.put(transfer)
         return transfer
@@ -124,7 +124,7 @@ class GlooLink(Link):
             )
             transfer.ready = torch.cuda.Event()
             transfer.ready.record(torch.cuda.current_stream(target.device))
-        self._count_received(target)
+        self._count(target.nbytes, is_receive=True)
         self._under_way.add(transfer)
         self._incoming.put(transfer)
         return transfer
@@ -196,31 +196,32 @@ class GlooLink(Link):
         )
 
     def _transmit(self, transfer: _Transfer, sequence: int) -> None:
-        header = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
+        header = self._header(transfer, sequence)
         if transfer.ready is not None:
             transfer.ready.synchronize()
         peer = self.description.peer
-        words = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+        words = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._finish(dist.isend(words, peer, tag=self._send_tag))
-        if header.nbytes:
+        if transfer.host.nbytes:
             self._finish(dist.isend(as_bytes(transfer.host), peer, tag=self._send_tag))
+
+    def _header(self, transfer: _Transfer, sequence: int) -> bytes:
+        host = transfer.host
+        shape = tuple(host.shape)
+        return Header(self._job, sequence, host.dtype, shape, host.nbytes, transfer.tag).pack()
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer
         words = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._finish(dist.irecv(words, peer, tag=self._recv_tag))
-        expected = Header.of(transfer.host, job=self._job, sequence=sequence, tag=transfer.tag)
-        try:
-            difference = Header.unpack(bytes(words.tolist())).difference(expected)
-        except ValueError as error:
-            difference = str(error)
-        if difference:
+        wrong = difference(bytes(words.tolist()), self._header(transfer, sequence))
+        if wrong is not None:
             raise self.failure(
-                f"message {sequence} has {difference}",
-                expected=f"{expected.dtype} of shape {expected.shape}",
+                f"message {sequence} has {wrong}",
+                expected=f"{transfer.host.dtype} of shape {tuple(transfer.host.shape)}",
                 remedy="start both sides with the same model, batch and parallel flags",
             )
-        if expected.nbytes:
+        if transfer.host.nbytes:
             self._finish(dist.irecv(as_bytes(transfer.host), peer, tag=self._recv_tag))
         if transfer.tensor.is_cuda:
             self._copy_to_device(transfer)
@@ -293,7 +294,7 @@ class VendorLink(Link):
         work = dist.isend(as_bytes(source), self.description.peer, group=self._send_group)
         transfer = self._transfer(work, source)
         self._in_flight.append(transfer)
-        self._count_sent(source)
+        self._count(source.nbytes, is_receive=False)
         return transfer
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -301,7 +302,7 @@ class VendorLink(Link):
         require_contiguous(tensor)
         target = tensor.detach()
         work = dist.irecv(as_bytes(target), self.description.peer, group=self._recv_group)
-        self._count_received(target)
+        self._count(target.nbytes, is_receive=True)
         return self._transfer(work, target)
 
     def close(self) -> None:

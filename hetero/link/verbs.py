@@ -8,19 +8,17 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from hetero.device.device import PeerMemory
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import SYS, pci_device
 from hetero.errors import LinkError
-from hetero.link.carried_ends import host_memory, make_ends, side_of
-from hetero.link.carrier import Carrier, ConnectionInfo, RingMemory
+from hetero.link.carried_ends import host_memory, host_rings, make_ends
+from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
@@ -82,17 +80,6 @@ class JointSteps:
         return mine, theirs
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What one end has set up before connecting."""
-
-    memory: RingMemory
-    carrier: Carrier
-    connections: list[ConnectionInfo]
-    registered: list[str]
-    """How each port's NIC addresses the rings' memory."""
-
-
 def open_verbs(
     rendezvous: Rendezvous, ring: RingOptions, options: VerbsOptions, *, device: torch.device
 ) -> RingLink:
@@ -107,43 +94,33 @@ def open_verbs(
         steps = JointSteps(connection, rendezvous)
         ports = _agree_on_ports(steps, rendezvous, options, device)
 
-        def prepare() -> _Prepared:
-            _require_chunk_fits(ports, min(ring.chunk_bytes, ring.ring_bytes // 2))
+        def prepare() -> tuple[RingMemory, Carrier, list[tuple[dict[str, Any], str]]]:
+            _require_chunk_fits(ports, ring.entry_bytes)
             memory = _make_memory(ring, options, device, stack)
-            carrier = Carrier(
-                memory,
-                side=side_of(rendezvous),
-                stall_seconds=options.stall_seconds
-                or min(rendezvous.description.timeout / 2, _MAX_STALL_SECONDS),
+            stall_seconds = options.stall_seconds or min(
+                rendezvous.description.timeout / 2, _MAX_STALL_SECONDS
             )
+            carrier = Carrier(memory, ring, side=rendezvous.side, stall_seconds=stall_seconds)
             stack.callback(carrier.close)
-            carrier.connect_device(ring.device)
-            rails = [carrier.add_verbs_rail(port) for port in ports]
-            return _Prepared(
-                memory, carrier, [info for info, _ in rails], [how for _, how in rails]
-            )
+            return memory, carrier, [carrier.add_verbs_rail(port) for port in ports]
 
-        prepared, remote = steps.run(
-            prepare, lambda made: {"connections": [asdict(info) for info in made.connections]}
+        (memory, carrier, rails), remote = steps.run(
+            prepare, lambda made: {"connections": [connection for connection, _ in made[2]]}
         )
-        theirs = [ConnectionInfo(**info) for info in remote["connections"]]
-        steps.run(lambda: _connect(prepared.carrier, theirs), lambda _: {"connected": True})
+        steps.run(lambda: _connect(carrier, remote["connections"]), lambda _: {"connected": True})
         ends = make_ends(
             rendezvous,
-            prepared.memory,
-            prepared.carrier,
+            ring,
+            memory,
+            carrier,
             Control(connection),
-            transport=ring.transport,
             rails=[str(port) for port in ports],
             stack=stack,
         )
     link = RingLink(rendezvous.description, ring, ends)
-    visibility = _visibility(prepared.memory, options)
-    link.detail = f"a NIC's writes are made visible by {visibility}"
-    rails = ", ".join(
-        f"{port} (by {how})" for port, how in zip(ports, prepared.registered, strict=True)
-    )
-    _log.info("%s: over %s", rendezvous.description, rails)
+    link.detail = f"a NIC's writes are made visible by {_visibility(memory)}"
+    names = ", ".join(f"{port} (by {how})" for port, (_, how) in zip(ports, rails, strict=True))
+    _log.info("%s: over %s", rendezvous.description, names)
     return link
 
 
@@ -191,14 +168,14 @@ def _require_chunk_fits(ports: Sequence[Port], nbytes: int) -> None:
             )
 
 
-def _visibility(memory: RingMemory, options: VerbsOptions) -> str:
+def _visibility(memory: RingMemory) -> str:
     """What makes a NIC's writes visible at this end, for the log."""
     if memory.reads_back:
         return "a read-back over the NIC"
-    return "host memory" if options.memory == HOST else "the GPU itself"
+    return "the GPU itself" if memory.is_gpu_memory else "host memory"
 
 
-def _connect(carrier: Carrier, connections: list[ConnectionInfo]) -> None:
+def _connect(carrier: Carrier, connections: list[dict[str, Any]]) -> None:
     for index, connection in enumerate(connections):
         carrier.connect_verbs_rail(index, connection)
     # After posting receives: the peer may send from here on.
@@ -208,28 +185,18 @@ def _connect(carrier: Carrier, connections: list[ConnectionInfo]) -> None:
 def _make_memory(
     ring: RingOptions, options: VerbsOptions, device: torch.device, stack: ExitStack
 ) -> RingMemory:
-    link_device, ring_bytes = ring.device, ring.ring_bytes
-    control, control_on_device = host_memory(CONTROL_BYTES, link_device, stack)
-    make = partial(
-        RingMemory,
+    if options.memory == HOST:
+        return host_rings(ring, stack, reads_back=options.read_back)
+    driver, index = driver_for(device), index_of(device)
+    control, control_on_device = host_memory(CONTROL_BYTES, ring.device, stack)
+    address, _ = ring.device.allocate(2 * ring.ring_bytes)
+    stack.callback(ring.device.free, address)
+    dmabuf = _export(driver, index, address, 2 * ring.ring_bytes)
+    if dmabuf[0] >= 0:
+        stack.callback(os.close, dmabuf[0])
+    return RingMemory(
         control,
         control_on_device,
-        ring_bytes=ring_bytes,
-        checksum_bytes=link_device.checksum_bytes,
-    )
-    if options.memory == HOST:
-        rings, on_device = host_memory(2 * ring_bytes, link_device, stack)
-        return make(rings.address, on_device, reads_back=options.read_back)
-    driver = driver_for(device)
-    index = index_of(device)
-    if not isinstance(link_device, PeerMemory):
-        raise LinkError("rings in device memory are for GPUs whose streams wait on memory")
-    address, _ = link_device.allocate(2 * ring_bytes)
-    stack.callback(link_device.free, address)
-    dmabuf = _export(driver, index, address, 2 * ring_bytes)
-    if dmabuf is not None:
-        stack.callback(os.close, dmabuf[0])
-    return make(
         address,
         address,
         reads_back=options.read_back or driver.remote_writes_need_flush(index),
@@ -238,13 +205,13 @@ def _make_memory(
     )
 
 
-def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int] | None:
-    """A dma-buf and the offset in it; None if the memory can only be registered by address."""
+def _export(driver: GpuDriver, device: int, address: int, nbytes: int) -> tuple[int, int]:
+    """A dma-buf and the offset in it; -1 if the memory can only be registered by address."""
     if not driver.can_export_dmabuf(device):
-        return None
+        return -1, 0
     try:
         with driver.on_device(device):
             return driver.export_dmabuf(address, nbytes)
     except LinkError as error:
         _log.info("no dma-buf of GPU %d: %s", device, error)
-        return None
+        return -1, 0

@@ -1,14 +1,12 @@
 #include "carrier.h"
 
+#include "tcp.h"
 #include "watchdog.h"
 
 #include <errno.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -25,17 +23,6 @@
 #define POLL_NANOSECONDS 200000
 /* Between two checks for overdue acknowledgements. */
 #define ACK_POLL_MILLISECONDS 250
-
-struct carrier {
-    struct engine engine;
-    int wake_fd;
-    bool is_running;
-    atomic_bool polls_for_acks; /* wake up every ACK_POLL_MILLISECONDS */
-    atomic_bool stopping;
-    atomic_int lock_waiters; /* the thread lets them go first: it would win the lock back every time */
-    pthread_mutex_t lock;
-    pthread_t thread;
-};
 
 static void sleep_for(long nanoseconds)
 {
@@ -136,18 +123,12 @@ static void *run(void *argument)
 
 /* Calls from Python. */
 
-static bool fail(char *error, const char *what, int code)
-{
-    snprintf(error, RAIL_TEXT_BYTES, "%s (%s)", what, strerror(code));
-    return false;
-}
-
 struct carrier *carrier_new(const struct engine_options *options, char *error)
 {
     struct carrier *carrier = calloc(1, sizeof *carrier);
 
     if (carrier == NULL) {
-        fail(error, "a link's carrier cannot be made", ENOMEM);
+        set_reason(error, "a link's carrier cannot be made (%s)", strerror(ENOMEM));
         return NULL;
     }
     engine_init(&carrier->engine, options);
@@ -155,7 +136,7 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
     carrier->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     carrier->engine.loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (carrier->wake_fd < 0 || carrier->engine.loss_fd < 0) {
-        fail(error, "a link's carrier cannot be made", errno);
+        set_reason(error, "a link's carrier cannot be made (%s)", strerror(errno));
         carrier_free(carrier);
         return NULL;
     }
@@ -175,61 +156,72 @@ static bool is_full(const struct carrier *carrier)
     return carrier->engine.rail_count == ENGINE_RAILS;
 }
 
-bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *request,
-                       struct verbs_connection_info *info, char *error)
+bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
+                       struct verbs_end *made, bool *by_dmabuf, char *error)
 {
     struct verbs_rail *rail;
 
     if (is_full(carrier))
-        return fail(error, "a link has 32 rails at most", E2BIG);
+        return set_reason(error, "a link has %d rails at most", ENGINE_RAILS);
     rail = calloc(1, sizeof *rail);
     if (rail == NULL)
-        return fail(error, "a rail cannot be made", ENOMEM);
-    if (verbs_open(rail, request, info, error))
-        return add_rail(carrier, &rail->rail);
-    verbs_close(&rail->rail);
-    return false;
+        return set_reason(error, "a rail cannot be made (%s)", strerror(ENOMEM));
+    rail->options = &carrier->engine.options;
+    rail->port = port;
+    rail->own.psn = made->psn;
+    if (!verbs_open(rail, device, error)) {
+        verbs_close(&rail->rail);
+        return false;
+    }
+    *made = rail->own;
+    *by_dmabuf = rail->rings_base != rail->options->rings;
+    return add_rail(carrier, &rail->rail);
 }
 
-bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,
-                           const struct verbs_route *own, char *error)
+bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
+                           const struct verbs_route *route, const struct verbs_route *own,
+                           char *error)
 {
-    return verbs_connect((struct verbs_rail *)carrier->engine.rails[index], peer, own, error);
+    struct verbs_rail *rail = (struct verbs_rail *)carrier->engine.rails[index];
+
+    return verbs_connect(rail, peer, route, own, error);
 }
 
-static void expect_acks(struct carrier *carrier)
+void carrier_expect_acks(struct carrier *carrier)
 {
     if (!atomic_exchange(&carrier->polls_for_acks, true))
         eventfd_write(carrier->wake_fd, 1);
 }
 
-bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error)
+bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
-    struct tcp_owner owner = {&carrier->engine, &carrier->lock, carrier_progress, expect_acks,
-                              carrier};
     int code = E2BIG;
-    struct rail *rail = is_full(carrier) ? NULL : tcp_open(request, &owner, &code);
+    struct rail *rail = is_full(carrier) ? NULL : tcp_open(carrier, fd, &code);
 
     if (rail != NULL)
         return add_rail(carrier, rail);
-    close(request->fd);
-    return fail(error, "a rail cannot be made", code);
+    close(fd);
+    return set_reason(error, "a rail cannot be made (%s)", strerror(code));
 }
 
 bool carrier_start(struct carrier *carrier, char *error)
 {
     sigset_t all, before;
-    int code;
+    int code = 0;
 
     /* Block signals in these threads: one delivered here would not interrupt Python's main thread. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = engine_start_rails(&carrier->engine);
+    for (int index = 0; index < carrier->engine.rail_count && code == 0; index++) {
+        struct rail *rail = carrier->engine.rails[index];
+
+        code = rail->operations->start != NULL ? rail->operations->start(rail) : 0;
+    }
     if (code == 0)
         code = pthread_create(&carrier->thread, NULL, run, carrier);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     carrier->is_running = code == 0;
-    return code == 0 || fail(error, "a link's thread cannot be started", code);
+    return code == 0 || set_reason(error, "a link's thread cannot be started (%s)", strerror(code));
 }
 
 void carrier_set_device_notifies(struct carrier *carrier)

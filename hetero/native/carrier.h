@@ -6,18 +6,35 @@
 #define HETERO_CARRIER_H
 
 #include "engine.h"
-#include "tcp.h"
 #include "verbs.h"
 
-struct carrier;
+#include <pthread.h>
+#include <stdatomic.h>
+
+struct carrier {
+    struct engine engine;
+    int wake_fd;
+    bool is_running;
+    atomic_bool polls_for_acks; /* wake up at intervals to check for overdue acknowledgements */
+    atomic_bool stopping;
+    atomic_int lock_waiters; /* the thread lets them go first: it would win the lock back every time */
+    pthread_mutex_t lock;
+    pthread_t thread;
+};
+
+/* Of a TCP rail that was idle and begins to send. Call with the lock. */
+void carrier_expect_acks(struct carrier *carrier);
 
 struct carrier *carrier_new(const struct engine_options *options, char *error);
-bool carrier_add_verbs(struct carrier *carrier, const struct verbs_request *request,
-                       struct verbs_connection_info *info, char *error);
-bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_peer *peer,
-                           const struct verbs_route *own, char *error);
-/* Owns the descriptor from here on, also on failure. */
-bool carrier_add_tcp(struct carrier *carrier, const struct tcp_request *request, char *error);
+/* Of `made` the packet number is given; `by_dmabuf` is how the NIC addresses the rings. */
+bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
+                       struct verbs_end *made, bool *by_dmabuf, char *error);
+/* The routes lead from this rail's port to the peer's, and to itself. */
+bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
+                           const struct verbs_route *route, const struct verbs_route *own,
+                           char *error);
+/* `fd` is connected and blocking. Owns it from here on, also on failure. */
+bool carrier_add_tcp(struct carrier *carrier, int fd, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 
 /* Declare that carrier_progress is called after each word that this end's device writes, so that the

@@ -5,9 +5,20 @@
 #include "watchdog.h"
 
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
+
+bool set_reason(char *reason, const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(reason, RAIL_TEXT_BYTES, format, arguments);
+    va_end(arguments);
+    return false;
+}
 
 double engine_now(void)
 {
@@ -16,16 +27,11 @@ double engine_now(void)
 
 /* Words and records. */
 
-static uint32_t load(const struct ring_word *word)
-{
-    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
-}
-
 /* Advance a counter, never move it back: a link that has failed advances words itself, to unblock its
  * streams. */
 static bool advance(struct ring_word *word, uint32_t count)
 {
-    uint32_t current = load(word);
+    uint32_t current = ring_load(word);
 
     while (counter_ahead(count, current) > 0)
         if (__atomic_compare_exchange_n(&word->value, &current, count, false, __ATOMIC_SEQ_CST,
@@ -44,8 +50,8 @@ void engine_init(struct engine *engine, const struct engine_options *options)
     engine->control = (struct ring_control *)(uintptr_t)options->control;
     engine->out = &engine->control->directions[options->side];
     engine->in = &engine->control->directions[1 - options->side];
-    sent = load(&engine->out->posted);
-    received = load(&engine->in->posted);
+    sent = ring_load(&engine->out->posted);
+    received = ring_load(&engine->in->posted);
 
     engine->outgoing.records.next = engine->outgoing.records.completed = sent;
     engine->outgoing.data.next = engine->outgoing.data.completed = sent;
@@ -73,17 +79,7 @@ static uint64_t entry_span(struct engine *engine, struct ring_direction *directi
     return nbytes;
 }
 
-/* Starting and losing rails. */
-
-int engine_start_rails(struct engine *engine)
-{
-    int code = 0;
-
-    for (int index = 0; index < engine->rail_count && code == 0; index++)
-        if (engine->rails[index]->operations->start != NULL)
-            code = engine->rails[index]->operations->start(engine->rails[index]);
-    return code;
-}
+/* Losing rails. */
 
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason)
 {
@@ -96,7 +92,7 @@ void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reas
     rail->can_read_back = rail->is_reading_back = false;
     incoming_discard(&engine->incoming, rail->index);
     loss->is_reported = false;
-    snprintf(loss->reason, sizeof loss->reason, "%s", reason);
+    set_reason(loss->reason, "%s", reason);
     eventfd_write(engine->loss_fd, 1);
 }
 
@@ -106,9 +102,23 @@ bool engine_check_post(struct engine *engine, struct rail *rail, int code)
 
     if (code == 0)
         return true;
-    snprintf(reason, sizeof reason, "it takes no requests (%s)", strerror(code));
+    set_reason(reason, "it takes no requests (%s)", strerror(code));
     engine_lose_rail(engine, rail, reason);
     return false;
+}
+
+/* The same of a message, which is in flight until engine_send_completed. */
+static bool count_post(struct engine *engine, struct rail *rail, enum message message, int code)
+{
+    rail->in_flight[message] += code == 0;
+    return engine_check_post(engine, rail, code);
+}
+
+bool engine_post_credit(struct engine *engine, struct rail *rail, uint32_t released)
+{
+    int code = rail->operations->post_credit(rail, released);
+
+    return count_post(engine, rail, MESSAGE_CREDIT, code);
 }
 
 /* Events of rails. */
@@ -118,6 +128,7 @@ void engine_send_completed(struct engine *engine, struct rail *rail, enum messag
 {
     uint64_t slot, nbytes;
 
+    rail->in_flight[message]--;
     if (message == MESSAGE_RECORD)
         sequence_complete(&engine->outgoing.records, number, rail->index);
     if (message != MESSAGE_DATA)
@@ -137,7 +148,7 @@ void engine_record_arrived(struct engine *engine, uint32_t number)
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number)
 {
     /* A rail that has lost its read-back cannot make data visible: the peer retransmits them. */
-    if (rail->can_read_back == rail->reads_back)
+    if (rail->can_read_back == engine->options.reads_back)
         incoming_data(&engine->incoming, number, rail->index, rail->can_read_back);
 }
 
@@ -147,8 +158,8 @@ void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t re
 
     if (outgoing_credit(&engine->outgoing, released))
         return;
-    snprintf(reason, sizeof reason, "it was credited with %" PRIu32 " entries and had sent %" PRIu32,
-             released, engine->outgoing.data.posted_end);
+    set_reason(reason, "it was credited with %" PRIu32 " entries and had sent %" PRIu32, released,
+         engine->outgoing.data.posted_end);
     engine_lose_rail(engine, rail, reason);
 }
 
@@ -218,7 +229,9 @@ static bool send_records(struct engine *engine, uint32_t limit)
         const char *record = (const char *)record_of(engine->out, number);
         uint64_t offset = (uint64_t)(record - (const char *)engine->control);
 
-        if (engine_check_post(engine, rail, rail->operations->post_record(rail, number, offset)))
+        int code = rail->operations->post_record(rail, number, offset);
+
+        if (count_post(engine, rail, MESSAGE_RECORD, code))
             sequence_post(records, number, rail->index);
         moved = true;
     }
@@ -233,7 +246,8 @@ static bool send_entry_data(struct engine *engine, uint32_t number)
 
     if (rail == NULL)
         return false;
-    if (engine_check_post(engine, rail, rail->operations->post_data(rail, number, slot, nbytes))) {
+    int code = rail->operations->post_data(rail, number, slot, nbytes);
+    if (count_post(engine, rail, MESSAGE_DATA, code)) {
         sequence_post(&engine->outgoing.data, number, rail->index);
         engine->posted_at[number % RING_ENTRIES] = now;
         rail->bytes_in_flight += nbytes;
@@ -256,7 +270,7 @@ static bool send_data(struct engine *engine, uint32_t limit)
 static bool send_credit(struct engine *engine)
 {
     struct incoming *incoming = &engine->incoming;
-    uint32_t consumed = load(&engine->in->consumed);
+    uint32_t consumed = ring_load(&engine->in->consumed);
     struct rail *rail;
 
     /* A link that has failed advances the word beyond what has arrived. */
@@ -269,8 +283,7 @@ static bool send_credit(struct engine *engine)
     for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
         __atomic_store_n(user_buffer_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
                          __ATOMIC_RELEASE);
-    if (rail == NULL ||
-        !engine_check_post(engine, rail, rail->operations->post_credit(rail, consumed)))
+    if (rail == NULL || !engine_post_credit(engine, rail, consumed))
         return false;
     incoming->credited = consumed;
     incoming->credit_lost = false;
@@ -315,8 +328,8 @@ bool engine_progress(struct engine *engine)
         read_back(engine, rail);
     }
     moved |= publish(engine);
-    posted = load(&engine->out->posted);
-    produced = load(&engine->out->produced);
+    posted = ring_load(&engine->out->posted);
+    produced = ring_load(&engine->out->produced);
     moved |= send_records(engine, posted);
     /* Hold data back behind the first record that has no room. */
     if (counter_ahead(produced, engine->outgoing.records.next) > 0)
@@ -338,8 +351,8 @@ bool engine_needs_polling(struct engine *engine)
     }
     if (!has_rail || engine->device_notifies)
         return false;
-    return load(&engine->out->posted) != load(&engine->out->produced) ||
-           load(&engine->in->retired) != load(&engine->in->consumed);
+    return ring_load(&engine->out->posted) != ring_load(&engine->out->produced) ||
+           ring_load(&engine->in->retired) != ring_load(&engine->in->consumed);
 }
 
 static bool awaits_read_back(const struct engine *engine)
@@ -363,13 +376,13 @@ bool engine_is_drained(struct engine *engine)
 
 bool engine_has_sent_credits(struct engine *engine)
 {
-    uint32_t consumed = load(&engine->in->consumed);
+    uint32_t consumed = ring_load(&engine->in->consumed);
     bool has_rail = false;
 
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
-        if (rail->live && rail->credits_in_flight > 0)
+        if (rail->live && rail->in_flight[MESSAGE_CREDIT] > 0)
             return false;
         has_rail |= rail->live;
     }

@@ -9,13 +9,17 @@
 
 #define ENGINE_RAILS 32
 
-/* This end of the link. Mirrored in structures.py. */
+/* This end of the link, as Python describes it. */
 struct engine_options {
-    uint64_t control; /* address of the control segment (struct ring_control) */
-    uint64_t side;    /* 0 for the listener, 1 for the caller */
-    uint64_t ring_bytes;
+    uint64_t control;    /* address of the control segment (struct ring_control) */
+    uint64_t side;       /* 0 for the listener, 1 for the caller */
+    uint64_t rings;      /* address of the sending ring, which the receiving one follows */
+    uint64_t ring_bytes; /* of each */
     uint64_t checksum_bytes; /* behind each entry's, in the ring */
     double stall_seconds;
+    bool reads_back; /* whether what a NIC wrote is visible only after a read-back */
+    int32_t dmabuf;  /* descriptor of the rings' memory; -1 where it has none */
+    uint64_t dmabuf_offset;
 };
 
 struct loss {
@@ -49,11 +53,10 @@ bool engine_needs_polling(struct engine *engine);
 bool engine_is_drained(struct engine *engine);
 /* Whether the peer has all credits, or there is no rail left to send them over. */
 bool engine_has_sent_credits(struct engine *engine);
-/* 0 or an errno. Without the lock. */
-int engine_start_rails(struct engine *engine);
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason);
 /* Check what a post returned, 0 or an errno: on failure lose the rail and return false. */
 bool engine_check_post(struct engine *engine, struct rail *rail, int code);
+bool engine_post_credit(struct engine *engine, struct rail *rail, uint32_t released);
 /* Request a notification of the next event from every rail. */
 void engine_request_notifications(struct engine *engine);
 

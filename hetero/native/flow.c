@@ -18,11 +18,6 @@ struct message {
     bool may_use_caller_stream;
 };
 
-static uint32_t load_counter(const struct ring_word *word)
-{
-    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
-}
-
 static void store_counter(struct ring_word *word, uint64_t value)
 {
     __atomic_store_n(&word->value, (uint32_t)value, __ATOMIC_RELEASE);
@@ -129,7 +124,7 @@ static bool find_slot(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint6
             flow->tail = *begin;
             continue;
         }
-        if (!reached(load_counter(&direction_of(flow)->retired), flow->freed + 1))
+        if (!reached(ring_load(&direction_of(flow)->retired), flow->freed + 1))
             return false;
         flow->tail = flow->ends[flow->oldest % RING_ENTRIES];
         flow->oldest++;
@@ -162,14 +157,14 @@ static uint32_t send_chunk(struct flow *flow, struct message *message)
     uint64_t left = message->nbytes - message->offset;
     uint64_t nbytes = left < flow->chunk_bytes ? left : flow->chunk_bytes;
     const struct ring_direction *direction = direction_of(flow);
-    bool is_idle = reached(load_counter(&direction->produced), flow->count);
+    bool is_idle = reached(ring_load(&direction->produced), flow->count);
     uint64_t begin, end;
     bool must_wait, on_caller_stream, zero_copy;
     uint64_t awaited;
 
     if (!find_slot(flow, nbytes, &begin, &end))
         return WAITING;
-    must_wait = !reached(load_counter(&direction->consumed), flow->freed);
+    must_wait = !reached(ring_load(&direction->consumed), flow->freed);
     /* Never make a caller's stream, which has compute to do, wait until the peer has made room. */
     on_caller_stream = !must_wait && can_use_caller_stream(flow, message, is_idle);
     if (!on_caller_stream && !message->has_event)
@@ -217,17 +212,17 @@ static bool is_expected(const struct flow *flow, const struct message *message,
 static uint32_t recv_chunk(struct flow *flow, struct message *message)
 {
     struct ring_direction *direction = direction_of(flow);
-    bool is_idle = reached(load_counter(&direction->consumed), flow->count);
+    bool is_idle = reached(ring_load(&direction->consumed), flow->count);
     struct ring_record record;
     bool is_produced, on_caller_stream, zero_copy;
 
-    if (!reached(load_counter(&direction->posted), flow->count + 1))
+    if (!reached(ring_load(&direction->posted), flow->count + 1))
         return WAITING;
     /* Verify a copy: the peer can write to the original. */
     record = *record_of(flow, flow->count);
     if (!is_expected(flow, message, &record))
         return REFUSED;
-    is_produced = reached(load_counter(&direction->produced), flow->count + 1);
+    is_produced = reached(ring_load(&direction->produced), flow->count + 1);
     on_caller_stream = record.nbytes == message->nbytes &&
                        (is_produced || flow->streams.caller_can_wait) &&
                        can_use_caller_stream(flow, message, is_idle);

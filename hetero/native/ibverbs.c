@@ -1,5 +1,7 @@
 #include "ibverbs.h"
 
+#include "rail.h"
+
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,12 +9,11 @@
 /* Environment variable that names another library; for tests. */
 #define VARIABLE "HETERO_IBVERBS_LIBRARY"
 #define LIBRARY "libibverbs.so.1"
-#define ERROR_BYTES 200
 
 struct ibverbs ibv;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static char failure[ERROR_BYTES];
+static char failure[RAIL_TEXT_BYTES];
 
 static void *load_symbol(void *library, const char *name)
 {
@@ -60,10 +61,10 @@ static void open_library(void)
     *(void **)&ibv.reg_dmabuf_mr = dlsym(library, "ibv_reg_dmabuf_mr");
 }
 
-bool ibverbs_load(char *error, size_t nbytes)
+bool ibverbs_load(char *error)
 {
     pthread_once(&once, open_library);
     if (failure[0] != '\0')
-        snprintf(error, nbytes, "%s", failure);
+        snprintf(error, RAIL_TEXT_BYTES, "%s", failure);
     return failure[0] == '\0';
 }

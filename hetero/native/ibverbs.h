@@ -303,8 +303,9 @@ struct ibverbs {
                                     uint64_t address, int fd, int access);
 };
 
-/* Load the library at the first call; false with the reason in `error`, of `nbytes`. From any thread. */
-bool ibverbs_load(char *error, size_t nbytes);
+/* Load the library at the first call; false with the reason in `error`, of RAIL_TEXT_BYTES. From any
+ * thread. */
+bool ibverbs_load(char *error);
 /* Valid once ibverbs_load has returned true. */
 extern struct ibverbs ibv;
 

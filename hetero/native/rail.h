@@ -10,12 +10,18 @@
 
 #define RAIL_TEXT_BYTES 256
 
+/* Write why something failed, into RAIL_TEXT_BYTES; returns false. */
+bool set_reason(char *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
 enum message { MESSAGE_RECORD, MESSAGE_DATA, MESSAGE_CREDIT, MESSAGE_READ };
+/* Of those that are sent. */
+#define RAIL_MESSAGES 3
 
 struct engine;
 struct rail;
 
 struct rail_operations {
+    int limits[RAIL_MESSAGES]; /* messages of each kind in flight */
     /* Post a message; 0 or an errno. `offset` is the record's in the control segment of either end,
      * `slot` the data's offset in the sending ring and in the peer's receiving one. */
     int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset);
@@ -24,7 +30,6 @@ struct rail_operations {
     /* Read a byte of this end's receiving ring back, which makes the writes before it visible to the
      * device. NULL where arrived data are visible. */
     int (*post_read)(struct rail *rail, uint64_t last_byte);
-    bool (*has_room)(const struct rail *rail, enum message message);
     /* Bytes posted and not acknowledged; the rail then measures its bandwidth itself
      * (speed_add_sample). NULL where a completion is an acknowledgement, and speed.c counts. */
     uint64_t (*bytes_in_flight)(const struct rail *rail);
@@ -64,11 +69,10 @@ struct rail {
     bool can_read_back; /* whether data need a read-back, and it still works */
     bool is_reading_back;
     bool confirms_delivery; /* a completion means that the bytes are in the peer's memory */
-    bool reads_back;        /* whether this end needs read-backs */
     bool peer_reads_back;
-    int event_fd;          /* -1 where nobody waits for it */
-    int async_fd;          /* of its device; -1 likewise */
-    int credits_in_flight; /* the rail counts them */
+    int event_fd; /* -1 where nobody waits for it */
+    int async_fd; /* of its device; -1 likewise */
+    int in_flight[RAIL_MESSAGES];
     /* Maintained by speed.c. */
     uint64_t bytes_in_flight;
     double bytes_per_second; /* 0 while unknown */

@@ -1,7 +1,6 @@
 /* Layout of a link's control segment: a doorbell and an error flag for each end, four counters and the
  * entries' records for each direction. docs/ring.md explains them. Two ends on one host map the same
- * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes.
- * Mirrored in structures.py. */
+ * segment; with a carrier each end has its own, and docs/wire.md says where in it the peer writes. */
 #ifndef HETERO_RING_H
 #define HETERO_RING_H
 
@@ -20,6 +19,11 @@ struct ring_word {
     uint32_t sleepers; /* host threads that sleep until it changes (host.h) */
     uint8_t unused[56];
 };
+
+static inline uint32_t ring_load(const struct ring_word *word)
+{
+    return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
+}
 
 /* The descriptor of an entry: which bytes of which message are in which slot. */
 struct ring_record {

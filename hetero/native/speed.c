@@ -51,7 +51,9 @@ struct rail *speed_choose(struct rail *const *rails, int count, enum message mes
                 min_time = time;
             }
         }
-    return best != NULL && best->operations->has_room(best, message) ? best : NULL;
+    if (best == NULL || best->in_flight[message] >= best->operations->limits[message])
+        return NULL;
+    return best;
 }
 
 void speed_add_sample(struct rail *rail, uint64_t nbytes, double seconds)

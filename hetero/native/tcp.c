@@ -1,13 +1,11 @@
-#include "tcp_rail.h"
+#include "tcp.h"
 
-#include "engine.h"
 #include "speed.h"
 
 #include <errno.h>
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -30,16 +28,6 @@ static struct tcp_rail *rail_of(struct rail *rail)
     return (struct tcp_rail *)rail;
 }
 
-void tcp_lock(struct tcp_rail *rail)
-{
-    pthread_mutex_lock(rail->owner.lock);
-}
-
-void tcp_unlock(struct tcp_rail *rail)
-{
-    pthread_mutex_unlock(rail->owner.lock);
-}
-
 /* Bandwidth. */
 
 /* Bytes in the kernel's send queue that the peer's kernel has not acknowledged. */
@@ -47,7 +35,7 @@ static uint64_t unacked_bytes(const struct tcp_rail *rail)
 {
     int nbytes = 0;
 
-    return ioctl(rail->request.fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
+    return ioctl(rail->fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
 }
 
 /* During a call of sendmsg the bytes that the kernel has taken count twice. */
@@ -63,7 +51,7 @@ static bool get_tcp_info(const struct tcp_rail *rail, struct tcp_info *info)
     socklen_t nbytes = sizeof *info;
 
     memset(info, 0, sizeof *info);
-    return getsockopt(rail->request.fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
+    return getsockopt(rail->fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
 }
 
 static double last_ack(const struct rail *base)
@@ -114,12 +102,10 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
         rail->busy_since = engine_now();
         if (get_tcp_info(rail, &info))
             start_measurement(rail, &info);
-        rail->owner.expect_acks(rail->owner.carrier);
+        carrier_expect_acks(rail->carrier);
     }
     rail->queued_bytes += sizeof frame + frame.nbytes;
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
-    rail->queued[frame.message]++;
-    base->credits_in_flight += frame.message == MESSAGE_CREDIT;
     if (rail->count++ == 0)
         pthread_cond_signal(&rail->has_messages);
     return 0;
@@ -128,7 +114,7 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
 static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct frame frame = {MESSAGE_RECORD, number, 0, sizeof(struct ring_record)};
-    uint64_t source = rail_of(base)->request.control + offset;
+    uint64_t source = rail_of(base)->carrier->engine.options.control + offset;
 
     return queue_message(base, frame, (const void *)(uintptr_t)source);
 }
@@ -136,23 +122,17 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes)
 {
     struct frame frame = {MESSAGE_DATA, number, slot, nbytes};
-    uint64_t source = engine_source(rail_of(base)->owner.engine, number);
+    const struct engine *engine = &rail_of(base)->carrier->engine;
+    uint64_t source = engine_source(engine, number);
 
     if (source == 0)
-        source = rail_of(base)->request.sending + slot;
+        source = engine->options.rings + slot;
     return queue_message(base, frame, (const void *)(uintptr_t)source);
 }
 
 static int post_credit(struct rail *base, uint32_t released)
 {
     return queue_message(base, (struct frame){MESSAGE_CREDIT, released, 0, 0}, NULL);
-}
-
-static bool has_room(const struct rail *base, enum message message)
-{
-    static const int limits[] = {TCP_RECORDS, TCP_DATA, TCP_CREDITS, 0};
-
-    return ((const struct tcp_rail *)base)->queued[message] < limits[message];
 }
 
 static bool send_all(int fd, struct iovec *parts, int count)
@@ -183,8 +163,11 @@ void tcp_lose(struct tcp_rail *rail, const char *what, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
-    snprintf(reason, sizeof reason, code == 0 ? "%s" : "%s (%s)", what, strerror(code));
-    engine_lose_rail(rail->owner.engine, &rail->rail, reason);
+    if (code == 0)
+        set_reason(reason, "%s", what);
+    else
+        set_reason(reason, "%s (%s)", what, strerror(code));
+    engine_lose_rail(&rail->carrier->engine, &rail->rail, reason);
 }
 
 /* Gather queued messages for one sendmsg: all up to and including the first data. Call with the lock. */
@@ -209,10 +192,8 @@ static void complete_sends(struct tcp_rail *rail, int messages)
     for (; messages > 0; messages--) {
         const struct frame *frame = &rail->queue[rail->first].frame;
 
-        rail->queued[frame->message]--;
         rail->queued_bytes -= sizeof *frame + frame->nbytes;
-        rail->rail.credits_in_flight -= frame->message == MESSAGE_CREDIT;
-        engine_send_completed(rail->owner.engine, &rail->rail, frame->message, frame->number);
+        engine_send_completed(&rail->carrier->engine, &rail->rail, frame->message, frame->number);
         rail->first = (rail->first + 1) % TCP_ROOM;
         rail->count--;
     }
@@ -226,26 +207,26 @@ static void *send_loop(void *argument)
     bool is_sent;
 
     prctl(PR_SET_NAME, "tcp-send");
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     for (;;) {
         while (rail->rail.live && rail->count == 0)
-            pthread_cond_wait(&rail->has_messages, rail->owner.lock);
+            pthread_cond_wait(&rail->has_messages, &rail->carrier->lock);
         if (!rail->rail.live)
             break;
         messages = gather_messages(rail, parts, &count);
-        tcp_unlock(rail);
-        is_sent = send_all(rail->request.fd, parts, count);
+        pthread_mutex_unlock(&rail->carrier->lock);
+        is_sent = send_all(rail->fd, parts, count);
         int code = errno;
-        tcp_lock(rail);
+        pthread_mutex_lock(&rail->carrier->lock);
         if (!is_sent)
             tcp_lose(rail, "its connection broke while sending", code);
         if (!rail->rail.live)
             break;
         complete_sends(rail, messages);
         measure_bandwidth(rail);
-        engine_progress(rail->owner.engine);
+        engine_progress(&rail->carrier->engine);
     }
-    tcp_unlock(rail);
+    pthread_mutex_unlock(&rail->carrier->lock);
     return NULL;
 }
 
@@ -268,9 +249,8 @@ static bool is_late(const struct rail *base, double before, char *reason)
     if (unacked_bytes(rail) == 0 || rail->busy_since > before || last_ack(base) > before ||
         !get_tcp_info(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < MIN_RETRANSMITS)
         return false;
-    snprintf(reason, RAIL_TEXT_BYTES, "nothing was answered for %.1f s, while other rails were",
-             engine_now() - before);
-    return true;
+    return !set_reason(reason, "nothing was answered for %.1f s, while other rails were",
+                 engine_now() - before);
 }
 
 static bool is_drained(const struct rail *base)
@@ -288,7 +268,7 @@ static bool poll_nothing(struct rail *base, struct engine *engine)
 
 static void stop(struct rail *base)
 {
-    shutdown(rail_of(base)->request.fd, SHUT_RDWR);
+    shutdown(rail_of(base)->fd, SHUT_RDWR);
     pthread_cond_broadcast(&rail_of(base)->has_messages);
 }
 
@@ -307,7 +287,7 @@ static void close_rail(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    close(rail->request.fd);
+    close(rail->fd);
     pthread_cond_destroy(&rail->has_messages);
     free(rail->scratch);
     free(rail);
@@ -319,9 +299,9 @@ static int start(struct rail *base)
     int code;
 
     /* Lock: the threads of rails started earlier already read `live`. */
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     base->live = true;
-    tcp_unlock(rail);
+    pthread_mutex_unlock(&rail->carrier->lock);
     code = pthread_create(&rail->sender, NULL, send_loop, rail);
     if (code != 0)
         return code;
@@ -330,19 +310,19 @@ static int start(struct rail *base)
         rail->is_started = true;
         return 0;
     }
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     base->live = false;
     stop(base);
-    tcp_unlock(rail);
+    pthread_mutex_unlock(&rail->carrier->lock);
     pthread_join(rail->sender, NULL);
     return code;
 }
 
 static const struct rail_operations operations = {
+    .limits = {TCP_RECORDS, TCP_DATA, TCP_CREDITS},
     .post_record = post_record,
     .post_data = post_data,
     .post_credit = post_credit,
-    .has_room = has_room,
     .bytes_in_flight = bytes_in_flight,
     .is_late = is_late,
     .last_ack = last_ack,
@@ -355,7 +335,7 @@ static const struct rail_operations operations = {
     .close = close_rail,
 };
 
-struct rail *tcp_open(const struct tcp_request *request, const struct tcp_owner *owner, int *code)
+struct rail *tcp_open(struct carrier *carrier, int fd, int *code)
 {
     struct tcp_rail *rail = calloc(1, sizeof *rail);
 
@@ -364,8 +344,8 @@ struct rail *tcp_open(const struct tcp_request *request, const struct tcp_owner 
         return NULL;
     rail->rail.operations = &operations;
     rail->rail.event_fd = rail->rail.async_fd = -1;
-    rail->request = *request;
-    rail->owner = *owner;
+    rail->carrier = carrier;
+    rail->fd = fd;
     rail->scratch = malloc(TCP_SCRATCH_BYTES);
     if (rail->scratch == NULL) {
         free(rail);

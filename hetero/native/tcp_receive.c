@@ -1,5 +1,4 @@
-#include "engine.h"
-#include "tcp_rail.h"
+#include "tcp.h"
 
 #include <errno.h>
 #include <string.h>
@@ -31,7 +30,7 @@ static int discard(struct tcp_rail *rail, uint64_t nbytes)
     while (nbytes > 0 && code > 0) {
         size_t part = nbytes < TCP_SCRATCH_BYTES ? nbytes : TCP_SCRATCH_BYTES;
 
-        code = receive_all(rail->request.fd, rail->scratch, part);
+        code = receive_all(rail->fd, rail->scratch, part);
         nbytes -= part;
     }
     return code;
@@ -39,33 +38,33 @@ static int discard(struct tcp_rail *rail, uint64_t nbytes)
 
 static int receive_record(struct tcp_rail *rail, const struct frame *frame)
 {
-    struct engine *engine = rail->owner.engine;
-    int code = receive_all(rail->request.fd, rail->scratch, frame->nbytes);
+    struct engine *engine = &rail->carrier->engine;
+    int code = receive_all(rail->fd, rail->scratch, frame->nbytes);
     void *record;
 
     if (code <= 0)
         return code;
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     record = rail->rail.live ? engine_expect_record(engine, frame->number) : NULL;
     if (record != NULL) {
         memcpy(record, rail->scratch, frame->nbytes);
         engine_record_arrived(engine, frame->number);
     }
-    tcp_unlock(rail);
+    pthread_mutex_unlock(&rail->carrier->lock);
     return 1;
 }
 
 static int receive_data(struct tcp_rail *rail, const struct frame *frame)
 {
-    struct engine *engine = rail->owner.engine;
+    struct engine *engine = &rail->carrier->engine;
     uint64_t target = 0;
     bool is_expected, is_valid_size;
     int code;
 
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     is_expected = engine_expect_data(engine, &rail->rail, frame->number);
     is_valid_size = !is_expected || engine_target(engine, frame->number, frame->nbytes, &target);
-    tcp_unlock(rail);
+    pthread_mutex_unlock(&rail->carrier->lock);
     if (!is_valid_size) {
         errno = EPROTO;
         return -1;
@@ -73,32 +72,32 @@ static int receive_data(struct tcp_rail *rail, const struct frame *frame)
     if (!is_expected)
         return discard(rail, frame->nbytes);
     if (target == 0)
-        target = rail->request.receiving + frame->slot;
-    code = receive_all(rail->request.fd, (void *)(uintptr_t)target, frame->nbytes);
+        target = engine->options.rings + engine->options.ring_bytes + frame->slot;
+    code = receive_all(rail->fd, (void *)(uintptr_t)target, frame->nbytes);
     if (code <= 0)
         return code;
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     engine_data_arrived(engine, &rail->rail, frame->number);
-    tcp_unlock(rail);
+    pthread_mutex_unlock(&rail->carrier->lock);
     return 1;
 }
 
 static bool is_valid(const struct tcp_rail *rail, const struct frame *frame)
 {
-    const struct tcp_request *request = &rail->request;
+    uint64_t ring_bytes = rail->carrier->engine.options.ring_bytes;
 
     if (frame->message == MESSAGE_RECORD)
         return frame->nbytes == sizeof(struct ring_record);
     if (frame->message == MESSAGE_DATA)
-        return frame->slot <= request->ring_bytes &&
-               frame->nbytes <= request->ring_bytes - frame->slot;
+        return frame->slot <= ring_bytes &&
+               frame->nbytes <= ring_bytes - frame->slot;
     return frame->message == MESSAGE_CREDIT && frame->nbytes == 0;
 }
 
 static int receive_one(struct tcp_rail *rail)
 {
     struct frame frame;
-    int code = receive_all(rail->request.fd, &frame, sizeof frame);
+    int code = receive_all(rail->fd, &frame, sizeof frame);
 
     if (code <= 0)
         return code;
@@ -110,9 +109,9 @@ static int receive_one(struct tcp_rail *rail)
         return receive_record(rail, &frame);
     if (frame.message == MESSAGE_DATA)
         return receive_data(rail, &frame);
-    tcp_lock(rail);
-    engine_credit_arrived(rail->owner.engine, &rail->rail, frame.number);
-    tcp_unlock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
+    engine_credit_arrived(&rail->carrier->engine, &rail->rail, frame.number);
+    pthread_mutex_unlock(&rail->carrier->lock);
     return 1;
 }
 
@@ -123,18 +122,18 @@ void *tcp_receive_loop(void *argument)
 
     prctl(PR_SET_NAME, "tcp-receive");
     while ((code = receive_one(rail)) > 0) {
-        tcp_lock(rail);
-        engine_progress(rail->owner.engine);
-        tcp_unlock(rail);
+        pthread_mutex_lock(&rail->carrier->lock);
+        engine_progress(&rail->carrier->engine);
+        pthread_mutex_unlock(&rail->carrier->lock);
     }
     int reason = errno;
-    tcp_lock(rail);
+    pthread_mutex_lock(&rail->carrier->lock);
     rail->peer_has_ended = true;
     /* Lose the rail even if the peer closed it in order: bytes that the peer's kernel had accepted may be
      * lost without any error. */
     tcp_lose(rail, code < 0 ? "its connection broke while receiving" : "its connection was closed",
              code < 0 ? reason : 0);
-    tcp_unlock(rail);
-    rail->owner.progress(rail->owner.carrier);
+    pthread_mutex_unlock(&rail->carrier->lock);
+    carrier_progress(rail->carrier);
     return NULL;
 }

@@ -1,9 +1,6 @@
 #include "verbs.h"
 
-#include "engine.h"
-
 #include <arpa/inet.h>
-#include <stdio.h>
 #include <string.h>
 
 #define POLL_BATCH 32
@@ -13,27 +10,14 @@ static struct verbs_rail *rail_of(struct rail *rail)
     return (struct verbs_rail *)rail;
 }
 
-static bool set_reason(char *reason, const char *what)
-{
-    snprintf(reason, RAIL_TEXT_BYTES, "%s", what);
-    return true;
-}
-
-static void note_post(struct verbs_rail *rail, enum message kind)
-{
-    rail->posted_at[(rail->oldest + rail->posted) % VERBS_SENDS] = engine_now();
-    rail->posted++;
-    rail->in_flight[kind]++;
-}
-
-static int post(struct verbs_rail *rail, struct ibv_send_wr *request, enum message kind)
+static int post(struct verbs_rail *rail, struct ibv_send_wr *request)
 {
     struct ibv_send_wr *refused;
 
     request->send_flags |= IBV_SEND_SIGNALED;
     int code = rail->context->ops.post_send(rail->qp, request, &refused);
     if (code == 0)
-        note_post(rail, kind);
+        rail->posted_at[(rail->oldest + rail->posted++) % VERBS_SENDS] = engine_now();
     return code;
 }
 
@@ -45,7 +29,7 @@ static uint64_t make_wr_id(enum message kind, uint32_t number)
 static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct verbs_rail *rail = rail_of(base);
-    struct ibv_sge element = {.addr = rail->request.control + offset,
+    struct ibv_sge element = {.addr = rail->options->control + offset,
                               .length = sizeof(struct ring_record),
                               .lkey = rail->control->lkey};
     struct ibv_send_wr request = {
@@ -58,7 +42,7 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset)
         .wr.rdma = {.remote_addr = rail->peer.control + offset, .rkey = rail->peer.control_key},
     };
 
-    return post(rail, &request, MESSAGE_RECORD);
+    return post(rail, &request);
 }
 
 static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes)
@@ -74,7 +58,7 @@ static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t
         .imm_data = htonl((number & ENTRY_NUMBER_MASK) | ~ENTRY_NUMBER_MASK),
         .wr.rdma = {.remote_addr = rail->peer.receiving + slot, .rkey = rail->peer.receiving_key},
     };
-    return post(rail, &request, MESSAGE_DATA);
+    return post(rail, &request);
 }
 
 static int post_credit(struct rail *base, uint32_t released)
@@ -85,8 +69,7 @@ static int post_credit(struct rail *base, uint32_t released)
         .imm_data = htonl(released),
     };
 
-    base->credits_in_flight++;
-    return post(rail_of(base), &request, MESSAGE_CREDIT);
+    return post(rail_of(base), &request);
 }
 
 static int post_read(struct rail *base, uint64_t last_byte)
@@ -101,7 +84,7 @@ static int post_read(struct rail *base, uint64_t last_byte)
         .num_sge = 1,
         .opcode = IBV_WR_RDMA_READ,
         .send_flags = IBV_SEND_SIGNALED,
-        .wr.rdma = {.remote_addr = rail->rings_base + rail->request.ring_bytes + last_byte,
+        .wr.rdma = {.remote_addr = rail->own.receiving + last_byte,
                     .rkey = rail->rings->rkey},
     };
     int code = rail->context->ops.post_send(rail->loopback_qp, &request, &refused);
@@ -128,8 +111,6 @@ static void handle_send_completion(struct verbs_rail *rail, struct engine *engin
         engine_read_back_completed(engine, &rail->rail);
         return;
     }
-    rail->in_flight[kind]--;
-    rail->rail.credits_in_flight -= kind == MESSAGE_CREDIT;
     rail->posted--;
     rail->oldest = (rail->oldest + 1) % VERBS_SENDS;
     engine_send_completed(engine, &rail->rail, kind, (uint32_t)wr_id);
@@ -141,9 +122,9 @@ static void handle_error_completion(struct verbs_rail *rail, struct engine *engi
     bool is_read = wc->wr_id >> 32 == MESSAGE_READ;
     char reason[RAIL_TEXT_BYTES];
 
-    snprintf(reason, sizeof reason, "%s: %s (completion status %d)",
-             is_read ? "it cannot read its own ring back" : "a request failed",
-             ibv.wc_status_str(wc->status), wc->status);
+    set_reason(reason, "%s: %s (completion status %d)",
+         is_read ? "it cannot read its own ring back" : "a request failed",
+         ibv.wc_status_str(wc->status), wc->status);
     engine_lose_rail(engine, &rail->rail, reason);
 }
 
@@ -186,14 +167,6 @@ static bool poll_cq(struct rail *base, struct engine *engine)
     return total > 0;
 }
 
-static bool has_room(const struct rail *base, enum message kind)
-{
-    static const int limits[] = {VERBS_RECORDS, VERBS_DATA, VERBS_CREDITS, 1};
-    const struct verbs_rail *rail = (const struct verbs_rail *)base;
-
-    return rail->in_flight[kind] < limits[kind];
-}
-
 static bool is_busy(const struct rail *base)
 {
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
@@ -206,9 +179,9 @@ static bool is_late(const struct rail *base, double before, char *reason)
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
     if (base->can_read_back && base->is_reading_back && rail->reading_since < before)
-        return set_reason(reason, "it has not read its own ring back in time");
+        return !set_reason(reason, "it has not read its own ring back in time");
     if (base->live && rail->posted > 0 && rail->posted_at[rail->oldest] < before)
-        return set_reason(reason, "nothing completed in time");
+        return !set_reason(reason, "nothing completed in time");
     return false;
 }
 
@@ -258,31 +231,31 @@ static bool handle_async_event(struct rail *base, char *reason)
     ibv.ack_async_event(&event);
     switch (event.event_type) {
     case IBV_EVENT_PORT_ERR:
-        if (ibv.query_port(rail->context, rail->request.port, &port) == 0 &&
+        if (ibv.query_port(rail->context, rail->port, &port) == 0 &&
             port.state == IBV_PORT_ACTIVE)
             return false;
-        return set_reason(reason, "its port has gone down");
+        return !set_reason(reason, "its port has gone down");
     case IBV_EVENT_DEVICE_FATAL:
-        return set_reason(reason, "its device has failed");
+        return !set_reason(reason, "its device has failed");
     case IBV_EVENT_CQ_ERR:
-        return set_reason(reason, "its completion queue has failed");
+        return !set_reason(reason, "its completion queue has failed");
     case IBV_EVENT_QP_FATAL:
-        return set_reason(reason, "its queue pair has failed");
+        return !set_reason(reason, "its queue pair has failed");
     case IBV_EVENT_QP_REQ_ERR:
-        return set_reason(reason, "the peer's requests make no sense to it");
+        return !set_reason(reason, "the peer's requests make no sense to it");
     case IBV_EVENT_QP_ACCESS_ERR:
-        return set_reason(reason, "the peer may not write where it tries to");
+        return !set_reason(reason, "the peer may not write where it tries to");
     default:
         return false;
     }
 }
 
 const struct rail_operations verbs_operations = {
+    .limits = {VERBS_RECORDS, VERBS_DATA, VERBS_CREDITS},
     .post_record = post_record,
     .post_data = post_data,
     .post_credit = post_credit,
     .post_read = post_read,
-    .has_room = has_room,
     .is_busy = is_busy,
     .is_late = is_late,
     .poll = poll_cq,

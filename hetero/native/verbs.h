@@ -2,8 +2,7 @@
 #ifndef HETERO_VERBS_H
 #define HETERO_VERBS_H
 
-#include "rail.h"
-
+#include "engine.h"
 #include "ibverbs.h"
 
 #include <stdbool.h>
@@ -15,33 +14,19 @@
 #define VERBS_CREDITS 2
 #define VERBS_SENDS (VERBS_RECORDS + VERBS_DATA + VERBS_CREDITS)
 
-/* This end, as Python describes it. Mirrored in structures.py, as are the structures below. */
-struct verbs_request {
-    const char *device;
-    uint8_t port;
-    bool reads_back; /* whether arrived data are visible only after a read-back */
-    int32_t dmabuf;  /* descriptor of the rings' memory; -1 where it has none */
-    uint64_t dmabuf_offset;
-    uint64_t rings;      /* address of the sending ring, which the receiving one follows */
-    uint64_t ring_bytes; /* of each */
-    uint64_t control;    /* address of the control segment */
-    uint32_t psn;
-};
-
-/* What the peer needs to write to this end. */
-struct verbs_connection_info {
+/* What the other end needs to connect to one end of a rail and to write to it (docs/wire.md). */
+struct verbs_end {
     uint32_t qp;
+    uint32_t psn;
     uint64_t receiving; /* the receiving ring, by the NIC's address */
     uint32_t receiving_key;
     uint64_t control;
     uint32_t control_key;
-    bool by_dmabuf;
+    bool reads_back;
 };
 
-/* How one queue pair reaches another. */
+/* How packets from a port reach another. */
 struct verbs_route {
-    uint32_t qp;
-    uint32_t psn;
     uint32_t mtu;
     uint16_t lid;
     uint8_t gid[16];
@@ -49,20 +34,12 @@ struct verbs_route {
     bool is_global;
 };
 
-struct verbs_peer {
-    struct verbs_route route;
-    uint64_t receiving;
-    uint32_t receiving_key;
-    uint64_t control;
-    uint32_t control_key;
-    bool reads_back;
-};
-
 struct verbs_rail {
     struct rail rail; /* first, so that a pointer to either is a pointer to both */
+    const struct engine_options *options;
+    uint8_t port;
     bool can_inline;
-    struct verbs_request request;
-    struct verbs_peer peer;
+    struct verbs_end own, peer;
     struct ibv_context *context;
     struct ibv_pd *pd;
     struct ibv_mr *rings;
@@ -74,7 +51,6 @@ struct verbs_rail {
     struct ibv_qp *loopback_qp; /* connected to itself, for read-backs; NULL where none are needed */
     uint64_t rings_base;    /* the sending ring, by the NIC's address */
     uint8_t read_back_byte; /* target of a read-back; its value does not matter */
-    int in_flight[4];       /* requests, by enum message */
     double reading_since;
     double posted_at[VERBS_SENDS]; /* a ring: requests complete in order */
     int oldest;
@@ -95,11 +71,10 @@ bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *fou
 extern const struct rail_operations verbs_operations;
 
 /* Each returns false with the reason in `error`, of RAIL_TEXT_BYTES. */
-bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
-                struct verbs_connection_info *info, char *error);
-/* `own` is the route to this end's port; its queue pair and packet number are filled in here. */
-bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
-                   const struct verbs_route *own, char *error);
+bool verbs_open(struct verbs_rail *rail, const char *device, char *error);
+/* `own` is the route from this end's port to itself. */
+bool verbs_connect(struct verbs_rail *rail, const struct verbs_end *peer,
+                   const struct verbs_route *route, const struct verbs_route *own, char *error);
 int verbs_post_receive(struct verbs_rail *rail);
 void verbs_close(struct rail *rail);
 

@@ -4,8 +4,6 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,25 +16,13 @@
 #define RNR_RETRY_COUNT 6
 #define HOP_LIMIT 64
 
-static bool fail(char *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
-static bool fail(char *error, const char *format, ...)
-{
-    va_list arguments;
-
-    va_start(arguments, format);
-    vsnprintf(error, RAIL_TEXT_BYTES, format, arguments);
-    va_end(arguments);
-    return false;
-}
-
 static struct ibv_context *open_device(const char *name, char *error)
 {
     struct ibv_device **devices;
     struct ibv_context *context = NULL;
     int code;
 
-    if (!ibverbs_load(error, RAIL_TEXT_BYTES))
+    if (!ibverbs_load(error))
         return NULL;
     devices = ibv.get_device_list(NULL);
     for (struct ibv_device **one = devices; one != NULL && *one != NULL; one++)
@@ -46,7 +32,7 @@ static struct ibv_context *open_device(const char *name, char *error)
     if (devices != NULL)
         ibv.free_device_list(devices);
     if (context == NULL)
-        fail(error, "the device cannot be opened (%s)", strerror(code));
+        set_reason(error, "the device cannot be opened (%s)", strerror(code));
     return context;
 }
 
@@ -61,7 +47,7 @@ bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *fou
     code = ibv.query_port(context, number, &port);
     ibv.close_device(context);
     if (code != 0)
-        return fail(error, "it cannot be asked (%s)", strerror(code));
+        return set_reason(error, "it cannot be asked (%s)", strerror(code));
     *found = (struct verbs_port){.state = port.state,
                                  .mtu = port.active_mtu,
                                  .max_message = port.max_msg_sz,
@@ -75,43 +61,43 @@ static int ring_access_flags(const struct verbs_rail *rail)
 {
     int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
 
-    return rail->request.reads_back ? access | IBV_ACCESS_REMOTE_READ : access;
+    return rail->options->reads_back ? access | IBV_ACCESS_REMOTE_READ : access;
 }
 
 static bool register_rings(struct verbs_rail *rail, char *error)
 {
-    const struct verbs_request *request = &rail->request;
-    size_t nbytes = 2 * request->ring_bytes;
+    const struct engine_options *options = rail->options;
+    size_t nbytes = 2 * options->ring_bytes;
     int access = ring_access_flags(rail), as_dmabuf = 0;
 
-    if (request->dmabuf >= 0 && ibv.reg_dmabuf_mr != NULL) {
+    if (options->dmabuf >= 0 && ibv.reg_dmabuf_mr != NULL) {
         /* Registered by dma-buf, the memory's addresses are offsets in the dma-buf. */
-        rail->rings_base = request->dmabuf_offset;
-        rail->rings = ibv.reg_dmabuf_mr(rail->pd, request->dmabuf_offset, nbytes,
-                                        request->dmabuf_offset, request->dmabuf, access);
+        rail->rings_base = options->dmabuf_offset;
+        rail->rings = ibv.reg_dmabuf_mr(rail->pd, options->dmabuf_offset, nbytes,
+                                        options->dmabuf_offset, options->dmabuf, access);
         as_dmabuf = errno;
     }
     if (rail->rings == NULL) {
-        rail->rings_base = request->rings;
-        rail->rings = ibv.reg_mr(rail->pd, (void *)(uintptr_t)request->rings, nbytes, access);
+        rail->rings_base = options->rings;
+        rail->rings = ibv.reg_mr(rail->pd, (void *)(uintptr_t)options->rings, nbytes, access);
     }
-    if (rail->rings == NULL && request->dmabuf >= 0)
-        return fail(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
+    if (rail->rings == NULL && options->dmabuf >= 0)
+        return set_reason(error, "it refused to register %zu bytes (as a dma-buf: %s; by address: %s)",
                     nbytes, strerror(as_dmabuf), strerror(errno));
     if (rail->rings == NULL)
-        return fail(error, "it refused to register %zu bytes by address (%s)", nbytes,
+        return set_reason(error, "it refused to register %zu bytes by address (%s)", nbytes,
                     strerror(errno));
     return true;
 }
 
 static bool register_control(struct verbs_rail *rail, char *error)
 {
-    rail->control = ibv.reg_mr(rail->pd, (void *)(uintptr_t)rail->request.control,
+    rail->control = ibv.reg_mr(rail->pd, (void *)(uintptr_t)rail->options->control,
                                sizeof(struct ring_control),
                                IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
     rail->read_back_mr = ibv.reg_mr(rail->pd, &rail->read_back_byte, 1, IBV_ACCESS_LOCAL_WRITE);
     if (rail->control == NULL || rail->read_back_mr == NULL)
-        return fail(error, "it refused to register the control segment (%s)", strerror(errno));
+        return set_reason(error, "it refused to register the control segment (%s)", strerror(errno));
     return true;
 }
 
@@ -138,53 +124,53 @@ static bool make_queues(struct verbs_rail *rail, char *error)
     int code = ibv.query_device(rail->context, &limits);
 
     if (code != 0)
-        return fail(error, "the device cannot be asked for its limits (%s)", strerror(code));
+        return set_reason(error, "the device cannot be asked for its limits (%s)", strerror(code));
     if (limits.max_qp_wr < RECV_DEPTH)
-        return fail(error, "it takes %d requests at once and %d are needed, so name others with "
+        return set_reason(error, "it takes %d requests at once and %d are needed, so name others with "
                     "--hetero-nics", limits.max_qp_wr, RECV_DEPTH);
     rail->channel = ibv.create_comp_channel(rail->context);
     if (rail->channel == NULL)
-        return fail(error, "it makes no completion channel (%s)", strerror(errno));
+        return set_reason(error, "it makes no completion channel (%s)", strerror(errno));
     rail->cq = ibv.create_cq(rail->context, VERBS_SENDS + RECV_DEPTH + 1, NULL, rail->channel, 0);
     if (rail->cq == NULL)
-        return fail(error, "it makes no completion queue (%s)", strerror(errno));
+        return set_reason(error, "it makes no completion queue (%s)", strerror(errno));
     rail->qp = make_qp(rail, VERBS_SENDS, RECV_DEPTH, sizeof(struct ring_record));
     rail->can_inline = rail->qp != NULL;
     if (rail->qp == NULL)
         rail->qp = make_qp(rail, VERBS_SENDS, RECV_DEPTH, 0);
     /* The loopback receives nothing, but some NICs make no queue pair without room for one receive. */
-    if (rail->qp != NULL && rail->request.reads_back)
+    if (rail->qp != NULL && rail->options->reads_back)
         rail->loopback_qp = make_qp(rail, 1, 1, 0);
-    if (rail->qp == NULL || (rail->request.reads_back && rail->loopback_qp == NULL))
-        return fail(error, "it makes no queue pair (%s)", strerror(errno));
+    if (rail->qp == NULL || (rail->options->reads_back && rail->loopback_qp == NULL))
+        return set_reason(error, "it makes no queue pair (%s)", strerror(errno));
     return true;
 }
 
-bool verbs_open(struct verbs_rail *rail, const struct verbs_request *request,
-                struct verbs_connection_info *info, char *error)
+bool verbs_open(struct verbs_rail *rail, const char *device, char *error)
 {
+    const struct engine_options *options = rail->options;
+
     rail->rail.operations = &verbs_operations;
     rail->rail.confirms_delivery = true;
-    rail->rail.reads_back = request->reads_back;
     rail->rail.event_fd = rail->rail.async_fd = -1;
-    rail->request = *request;
-    rail->context = open_device(request->device, error);
+    rail->context = open_device(device, error);
     if (rail->context == NULL)
         return false;
     rail->pd = ibv.alloc_pd(rail->context);
     if (rail->pd == NULL)
-        return fail(error, "it gives no protection domain (%s)", strerror(errno));
+        return set_reason(error, "it gives no protection domain (%s)", strerror(errno));
     if (!register_rings(rail, error) || !register_control(rail, error) || !make_queues(rail, error))
         return false;
     rail->rail.event_fd = rail->channel->fd;
     rail->rail.async_fd = rail->context->async_fd;
-    *info = (struct verbs_connection_info){
+    rail->own = (struct verbs_end){
         .qp = rail->qp->qp_num,
-        .receiving = rail->rings_base + request->ring_bytes,
+        .psn = rail->own.psn,
+        .receiving = rail->rings_base + options->ring_bytes,
         .receiving_key = rail->rings->rkey,
-        .control = request->control,
+        .control = options->control,
         .control_key = rail->control->rkey,
-        .by_dmabuf = rail->rings_base != request->rings,
+        .reads_back = options->reads_back,
     };
     return true;
 }
@@ -198,17 +184,18 @@ static int modify_to_init(struct ibv_qp *qp, uint8_t port, unsigned int access)
                          IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
-static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_route *route,
-                    uint32_t psn)
+/* Connect a queue pair of this rail with that of an end. */
+static int modify_to_rts(const struct verbs_rail *rail, struct ibv_qp *qp,
+                         const struct verbs_route *route, uint32_t peer_qp, uint32_t peer_psn)
 {
     struct ibv_qp_attr wanted = {
         .qp_state = IBV_QPS_RTR,
         .path_mtu = (int)route->mtu,
-        .dest_qp_num = route->qp,
-        .rq_psn = route->psn,
+        .dest_qp_num = peer_qp,
+        .rq_psn = peer_psn,
         .max_dest_rd_atomic = 1,
         .min_rnr_timer = MIN_RNR_TIMER,
-        .ah_attr = {.dlid = route->lid, .port_num = port, .is_global = route->is_global},
+        .ah_attr = {.dlid = route->lid, .port_num = rail->port, .is_global = route->is_global},
     };
     if (route->is_global) {
         wanted.ah_attr.grh.sgid_index = route->gid_index;
@@ -222,7 +209,7 @@ static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_rou
     if (code != 0)
         return code;
     wanted = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS,
-                                  .sq_psn = psn,
+                                  .sq_psn = rail->own.psn,
                                   .timeout = ACK_TIMEOUT,
                                   .retry_cnt = RETRY_COUNT,
                                   .rnr_retry = RNR_RETRY_COUNT,
@@ -232,31 +219,26 @@ static int modify_to_rts(struct ibv_qp *qp, uint8_t port, const struct verbs_rou
                              IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
 }
 
-bool verbs_connect(struct verbs_rail *rail, const struct verbs_peer *peer,
-                   const struct verbs_route *own, char *error)
+bool verbs_connect(struct verbs_rail *rail, const struct verbs_end *peer,
+                   const struct verbs_route *route, const struct verbs_route *own, char *error)
 {
-    uint8_t port = rail->request.port;
-    uint32_t psn = rail->request.psn;
-    int code = modify_to_init(rail->qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+    struct ibv_qp *loopback = rail->loopback_qp;
+    int code =
+        modify_to_init(rail->qp, rail->port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
 
     rail->peer = *peer;
     for (int count = 0; code == 0 && count < RECV_DEPTH; count++)
         code = verbs_post_receive(rail);
     if (code == 0)
-        code = modify_to_rts(rail->qp, port, &peer->route, psn);
-    if (code == 0 && rail->loopback_qp != NULL)
-        code = modify_to_init(rail->loopback_qp, port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
-    if (code == 0 && rail->loopback_qp != NULL) {
-        struct verbs_route loopback = *own;
-
-        loopback.qp = rail->loopback_qp->qp_num;
-        loopback.psn = psn;
-        code = modify_to_rts(rail->loopback_qp, port, &loopback, psn);
-    }
+        code = modify_to_rts(rail, rail->qp, route, peer->qp, peer->psn);
+    if (code == 0 && loopback != NULL)
+        code = modify_to_init(loopback, rail->port, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ);
+    if (code == 0 && loopback != NULL)
+        code = modify_to_rts(rail, loopback, own, loopback->qp_num, rail->own.psn);
     if (code != 0)
-        return fail(error, "its queue pair cannot be connected (%s)", strerror(code));
+        return set_reason(error, "its queue pair cannot be connected (%s)", strerror(code));
     rail->rail.live = true;
-    rail->rail.can_read_back = rail->loopback_qp != NULL;
+    rail->rail.can_read_back = loopback != NULL;
     rail->rail.peer_reads_back = peer->reads_back;
     return true;
 }

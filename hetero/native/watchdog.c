@@ -26,8 +26,7 @@ static void probe_idle_rails(struct engine *engine)
 
         if (rail->live && rail->operations->last_ack != NULL &&
             rail->operations->bytes_in_flight(rail) == 0)
-            engine_check_post(engine, rail,
-                              rail->operations->post_credit(rail, engine->incoming.credited));
+            engine_post_credit(engine, rail, engine->incoming.credited);
     }
 }
 

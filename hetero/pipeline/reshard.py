@@ -5,10 +5,10 @@ step of the pipeline. Data-parallel ranks hold its batch in equal slices.
 Tensor-parallel ranks hold equal parts of the sequence (sequence parallel), or each holds all of it.
 
 **Each element crosses once.** Every rank has a *part* of the tensor, and no two have the same: its
-slice of the batch and, of the sequence that its tensor-parallel group holds, the rows that sequence
-parallelism would give it. A rank sends its part and receives its part. Where a target rank needs
-the whole sequence, its group then gathers the parts, over the vendor's library and not over the
-boundary: the sequence is the slowest axis, so that is one all-gather into one piece of memory.
+slice of the batch and, of the sequence, the rows that sequence parallelism would give it. A rank
+sends its part and receives its part. Where a target rank needs the whole sequence, its group then
+gathers the parts, over the vendor's library and not over the boundary: the sequence is the slowest
+axis, so that is one all-gather into one piece of memory.
 
 Gradients go the other way: `slabs(target, source, ...)` mirrors `slabs(source, target, ...)`.
 """
@@ -29,13 +29,10 @@ class Layout:
     data: int
     micro_batch_size: int
     sequence_parallel: bool = False
-    context: int = 1
-    """Ranks that share a sequence as megatron-core shares it: of 2 x `context` equal chunks rank i
-    has the i-th and the i-th from the end, one behind the other."""
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.context * self.data
+        return self.tensor * self.data
 
     @property
     def batch(self) -> int:
@@ -49,17 +46,17 @@ class Layout:
 
     def part_rows(self, sequence: int) -> int:
         """Rows of a part, of a sequence of that length. Those of the last ranks may be shorter."""
-        return -(-(sequence // self.context) // self.tensor)
+        return -(-sequence // self.tensor)
 
     def part(self, rank: int, sequence: int) -> range:
-        """Which rows of the sequence that its group holds are a rank's part."""
-        held, rows = sequence // self.context, self.part_rows(sequence)
-        first = min(rank % self.tensor * rows, held)
-        return range(first, min(first + rows, held))
+        """Which rows of the sequence are a rank's part."""
+        rows = self.part_rows(sequence)
+        first = min(rank % self.tensor * rows, sequence)
+        return range(first, min(first + rows, sequence))
 
     def batch_of(self, rank: int) -> range:
         """The rank's slice of the step's batch."""
-        first = rank // (self.tensor * self.context) * self.micro_batch_size
+        first = rank // self.tensor * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
 
@@ -90,7 +87,6 @@ def layout_of(plan: Plan, stage: int) -> Layout:
         data=mesh.data,
         micro_batch_size=mesh.micro_batch_size,
         sequence_parallel=bool(mesh.sequence_parallel),
-        context=mesh.context,
     )
 
 
@@ -103,9 +99,7 @@ def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
     if source.batch != target.batch:
         raise ValueError(f"the stages take {source.batch} and {target.batch} sequences in a step")
     for layout in (source, target):
-        chunks = 2 * layout.context if layout.context > 1 else 1
-        shares = layout.context * layout.tensor if layout.sequence_parallel else 1
-        if sequence % chunks or sequence % shares:
+        if layout.sequence_parallel and sequence % layout.tensor:
             raise ValueError(f"{layout} cannot share a sequence of {sequence}")
     return [
         slab
@@ -117,7 +111,7 @@ def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
 
 def _receivers(source: Layout, target: Layout, sender: int) -> range:
     """The ranks whose batch overlaps with the sender's."""
-    batch, replica = source.batch_of(sender), target.tensor * target.context
+    batch, replica = source.batch_of(sender), target.tensor
     first, last = batch[0] // target.micro_batch_size, batch[-1] // target.micro_batch_size
     return range(first * replica, (last + 1) * replica)
 
@@ -127,30 +121,16 @@ def _between(
 ) -> Iterator[Slab]:
     sent, received = source.batch_of(sender), target.batch_of(receiver)
     batch = _common(sent, received)
-    for place, rows in _pieces(source, sender, sequence):
-        for other_place, other_rows in _pieces(target, receiver, sequence):
-            if both := _common(rows, other_rows):
-                yield Slab(
-                    sender,
-                    receiver,
-                    _moved(both, place - rows.start),
-                    _moved(batch, -sent.start),
-                    _moved(both, other_place - other_rows.start),
-                    _moved(batch, -received.start),
-                )
-
-
-def _pieces(layout: Layout, rank: int, sequence: int) -> Iterator[tuple[int, range]]:
-    """The rows of the sequence that a rank's part is made of, each run with its place in it."""
-    part = layout.part(rank, sequence)
-    if layout.context == 1:
-        yield 0, part
-        return
-    length, place = sequence // (2 * layout.context), rank // layout.tensor % layout.context
-    for number, chunk in enumerate((place, 2 * layout.context - 1 - place)):
-        held = range(number * length, (number + 1) * length)
-        rows = _common(part, held)
-        yield rows.start - part.start, _moved(rows, chunk * length - held.start)
+    own, other = source.part(sender, sequence), target.part(receiver, sequence)
+    if rows := _common(own, other):
+        yield Slab(
+            sender,
+            receiver,
+            _moved(rows, -own.start),
+            _moved(batch, -sent.start),
+            _moved(rows, -other.start),
+            _moved(batch, -received.start),
+        )
 
 
 def _moved(interval: range, by: int) -> range:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hetero.errors import Faults, Refusal, UserError, print_error
+from hetero.converters import integer
+from hetero.errors import Faults, UserError, print_error
 from hetero.formatting import counted, size_text
 from hetero.help_text import HelpFormatter
 from hetero.plan.limits import (
@@ -85,7 +86,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
     run = _read_run(options, faults)
     if file is not None:
         faults.sentences += _problems(file, run, options)
-    faults.refuse(Refusal)
+    faults.refuse()
     assert file is not None
     return file.plan(), run
 
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("plan", type=Path, metavar="FILE", help="the plan's YAML file")
-    parser.add_argument("--world-size", type=_positive_integer, help="ranks that will be started")
+    parser.add_argument("--world-size", type=integer(1), help="ranks that will be started")
     parser.add_argument(
         "--gpus-per-node",
         nargs="+",
@@ -121,20 +122,14 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML file of the run's flags, or the name of one in examples/presets",
     )
     for name in ("micro-batch-size", "global-batch-size"):
-        parser.add_argument(f"--{name}", type=_positive_integer, help="as of pretrain_gpt.py")
+        parser.add_argument(f"--{name}", type=integer(1), help="as of pretrain_gpt.py")
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
-        type=_positive_integer,
+        type=integer(1),
         default=1,
         help="as of pretrain_gpt.py",
     )
     return parser
-
-
-def _positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 def _vendor_value(text: str) -> tuple[str, int]:
@@ -143,7 +138,7 @@ def _vendor_value(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(
             f"must be VENDOR=N, with one of {', '.join(VENDORS)}, not {text!r}"
         )
-    return vendor, _positive_integer(number)
+    return vendor, integer(1)(number)
 
 
 def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:

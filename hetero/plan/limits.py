@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetero.formatting import counted
+from hetero.formatting import counted, spans
 from hetero.plan.mesh import Mesh, PlanError
 
 AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
@@ -47,15 +47,14 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
     if needed == world_size:
         return
     parts = " + ".join(
-        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x CP {m.context} x DP {m.data}"
-        for m in meshes
+        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x DP {m.data}" for m in meshes
     )
     # Scale the data-parallel sizes proportionally, or make them equal where those are too many.
     common = math.gcd(*(mesh.data for mesh in meshes))
     data = [mesh.data // common for mesh in meshes]
     if needed // common > world_size:
         data = [1] * len(meshes)
-    least = sum(m.stages * m.tensor * m.context * n for m, n in zip(meshes, data, strict=True))
+    least = sum(m.stages * m.tensor * n for m, n in zip(meshes, data, strict=True))
     if times := world_size // least:
         sizes = " ".join(str(count * times) for count in data)
         remedy = f"with data-parallel sizes {sizes} it needs {times * least}"
@@ -68,10 +67,14 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
 
 
 def stage_problems(layers: Sequence[Sequence[int]]) -> Iterator[str]:
-    """A sentence for each stage that cannot hold its layers, [stage][chunk]."""
+    """A sentence for the stages, [stage][chunk], that cannot hold their layers, those alike."""
+    alike: dict[tuple[int, ...], list[int]] = {}
     for stage, chunks in enumerate(layers):
         if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
-            yield f"stage {stage} has layers {list(chunks)}; {AT_LEAST_ONE}"
+            alike.setdefault(tuple(chunks), []).append(stage)
+    for chunks, stages in alike.items():
+        has = "has" if len(stages) == 1 else "have"
+        yield f"{spans(stages, 'stage')} {has} layers {list(chunks)}; {AT_LEAST_ONE}"
 
 
 def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
@@ -79,7 +82,7 @@ def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
     held = sum(layers)
     if held == num_layers:
         return
-    remedy = f"at most {num_layers} stages can hold {counted(num_layers, 'layer')}"
+    remedy = f"at most {counted(num_layers, 'stage')} can hold {counted(num_layers, 'layer')}"
     if num_layers >= len(layers):
         # Largest-remainder rounding of the same proportions, at least one layer per stage.
         near = [max(1, count * num_layers // held) for count in layers]

@@ -12,7 +12,7 @@ RECOMPUTE = ("none", "selective", "full")
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 
-_COUNTS = ("stages", "tensor", "data", "context", "share", "micro_batch_size")
+_COUNTS = ("stages", "tensor", "data", "share", "micro_batch_size")
 _SWITCHES = ("sequence_parallel", "distributed_optimizer")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": RECOMPUTE,
@@ -38,7 +38,6 @@ class Mesh:
     stages: int
     tensor: int = 1
     data: int = 1
-    context: int = 1
     share: int = 1
     """Micro-batches that each of its replicas takes of a row, see `Plan.row`."""
     micro_batch_size: int | None = None
@@ -76,7 +75,7 @@ class Mesh:
 
     @property
     def ranks_per_stage(self) -> int:
-        return self.tensor * self.context * self.data
+        return self.tensor * self.data
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 """The plan: the meshes of a run, the coordinates of each rank and the layers it holds.
 
-Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then context,
-then data, the pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with
+Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then data, the
+pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with
 parallel sizes of their own, or (`whole_replicas`) each hold whole replicas of it.
 """
 
@@ -31,7 +31,6 @@ class Coordinate:
     mesh: int
     stage: int
     data: int
-    context: int
     tensor: int
 
 
@@ -78,8 +77,8 @@ class Plan:
             yield "the plan has no mesh; name at least one"
             return
         if self.whole_replicas:
-            if len({(mesh.stages, mesh.tensor, mesh.context) for mesh in self.meshes}) > 1:
-                yield "all replicas must have the same stages, tensor and context sizes"
+            if len({(mesh.stages, mesh.tensor) for mesh in self.meshes}) > 1:
+                yield "all replicas must have the same stages and tensor sizes"
             if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
                 yield "all replicas must have the same micro-batch size"
         elif any(mesh.share != 1 for mesh in self.meshes):
@@ -180,17 +179,15 @@ class Plan:
             rank=rank,
             mesh=block.mesh,
             stage=block.stage,
-            data=block.replicas.start + offset // (mesh.tensor * mesh.context),
-            context=offset // mesh.tensor % mesh.context,
+            data=block.replicas.start + offset // mesh.tensor,
             tensor=offset % mesh.tensor,
         )
 
-    def rank_at(self, stage: int, *, data: int = 0, context: int = 0, tensor: int = 0) -> int:
+    def rank_at(self, stage: int, *, data: int = 0, tensor: int = 0) -> int:
         for block in self._by_stage[stage]:
             if data in block.replicas:
-                mesh = self.meshes[block.mesh]
-                place = (data - block.replicas.start) * mesh.context + context
-                return block.ranks.start + place * mesh.tensor + tensor
+                place = data - block.replicas.start
+                return block.ranks.start + place * self.meshes[block.mesh].tensor + tensor
         raise IndexError(f"stage {stage} has no replica {data}")
 
     def shares(self, stage: int) -> tuple[int, ...]:
@@ -238,7 +235,7 @@ class Plan:
             stage += 0 if self.whole_replicas else mesh.stages
             entry: dict[str, Any] = {"vendor": mesh.vendor, "stages": mesh.stages}
             entry["layers"] = [c[0] if self.chunks == 1 else list(c) for c in layers]
-            entry |= {"tensor": mesh.tensor, "context": mesh.context, "data": mesh.data}
+            entry |= {"tensor": mesh.tensor, "data": mesh.data}
             if self.whole_replicas:
                 entry["share"] = mesh.share
             entry |= {n: value for n in OPTIONS if (value := getattr(mesh, n)) is not None}

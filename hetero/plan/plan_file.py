@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
-
-import yaml
+from typing import Any
 
 from hetero.formatting import counted
 from hetero.plan.limits import AT_LEAST_ONE
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.plan import Plan, split_over_chunks
+from hetero.yaml_file import load_yaml
 
 # Plan files describe pipelines; shares are for whole replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
@@ -68,7 +67,8 @@ def _read_mapping(data: object, *, source: str, chunks: int) -> PlanFile:
     return PlanFile(
         meshes=tuple(meshes) if len(meshes) == len(entries) else (),
         layers=tuple(chain(*layers)) if len(layers) == len(entries) else (),
-        problems=tuple(f"{source}: {sentence}" for sentence in problems),
+        # Stages that are alike have the same mistake, which is told once.
+        problems=tuple(f"{source}: {sentence}" for sentence in dict.fromkeys(problems)),
     )
 
 
@@ -79,7 +79,7 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
     found.problems += [
         f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
         for key in map(str, entry)
-        if key not in KEYS
+        if key not in (*KEYS, "context")
     ]
     missing = [key for key in ("vendor", "layers") if key not in entry]
     found.problems += [f"the key {key!r} is missing" for key in missing]
@@ -96,7 +96,8 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
     except PlanError as error:
         found.problems += error.sentences
         return found
-    if mesh.context > 1:
+    # Files may give the size of context parallelism, as long as there is none.
+    if entry.get("context", 1) != 1:
         found.problems.append("context parallelism is not available; leave 'context' out")
     if stages not in (None, mesh.stages):
         found.problems.append(
@@ -104,7 +105,7 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
             f"the layers of {counted(mesh.stages, 'stage')}"
         )
     elif "vendor" in entry and stages is not None:
-        found.mesh = replace(mesh, context=1)
+        found.mesh = mesh
     return found
 
 
@@ -134,48 +135,6 @@ def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
     return tuple(item)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that records duplicate keys; SafeLoader would silently keep the last one."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self.duplicates: list[str] = []
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[object] = []
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                self.duplicates.append(f"the key {key!r} stands twice, again in line {line}")
-            seen.append(key)
-        return super().construct_mapping(node, deep)
-
-
-def load_yaml(path: str | Path) -> Any:
-    """The content of a YAML file.
-
-    Raises OSError where it cannot be read, and ValueError, in a few words, where it is not UTF-8
-    text or not YAML.
-    """
-    with Path(path).open(encoding="utf-8") as stream:
-        try:
-            loader = _StrictLoader(stream)
-            data = loader.get_single_data()
-        except UnicodeDecodeError as error:
-            raise ValueError("it is not UTF-8 text") from error
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            line = f"line {mark.line + 1}: " if mark else ""
-            raise ValueError(f"{line}{error.problem or error.context}") from error
-        # What a number or a date of YAML cannot be is a ValueError of Python's.
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ValueError(" ".join(str(error).split())) from error
-    if loader.duplicates:
-        raise ValueError("; ".join(loader.duplicates))
-    return data
-
-
 def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
     """Read what is valid of a plan file. Raises PlanError where it has no list of meshes."""
     if chunks > _MAX_CHUNKS:
@@ -183,13 +142,9 @@ def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
             f"--num-virtual-stages-per-pipeline-rank {chunks} is more than any stage has layers; "
             f"give at most {_MAX_CHUNKS}"
         )
-    try:
-        data = load_yaml(path)
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"the plan {path} is not valid YAML: {error}") from error
-    return _read_mapping(data, source=f"the plan {path}", chunks=chunks)
+    source = f"the plan {path}"
+    data = load_yaml(path, source=source, refusal=PlanError)
+    return _read_mapping(data, source=source, chunks=chunks)
 
 
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from hetero.errors import Faults
-from hetero.plan.plan_file import load_yaml
 from hetero.planner.accelerators import (
     Accelerator,
     ClusterError,
@@ -18,6 +17,7 @@ from hetero.planner.accelerators import (
     positive,
     unknown_keys,
 )
+from hetero.yaml_file import load_yaml
 
 _RAIL_LATENCY_US = 15.0
 """Latency of a transfer between two nodes where the cluster file gives none."""
@@ -144,13 +144,8 @@ _LINK_KEYS = _RAIL_KEYS | {"between"}
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file. Raises ClusterError with every problem found."""
-    try:
-        data = load_yaml(path)
-    except OSError as error:
-        raise ClusterError(f"cannot read the cluster {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ClusterError(f"the cluster {path} is not valid YAML: {error}") from error
-    return cluster_from_mapping(data, source=f"the cluster {path}")
+    source = f"the cluster {path}"
+    return cluster_from_mapping(load_yaml(path, source=source, refusal=ClusterError), source=source)
 
 
 def cluster_from_mapping(data: object, *, source: str) -> Cluster:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import Refusal
-from hetero.plan.plan_file import load_yaml
+from hetero.yaml_file import load_yaml
 
 PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
 """Flag files of well-known models, found by name."""
@@ -261,18 +261,14 @@ def model_file(name: str) -> Path:
 def read_flags(name: str) -> tuple[dict[str, Any], str]:
     """The flags of a model file without leading dashes, and the file's name for errors."""
     path = model_file(name)
-    try:
-        data = load_yaml(path)
-    except OSError as error:
-        raise ModelError(f"cannot read the model {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"the model {path} is not valid YAML: {error}") from error
+    source = f"the model {path}"
+    data = load_yaml(path, source=source, refusal=ModelError)
     if not isinstance(data, Mapping):
-        raise ModelError(f"the model {path}: expected Megatron's flags, as in examples/presets")
+        raise ModelError(f"{source}: expected Megatron's flags, as in examples/presets")
     flags: dict[str, Any] = {}
     for key, value in data.items():
         flags |= value if isinstance(value, Mapping) else {key: value}
-    return {str(key).replace("_", "-"): value for key, value in flags.items()}, f"the model {path}"
+    return {str(key).replace("_", "-"): value for key, value in flags.items()}, source
 
 
 def _named_file(name: str) -> Path:

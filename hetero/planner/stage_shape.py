@@ -91,8 +91,6 @@ def pipeline_stages(placement: Placement, cluster: Cluster) -> list[list[StageSh
 
 
 def _require_supported(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
-    if mesh.context > 1:
-        raise PlanError("costs are not known of plans with context parallelism; use context 1")
     size = kind.gpus_per_node
     if mesh.tensor > size:
         raise PlanError(

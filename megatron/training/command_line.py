@@ -17,8 +17,8 @@ def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     problems = Problems()
     args = collect_args(argv, problems)
-    problems.run(_check_plan(args, has_problems=bool(problems)))
-    problems.raise_all()
+    problems.run(_check_plan(args, has_problems=bool(problems.sentences)))
+    problems.refuse()
     return args
 
 

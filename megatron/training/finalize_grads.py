@@ -44,7 +44,7 @@ class FinalizeGradsAcrossMeshes:
             # mesh's replicas has to be divided by the number of replicas of the last mesh.
             rescale_gradients(chunks, own.data / last.data, 1.0 / last.data)
         self._config, self._world = chunks[0].config, groups.world
-        self._counts_tokens = here.tensor == 0 and here.context == 0
+        self._counts_tokens = here.tensor == 0
         self._embedding: TiedEmbedding | None = None
         if not args.untie_embeddings_and_output_weights and groups.embedding is not None:
             chunk = chunks[0] if here.stage == 0 else chunks[-1]

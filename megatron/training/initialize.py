@@ -67,7 +67,7 @@ from megatron.training.reproducibility import seed_everything, set_determinism
 
 # Flags that may differ between ranks: they do not change what is computed.
 _LOCAL_FLAGS = frozenset(
-    {"rank", "local_rank", "ignored_flags", "typed_flags", "taken_flags"}
+    {"ignored_flags", "typed_flags", "taken_flags"}
     | {"lacks_transformer_engine"}
     | {"data_path", "data_cache_path", "tokenizer_model"}
     | {"data_args_path", "per_split_data_args_path"}
@@ -76,7 +76,7 @@ _LOCAL_FLAGS = frozenset(
     | {"num_workers", "hetero_nics"}
     # Each vendor may use kernels of its own.
     | {"transformer_impl", "attention_backend", "bias_swiglu_fusion"}
-    | {"bias_dropout_fusion", "cross_entropy_loss_fusion", "masked_softmax_fusion"}
+    | {"bias_dropout_fusion", "cross_entropy_loss_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
 

@@ -74,9 +74,9 @@ def apply_plan_file(args: argparse.Namespace) -> None:
         args.hetero_sequence_parallel = [mesh.sequence_parallel for mesh in file.meshes]
         args.hetero_recompute = [mesh.recompute for mesh in file.meshes]
         problems.run(_apply_micro_batch_sizes(args, file.meshes))
-        check_sizes(args, args.world_size, problems)
+        check_sizes(args, problems)
         problems.run(_check_recompute_units(args, file.meshes, file.layers))
-    problems.raise_all()
+    problems.refuse()
 
 
 def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
@@ -241,7 +241,7 @@ def _check_recompute_units(
             if count % unit:
                 yield (
                     f"--recompute-method uniform recomputes {counted(unit, 'layer')} at a time, "
-                    f"which do not divide the {count} layers of pipeline stage {stage}; change "
-                    "--recompute-num-layers, or use --recompute-method block"
+                    f"which do not divide the {counted(count, 'layer')} of pipeline stage {stage}; "
+                    "change --recompute-num-layers, or use --recompute-method block"
                 )
                 return

@@ -132,7 +132,7 @@ class TrainingOptimizer:
         self._device = device
         here = plan.coordinate(rank)
         # Without the distributed optimizer every data-parallel replica has the same gradients.
-        self._contributes = args.use_distributed_optimizer or (here.data == 0 and here.context == 0)
+        self._contributes = args.use_distributed_optimizer or here.data == 0
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()

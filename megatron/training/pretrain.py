@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero.errors import DataError, HeteroError, UserError, print_error, write_error_file
-from hetero.launch.parent import end_with_parent
+from hetero.parent_process import end_with_parent
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
 from megatron.training.rendezvous import environment_rank

@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 
 def environment_rank() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from torchrun's environment; (0, 1, 0) without a launcher."""
-    values = []
-    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
-        text = os.environ.get(name, str(default))
-        if not text.isdecimal():
-            raise UserError(
-                f"the environment variable {name} must be a whole number, not {text!r}; start "
-                "this program with python -m hetero.run or torchrun"
-            )
-        values.append(int(text))
-    rank, world_size, local_rank = values
+    """(rank, world size, local rank) from torchrun's environment; (0, 1, 0) without a launcher.
+
+    Raises UserError.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    texts = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    if wrong := [f"{name}={text!r}" for name, text in texts.items() if not text.isdecimal()]:
+        raise UserError(
+            f"the environment has {', '.join(wrong)}, which must be whole numbers; start this "
+            "program with python -m hetero.run or torchrun"
+        )
+    rank, world_size, local_rank = map(int, texts.values())
     if rank >= world_size:
         raise UserError(
             f"RANK={rank} is not below WORLD_SIZE={world_size}; start this program with torchrun"

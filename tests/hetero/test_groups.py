@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import fields
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.groups import (
     GroupPlan,
     Groups,
-    StageOrder,
-    build_groups,
     joins_meshes,
     members,
     planned_groups,
@@ -34,25 +24,23 @@ Key = Callable[[Coordinate], tuple[int, ...]]
 MINUTE = timedelta(seconds=60)
 KINDS: dict[str, Key] = {
     "single": lambda c: (c.rank,),
-    "tensor": lambda c: (c.stage, c.data, c.context),
-    "context": lambda c: (c.stage, c.data, c.tensor),
+    "tensor": lambda c: (c.stage, c.data),
+    "context": lambda c: (c.rank,),
     "tensor_context": lambda c: (c.stage, c.data),
-    "data": lambda c: (c.stage, c.context, c.tensor),
+    "data": lambda c: (c.stage, c.tensor),
     "data_context": lambda c: (c.stage, c.tensor),
     "tensor_data_context": lambda c: (c.stage,),
     "world": lambda c: (),
 }
 ALONG_THE_PIPELINE: dict[str, Key] = {
-    "pipeline": lambda c: (c.data, c.context, c.tensor),
-    "model": lambda c: (c.data, c.context),
+    "pipeline": lambda c: (c.data, c.tensor),
+    "model": lambda c: (c.data,),
 }
 """Where all stages have the same ranks: in one mesh, or in whole replicas."""
 
 
-def _plan(
-    vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1, context: int = 1
-) -> Plan:
-    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data, context=context) for v, s in vendors)
+def _plan(vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1) -> Plan:
+    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data) for v, s in vendors)
     return Plan(meshes=meshes, layers=((1,),) * sum(s for _, s in vendors))
 
 
@@ -61,16 +49,16 @@ def uniform_plans(draw: st.DrawFn) -> Plan:
     size = st.integers(1, 2)
     mesh = st.tuples(st.sampled_from(["amd", "nvidia"]), size)
     vendors = draw(st.lists(mesh, min_size=1, max_size=3))
-    return _plan(vendors, tensor=draw(size), data=draw(size), context=draw(size))
+    return _plan(vendors, tensor=draw(size), data=draw(size))
 
 
 @st.composite
 def plans_of_replicas(draw: st.DrawFn) -> Plan:
     """Whole replicas on each vendor, of one shape and in any number."""
     size, stages = st.integers(1, 2), draw(st.integers(1, 3))
-    tensor, context = draw(size), draw(size)
+    tensor = draw(size)
     meshes = tuple(
-        Mesh(vendor, stages=stages, tensor=tensor, context=context, data=draw(st.integers(1, 3)))
+        Mesh(vendor, stages=stages, tensor=tensor, data=draw(st.integers(1, 3)))
         for vendor in ("nvidia", "amd")
     )
     return Plan(meshes=meshes, layers=((1,),) * stages, whole_replicas=True)
@@ -85,7 +73,7 @@ def any_plans(draw: st.DrawFn) -> Plan:
     if kind == "replicas":
         return draw(plans_of_replicas())
     size = st.integers(1, 3)
-    mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size, context=size)
+    mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size)
     meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
     return Plan(meshes=meshes, layers=((1,),) * sum(mesh.stages for mesh in meshes))
 
@@ -120,18 +108,6 @@ def test_stages_of_several_meshes_have_no_group_of_one_rank_each(plan: Plan, kin
         parts = _partition(plan, ALONG_THE_PIPELINE[kind])
         expected = {rank: ranks for ranks in parts for rank in ranks}
     assert {rank: members(plan, rank, kind) for rank in everyone} == expected
-
-
-@given(uniform_plans())
-def test_groups_have_the_sizes_the_plan_says(plan: Plan) -> None:
-    mesh = plan.meshes[0]
-    sizes = {
-        kind: {len(members(plan, rank, kind)) for rank in range(plan.world_size)} for kind in KINDS
-    }
-    assert sizes["single"] == {1}
-    assert sizes["tensor"] == {mesh.tensor}
-    assert sizes["data"] == {mesh.data}
-    assert sizes["world"] == {plan.world_size}
 
 
 @given(any_plans().filter(lambda plan: not plan.whole_replicas))
@@ -183,13 +159,6 @@ def test_of_whole_replicas_only_what_joins_replicas_crosses_vendors(plan: Plan) 
             group = planned[kind]
             assert group is not None
             assert group.crosses
-
-
-def test_two_stages_of_one_mesh_need_no_group_of_several_vendors() -> None:
-    vendors = _plan([("amd", 1), ("nvidia", 2)])
-    assert [group.backend for group in _planned(vendors, 2)] == ["nccl", "gloo", "hetero"]
-    whole = _plan([("nvidia", 2)])
-    assert [group.backend for group in _planned(whole, 1)] == ["nccl", "nccl"]
 
 
 @given(any_plans())
@@ -279,68 +248,3 @@ def test_the_groups_of_one_rank_of_a_mixed_plan() -> None:
         "position_embedding": None,
     }
     assert list(planned) == [field.name for field in fields(Groups)]
-
-
-# For real, on four processes.
-
-REAL = _plan([("amd", 1), ("nvidia", 1)], tensor=2)
-
-
-def _live(rank: int, folder: str) -> None:
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HETERO_VENDOR": "plan"}
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=MINUTE)
-    groups = build_groups(REAL, rank, vendor_backend="gloo", timeout=MINUTE)
-    found: dict[str, Any] = {}
-    for kind in fields(Groups):
-        group = getattr(groups, kind.name)
-        if group is None or isinstance(group, StageOrder):
-            found[kind.name] = group
-            continue
-        number = torch.tensor([10.0**rank])
-        dist.all_reduce(number, group=group)
-        found[kind.name] = {
-            "ranks": dist.get_process_group_ranks(group),
-            "size": group.size(),
-            "rank": group.rank(),
-            "backend": dist.get_backend(group),
-            "sum": number.item(),
-        }
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_four_processes_build_the_groups_of_a_mixed_plan_and_use_them() -> None:
-    expected = {
-        "single": [[0], [1], [2], [3]],
-        "tensor": [[0, 1], [0, 1], [2, 3], [2, 3]],
-        "data": [[0], [1], [2], [3]],
-        "model": [[0, 1, 2, 3]] * 4,
-        "world": [[0, 1, 2, 3]] * 4,
-        "embedding": [[0, 1, 2, 3]] * 4,
-        "position_embedding": [[0], [1], None, None],
-    }
-    # One forked parent that has torch loaded, instead of loading it in each process.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed"])
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _live, args=(folder,), nprocs=4, start_method="forkserver"
-        )
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(4)]
-    stages = [(groups["pipeline"].rank(), groups["pipeline"].size()) for groups in found]
-    assert stages == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    for kind, by_rank in expected.items():
-        for rank, ranks in enumerate(by_rank):
-            group = found[rank][kind]
-            if ranks is None:
-                assert group is None
-                continue
-            assert group == {
-                "ranks": ranks,
-                "size": len(ranks),
-                "rank": ranks.index(rank),
-                "backend": "hetero" if kind == "embedding" else "gloo",
-                "sum": sum(10.0**member for member in ranks),
-            }

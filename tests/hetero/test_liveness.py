@@ -78,12 +78,16 @@ def test_a_killed_rank_is_named_to_all_with_its_host_and_when_it_was_last_heard(
     other.leave()
 
 
-def test_a_rank_that_fails_is_quoted(server: LivenessServer) -> None:
-    one, other = connected(server, 1), connected(server, 2)
-    one.fail("out of memory")
+def test_the_first_rank_that_fails_is_quoted_also_to_one_that_connects_later(
+    server: LivenessServer,
+) -> None:
+    connected(server, 1).fail("out of memory")
     expected = "rank 1 on host1 (stage 1) failed: out of memory"
-    assert [side.cause(10.0) for side in (server, other)] == [expected] * 2
-    other.leave()
+    assert server.cause(10.0) == expected
+    other = connected(server, 2)
+    assert other.cause(10.0) == expected
+    other.fail("a collective failed")
+    assert server.cause(10.0) == expected
 
 
 def test_a_rank_whose_host_answers_nothing_is_not_said_to_have_ended(
@@ -98,14 +102,6 @@ def test_a_rank_whose_host_answers_nothing_is_not_said_to_have_ended(
         assert said is not None
         assert said.startswith("rank 1 on host1 (stage 1) cannot be reached any more (last heard ")
     other.leave()
-
-
-def test_the_first_failure_is_the_one_that_is_reported(server: LivenessServer) -> None:
-    one, other = connected(server, 1), connected(server, 2)
-    one.fail("out of memory")
-    assert other.cause(10.0) is not None
-    other.fail("a collective failed")
-    assert server.cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
 
 
 def test_the_end_of_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +132,10 @@ def test_ranks_that_leave_at_the_end_have_not_failed(server: LivenessServer) -> 
     assert one._connection is not None
     one._connection.close()
     assert server.cause(0.3) is None
-
-
-def test_when_rank_0_leaves_nobody_takes_it_for_a_failure() -> None:
-    server = LivenessServer(world_size=2, token=TOKEN)
-    other = connected(server, 1)
+    third = connected(server, 1)
     server.leave()
-    assert other._closed.wait(120)
-    assert other.cause(0.2) is None
+    assert third._closed.wait(120)
+    assert third.cause(0.2) is None
 
 
 def test_a_rank_without_a_heartbeat_is_named_when_the_cause_is_asked_for(
@@ -156,6 +148,10 @@ def test_a_rank_without_a_heartbeat_is_named_when_the_cause_is_asked_for(
         said = side.cause(0.0)
         assert said is not None
         assert said.startswith("rank 1 on host1 (stage 1) was last heard 0 s ago")
+    monkeypatch.setattr(one, "_shortest_timeout", -1.0)
+    said = one.cause(0.0)
+    assert said is not None
+    assert said.startswith("rank 0 on host0 (stage 0) was last heard 0 s ago")
     one.leave()
 
 
@@ -196,25 +192,16 @@ def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[" * 4000 + b"\n"])
-def test_a_connection_without_the_token_is_refused_and_not_reported(
+def test_a_connection_without_the_token_or_of_a_rank_that_is_there_is_refused_and_not_reported(
     server: LivenessServer, data: bytes
 ) -> None:
-    stranger = called(server.port, 1, token="another's")
-    with pytest.raises(UserError, match="something that is not this job's rank 0"):
-        stranger.await_connection()
+    first, again = connected(server, 1), called(server.port, 1)
+    for stranger in (again, called(server.port, 2, token="another's")):
+        with pytest.raises(UserError, match="something that is not this job's rank 0"):
+            stranger.await_connection()
     with socket.create_connection(("127.0.0.1", server.port)) as scanner:
         scanner.sendall(data)
         assert scanner.recv(100) == b""
-    assert server.cause(0.2) is None
-
-
-def test_a_second_process_of_a_rank_is_refused_and_its_end_is_no_failure(
-    server: LivenessServer,
-) -> None:
-    """As of a job that was started twice, and ends where its port is taken."""
-    first, second = connected(server, 1), called(server.port, 1)
-    with pytest.raises(UserError, match="something that is not this job's rank 0"):
-        second.await_connection()
     assert server.cause(0.2) is None
     first.leave()
 
@@ -267,12 +254,6 @@ def test_ranks_without_names_are_named_with_their_hosts(server: LivenessServer) 
     assert sides[0].cause(10.0) == f"rank 2 on {host} failed: out of memory"
 
 
-def test_a_rank_that_connects_after_a_failure_is_told_of_it(server: LivenessServer) -> None:
-    connected(server, 1).fail("out of memory")
-    assert server.cause(10.0) is not None
-    assert connected(server, 2).cause(10.0) == "rank 1 on host1 (stage 1) failed: out of memory"
-
-
 def test_a_rank_that_cannot_reach_rank_0_says_so_when_it_is_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -282,16 +263,6 @@ def test_a_rank_that_cannot_reach_rank_0_says_so_when_it_is_asked() -> None:
     assert "open the ports between the nodes" in str(side.unreachable)
     side.fail("nobody hears it")
     side.leave()
-
-
-def test_a_rank_0_without_a_heartbeat_is_named(
-    server: LivenessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    side = connected(server, 1)
-    monkeypatch.setattr(side, "_shortest_timeout", -1.0)
-    said = side.cause(0.0)
-    assert said is not None
-    assert said.startswith("rank 0 on host0 (stage 0) was last heard 0 s ago")
 
 
 def test_a_pause_of_rank_0_is_not_silence_of_another_rank(

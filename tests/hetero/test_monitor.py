@@ -85,17 +85,6 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(
         assert outcome.known_to_all == (lost > 0), "rank 0 is there and speaks for all"
 
 
-def test_a_rank_that_dies_after_it_came_ends_the_others_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _impatient(monkeypatch)
-    sides = _connected(3)
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(sides[rank][0].exchange, "flags") for rank in (0, 1)]
-        _die(sides[1][1])
-    assert f"rank 1 on {HOST} has ended without a word" in str(waiting[0].exception())
-
-
 def test_a_silent_rank_that_nobody_waits_for_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     _impatient(monkeypatch)
     sides = _connected(3)

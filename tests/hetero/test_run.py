@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,20 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT)}
 
 
-def start(*words: str, launcher: tuple[str, ...] = ("-m", "hetero.run")) -> subprocess.Popen[str]:
+def start(
+    *words: str,
+    launcher: tuple[str, ...] = ("-m", "hetero.run"),
+    python: str = sys.executable,
+    environ: Mapping[str, str] = {"OMP_NUM_THREADS": "1"},
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *launcher, *words],
-        env=environment() | {"OMP_NUM_THREADS": "1"},
+        [python, *launcher, *words],
+        env=environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them, and so this, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -101,15 +109,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
 
 def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
     """Started as users start it, without a variable that it sets."""
-    words = ["-m", "hetero.run", "--nproc-per-node", "2", script, "well", "--its", "flags"]
-    process = subprocess.Popen(
-        [preloaded.INTERPRETER, *words],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    code, out, err = ended(process)
+    words = ["--nproc-per-node", "2", script, "well", "--its", "flags"]
+    code, out, err = ended(start(*words, python=preloaded.INTERPRETER, environ={}))
     assert code == 0
     assert err == []
     assert sorted(line.split()[:2] for line in out) == [["0", "2"], ["1", "2"]]
@@ -146,6 +147,20 @@ def test_a_rank_that_fails_is_named_last_with_its_exit_code(
     assert sum("Traceback" in line for line in err) == (how == "raise")
 
 
+def test_an_exception_of_a_script_that_uses_pytorch_is_the_last_word(tmp_path: Path) -> None:
+    """Of a fresh process: the hook is set when PyTorch is imported."""
+    path = tmp_path / "script.py"
+    path.write_text("import torch\nraise ValueError('out of luck')")
+    words = ["-m", "hetero.run", "--standalone", "--nproc-per-node", "1", str(path)]
+    process = subprocess.Popen(
+        [preloaded.INTERPRETER, *words], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    _, err = process.communicate(timeout=120)
+    last = f"error: rank 0 on {os.uname().nodename}: ValueError: out of luck"
+    assert err.splitlines()[-1] == last
+    assert process.returncode == 1
+
+
 def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) -> None:
     shell = ("--no-python", "--nproc-per-node", "2", "sh", "-c", "exit $((3 * $RANK))")
     assert ended(start(*shell))[0] == 3
@@ -169,15 +184,8 @@ def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: 
 
 def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOLDS)
-    process = subprocess.Popen(
-        [preloaded.INTERPRETER, "-m", "hetero.run"],
-        env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell that runs the tests in the background has them, and so this, ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    process = start(python=preloaded.INTERPRETER, environ=path)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGINT)
@@ -204,41 +212,55 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reasons"),
     [
-        ("--foo SCRIPT", "unrecognized arguments: --foo"),
-        ("", "the following arguments are required: training_script"),
-        ("nothing.py", "there is no file nothing.py"),
-        ("-m no_such_module_at_all", "there is no module no_such_module_at_all"),
-        ("--no-python no-such-program", "there is no program no-such-program"),
-        ("--nproc-per-node many SCRIPT", "--nproc-per-node many: "),
-        ("--nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
-        ("--nnodes some SCRIPT", "--nnodes some: "),
-        ("--nnodes 2 --node-rank 2 SCRIPT", "--node-rank is 2 and there are 2 nodes; give 0 to 1"),
-        ("--standalone --nnodes 2 SCRIPT", "--standalone is for one node and --nnodes is 2;"),
-        ("--max-restarts -1 SCRIPT", "max_restarts must be >= 0"),
+        ("--foo SCRIPT", ["unrecognized arguments: --foo"]),
+        ("", ["the following arguments are required: training_script"]),
+        ("-m --no-python sh", ["Don't use both the '--no-python' flag and the '--module' flag"]),
         (
-            "--rdzv-backend c10d --rdzv-endpoint host: SCRIPT",
-            "the rendezvous endpoint 'host:' has no",
+            "--nproc-per-node many --nnodes some --rdzv-conf timeout=x -m no_such_module_at_all",
+            [
+                "--nnodes some: ",
+                "--nproc-per-node many: ",
+                "--rdzv-conf timeout=x: ",
+                "there is no module no_such_module_at_all",
+            ],
         ),
         (
-            "--nnodes 2 --master-addr= --master-port 1 SCRIPT",
-            "the rendezvous endpoint ':1' has no host",
+            "--nproc-per-node 0 --standalone --nnodes 2 --max-restarts -1 nothing.py",
+            [
+                "--nproc-per-node is 0; give 1 or more",
+                "--standalone is for one node and --nnodes is 2;",
+                "there is no file nothing.py",
+                "max_restarts must be >= 0",
+            ],
         ),
-        ("--log-dir /proc/none SCRIPT", "[Errno 2] No such file or directory: '/proc/"),
+        (
+            "--node-rank 2 --nnodes 2 --master-addr= --master-port 1 --no-python no-such-program",
+            [
+                "--node-rank is 2 and the job has 2 nodes; give 0 to 1",
+                "the rendezvous endpoint ':1' has no host",
+                "there is no program no-such-program",
+            ],
+        ),
+        (
+            "--rdzv-backend c10d --rdzv-endpoint host: --log-dir /proc/none SCRIPT",
+            ["the rendezvous endpoint 'host:' has no port", "[Errno 2] No such file or directory"],
+        ),
     ],
 )
-def test_bad_flags_end_in_one_sentence(
+def test_all_bad_flags_are_told_at_once(
     script: str,
     words: str,
-    reason: str,
+    reasons: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(words.replace("SCRIPT", script).split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {reason}")
+    first, *more = capsys.readouterr().err.splitlines()
+    told = more or [first.removeprefix("error: ")]
+    assert all(t.strip().startswith(r) for t, r in zip(told, reasons, strict=True)), told
 
 
 # Several nodes, all on this host.

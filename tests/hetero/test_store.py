@@ -48,22 +48,8 @@ def test_no_operation_waits_longer_than_allowed_for_a_host_that_is_stopped():
     with pytest.raises(StoreUnresponsive):  # Nor does the next, which the first is still before.
         store.add("count", 1)
     stopped.goes_on.set()
-    assert BoundedStore(stopped, seconds=30.0).add("count", 1) == 1
-
-
-def test_a_host_that_goes_on_is_heard_again():
-    stopped = StoppedStore()
-    store = BoundedStore(stopped, seconds=0.05)
-    with pytest.raises(StoreUnresponsive):
-        store.check(["key"])
-    stopped.goes_on.set()
-    for _ in range(600):
-        try:
-            assert not store.check(["key"])
-            return
-        except StoreUnresponsive:  # 0.05 s were too few on a busy machine.
-            continue
-    pytest.fail("it was never heard again")
+    store._seconds = 30.0
+    assert store.add("count", 1) == 1
 
 
 def test_a_wait_ends_when_it_is_aborted_or_times_out():

@@ -13,16 +13,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import create_string_buffer
 from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from hetero.native.binding import FOLDER, native
-from hetero.native.structures import (
-    TEXT_BYTES,
-)
+from hetero.native.binding import checked, native
+from hetero.native.headers import FOLDER
 from tests.hip_on_cuda.library import COMPILER, compiled
 
 SOURCE = Path(__file__).with_name("loopback_verbs.c")
@@ -48,6 +46,23 @@ def lacking() -> str | None:
     return None if COMPILER is not None else "needs a C compiler (cc) to build the emulated NICs"
 
 
+class Settings(ctypes.Structure):
+    """`struct settings`: of one NIC."""
+
+    _fields_ = (
+        ("fault", ctypes.c_int),
+        ("async_fd", ctypes.c_int),
+        ("holds_writes", ctypes.c_bool),
+        ("cannot_read", ctypes.c_bool),
+        ("refuses_memory", ctypes.c_bool),
+        ("is_down", ctypes.c_bool),
+        ("max_message", ctypes.c_uint32),
+        ("max_requests", ctypes.c_int),
+        ("reads", ctypes.c_long),
+        ("writes", ctypes.c_long),
+    )
+
+
 class LoopbackNics:
     """The NICs a0, a1 of one end and b0, b1 of the other; rail 0 joins a0 with b0.
 
@@ -62,7 +77,12 @@ class LoopbackNics:
                 (port / path).mkdir(parents=True)
                 (port / path / str(GID_INDEX)).write_text(text + "\n")
         self.library, self._nics = _loaded()
+        self._settings = (Settings * len(DEVICES)).in_dll(self._nics, "loopback_settings")
         self._copier: object = None
+
+    def __getitem__(self, name: str) -> Any:
+        """A NIC's `Settings`."""
+        return self._settings[DEVICES.index(name)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -73,35 +93,15 @@ class LoopbackNics:
         ):
             yield
 
-    def break_with(self, name: str, fault: Fault) -> None:
-        self._nics.loopback_break(name.encode(), int(fault))
-
     def take_port_down(self, name: str) -> None:
         """Silence it, and have the device tell of it."""
-        self._nics.loopback_take_port_down(name.encode())
-
-    def hold_writes(self, name: str) -> None:
-        """What is written to a ring that may be read back is seen only after it has been read."""
-        self._nics.loopback_hold_writes(name.encode(), True)
-
-    def refuse_memory(self, name: str) -> None:
-        """It registers no memory by its address."""
-        self._nics.loopback_refuse_memory(name.encode())
+        self[name].fault, self[name].is_down = Fault.SILENT, True
+        os.eventfd_write(self[name].async_fd, 1)
 
     def know_dmabuf(self, descriptor: int, begins: int) -> None:
         """Have it register a dma-buf that begins at this address; 0 to have it refused."""
-        self._nics.loopback_know_dmabuf(descriptor, ctypes.c_uint64(begins))
-
-    def limit(self, name: str, *, max_message: int = 1 << 30, max_requests: int = 16384) -> None:
-        self._nics.loopback_limit(name.encode(), max_message, max_requests)
-
-    def activate(self, name: str, *, is_active: bool) -> None:
-        """Whether its port is up, without telling of it."""
-        self._nics.loopback_activate(name.encode(), is_active)
-
-    def break_reads(self, name: str) -> None:
-        """It cannot read its own memory back."""
-        self._nics.loopback_break_reads(name.encode())
+        known = (ctypes.c_uint64 * (descriptor + 1)).in_dll(self._nics, "loopback_dmabufs")
+        known[descriptor] = begins
 
     def copy_with(self, copy: Callable[[int, int, int], None] | None) -> None:
         """Copy bytes by a function of target, source and number; None for the CPU's own way.
@@ -109,24 +109,17 @@ class LoopbackNics:
         It is called on the carriers' threads, and returns when the bytes are there.
         """
         made = None if copy is None else _COPIER(copy)
-        self._nics.loopback_copy_with(made or ctypes.c_void_p())
+        address = ctypes.cast(made, ctypes.c_void_p).value if made else None
+        ctypes.c_void_p.in_dll(self._nics, "loopback_copier").value = address
         # The library keeps its address alone.
         self._copier = made
 
-    def reads(self, name: str) -> int:
-        return int(self._nics.loopback_reads(name.encode()))
-
-    def writes(self, name: str) -> int:
-        """How many records and data have come in."""
-        return int(self._nics.loopback_writes(name.encode()))
-
     def open_objects(self) -> int:
-        return int(self._nics.loopback_open_objects())
+        return ctypes.c_long.in_dll(self._nics, "loopback_open_objects").value
 
     def mend(self) -> None:
         self.copy_with(None)
-        for name in DEVICES:
-            self._nics.loopback_mend(name.encode())
+        ctypes.memset(self._settings, 0, ctypes.sizeof(self._settings))
 
 
 @functools.cache
@@ -138,13 +131,9 @@ def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copy(built, folder)
         library = native(Path(copy))
-    error = create_string_buffer(TEXT_BYTES)
     os.environ[VARIABLE] = str(path)
     try:
-        assert library.ibverbs_load(error, TEXT_BYTES), error.value
+        checked(library.ibverbs_load)
     finally:
         del os.environ[VARIABLE]
-    nics = ctypes.CDLL(str(path))
-    for name in ("loopback_reads", "loopback_writes", "loopback_open_objects"):
-        getattr(nics, name).restype = ctypes.c_long
-    return library, nics
+    return library, ctypes.CDLL(str(path))

@@ -42,18 +42,23 @@ struct held {
     size_t nbytes;
 };
 
-struct nic {
-    struct ibv_device device;
-    enum fault fault;
+/* What tests set, and see of a NIC; in library.py too. Zero for one that is well. */
+struct settings {
+    _Atomic int fault; /* enum fault */
+    int async_fd;
     bool holds_writes; /* rings that may be read back are written only when they have been read */
     bool cannot_read;
-    bool registers; /* memory by its address */
-    int async_fd;
+    bool refuses_memory; /* by its address */
     bool is_down;
     uint32_t max_message;
     int max_requests;
     long reads;
-    long writes;
+    long writes; /* of records and data, to it */
+};
+
+struct nic {
+    struct ibv_device device;
+    struct settings *settings;
     struct held held[HELD];
     int held_count;
 };
@@ -83,16 +88,17 @@ struct pair {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct nic nics[DEVICES];
+struct settings loopback_settings[DEVICES];
 static struct pair pairs[PAIRS];
 /* By the region's number: what a NIC's address has to be raised by. A key is twice the number, and one
  * more where the region may be read back. */
 static uint64_t raised_by[REGIONS];
 static uint32_t region_count;
-/* By its descriptor: where a dma-buf begins in memory. */
-static uint64_t dmabufs[DESCRIPTORS];
-static _Atomic long open_objects;
+/* By its descriptor: where a dma-buf begins in memory; 0 for one that is refused. */
+uint64_t loopback_dmabufs[DESCRIPTORS];
+_Atomic long loopback_open_objects;
 /* How bytes are copied where a GPU's memory may be among them; NULL for the CPU's own way. */
-static void (*copier)(uint64_t target, uint64_t source, uint64_t nbytes);
+void (*loopback_copier)(uint64_t target, uint64_t source, uint64_t nbytes);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void make_nics(void)
@@ -101,128 +107,13 @@ static void make_nics(void)
 
     for (int index = 0; index < DEVICES; index++) {
         strcpy(nics[index].device.name, names[index]);
-        nics[index].registers = true;
-        nics[index].async_fd = -1;
-        nics[index].max_message = MAX_MESSAGE;
-        nics[index].max_requests = MAX_REQUESTS;
+        nics[index].settings = &loopback_settings[index];
     }
 }
 
-static struct nic *nic_named(const char *name)
+void loopback_break(int index, int fault)
 {
-    pthread_once(&once, make_nics);
-    for (int index = 0; index < DEVICES; index++)
-        if (strcmp(nics[index].device.name, name) == 0)
-            return &nics[index];
-    return NULL;
-}
-
-/* What tests ask. */
-
-static struct nic *lock_nic(const char *name)
-{
-    struct nic *nic = nic_named(name);
-
-    pthread_mutex_lock(&lock);
-    return nic;
-}
-
-static long unlock(long answer)
-{
-    pthread_mutex_unlock(&lock);
-    return answer;
-}
-
-void loopback_break(const char *name, int fault)
-{
-    lock_nic(name)->fault = (enum fault)fault;
-    unlock(0);
-}
-
-void loopback_hold_writes(const char *name, bool holds)
-{
-    lock_nic(name)->holds_writes = holds;
-    unlock(0);
-}
-
-void loopback_break_reads(const char *name)
-{
-    lock_nic(name)->cannot_read = true;
-    unlock(0);
-}
-
-void loopback_refuse_memory(const char *name)
-{
-    lock_nic(name)->registers = false;
-    unlock(0);
-}
-
-void loopback_limit(const char *name, uint32_t max_message, int max_requests)
-{
-    struct nic *nic = lock_nic(name);
-
-    nic->max_message = max_message;
-    nic->max_requests = max_requests;
-    unlock(0);
-}
-
-/* Whether its port is active: without telling of it, as one that never was up. */
-void loopback_activate(const char *name, bool is_active)
-{
-    lock_nic(name)->is_down = !is_active;
-    unlock(0);
-}
-
-void loopback_copy_with(void (*chosen)(uint64_t target, uint64_t source, uint64_t nbytes))
-{
-    pthread_mutex_lock(&lock);
-    copier = chosen;
-    unlock(0);
-}
-
-void loopback_know_dmabuf(int descriptor, uint64_t begins)
-{
-    pthread_mutex_lock(&lock);
-    dmabufs[descriptor] = begins;
-    unlock(0);
-}
-
-void loopback_take_port_down(const char *name)
-{
-    struct nic *nic = lock_nic(name);
-
-    nic->fault = SILENT;
-    nic->is_down = true;
-    eventfd_write(nic->async_fd, 1);
-    unlock(0);
-}
-
-void loopback_mend(const char *name)
-{
-    struct nic *nic = lock_nic(name);
-
-    nic->fault = FINE;
-    nic->is_down = nic->holds_writes = nic->cannot_read = false;
-    nic->registers = true;
-    nic->reads = nic->writes = 0;
-    nic->max_message = MAX_MESSAGE;
-    nic->max_requests = MAX_REQUESTS;
-    unlock(0);
-}
-
-long loopback_reads(const char *name)
-{
-    return unlock(lock_nic(name)->reads);
-}
-
-long loopback_writes(const char *name)
-{
-    return unlock(lock_nic(name)->writes);
-}
-
-long loopback_open_objects(void)
-{
-    return open_objects;
+    loopback_settings[index].fault = fault;
 }
 
 /* Carrying. Called with the lock. */
@@ -255,8 +146,8 @@ static void finish(struct pair *pair, const struct ibv_send_wr *request, int sta
 
 static void copy(void *target, const void *source, size_t nbytes)
 {
-    if (copier != NULL)
-        copier((uintptr_t)target, (uintptr_t)source, nbytes);
+    if (loopback_copier != NULL)
+        loopback_copier((uintptr_t)target, (uintptr_t)source, nbytes);
     /* What is sent again may be there already and be read meanwhile: writing the same changes nothing,
      * but a sanitizer would take it for a race. */
     else if (memcmp(target, source, nbytes) != 0)
@@ -282,7 +173,7 @@ static void write_to(struct nic *nic, const struct ibv_send_wr *request)
     if (request->num_sge == 0)
         return;
     const void *source = (const void *)(uintptr_t)(element->addr + raised_by[element->lkey / 2]);
-    if (nic->holds_writes && key % 2 == 1 && nic->held_count < HELD) {
+    if (nic->settings->holds_writes && key % 2 == 1 && nic->held_count < HELD) {
         struct held *held = &nic->held[nic->held_count++];
 
         *held = (struct held){target, malloc(element->length), element->length};
@@ -299,7 +190,7 @@ static void deliver(struct pair *peer, const struct ibv_send_wr *request)
     if (peer->receives-- == 0)
         abort();
     if (is_write) {
-        peer->nic->writes++;
+        peer->nic->settings->writes++;
         write_to(peer->nic, request);
     }
     complete((struct queue *)peer->qp.recv_cq,
@@ -318,7 +209,10 @@ static void flush(struct pair *pair)
 static void carry(struct pair *pair, const struct ibv_send_wr *request)
 {
     struct pair *peer = &pairs[pair->peer % PAIRS];
-    enum fault fault = peer->nic == NULL || pair->nic->fault ? pair->nic->fault : peer->nic->fault;
+    int fault = pair->nic->settings->fault;
+
+    if (fault == FINE && peer->nic != NULL)
+        fault = peer->nic->settings->fault;
 
     if (pair->state == IBV_QPS_ERR) {
         finish(pair, request, IBV_WC_WR_FLUSH_ERR);
@@ -327,11 +221,11 @@ static void carry(struct pair *pair, const struct ibv_send_wr *request)
     } else if (fault == CUT || !peer->is_used || peer->state != IBV_QPS_RTS) {
         finish(pair, request, IBV_WC_RETRY_EXC_ERR);
         flush(pair);
-    } else if (request->opcode == IBV_WR_RDMA_READ && pair->nic->cannot_read) {
+    } else if (request->opcode == IBV_WR_RDMA_READ && pair->nic->settings->cannot_read) {
         finish(pair, request, IBV_WC_LOC_PROT_ERR);
         flush(pair);
     } else if (request->opcode == IBV_WR_RDMA_READ) {
-        pair->nic->reads++;
+        pair->nic->settings->reads++;
         end_held(pair->nic, true);
         finish(pair, request, IBV_WC_SUCCESS);
     } else {
@@ -385,13 +279,13 @@ static int req_notify_cq(struct ibv_cq *cq, int solicited)
 
 static void *make(size_t nbytes)
 {
-    open_objects++;
+    loopback_open_objects++;
     return calloc(1, nbytes);
 }
 
 static int unmake(void *object)
 {
-    open_objects--;
+    loopback_open_objects--;
     free(object);
     return 0;
 }
@@ -400,7 +294,7 @@ struct ibv_device **ibv_get_device_list(int *count)
 {
     struct ibv_device **list = calloc(DEVICES + 1, sizeof *list);
 
-    nic_named("a0");
+    pthread_once(&once, make_nics);
     for (int index = 0; index < DEVICES; index++)
         list[index] = &nics[index].device;
     if (count != NULL)
@@ -428,7 +322,7 @@ struct ibv_context *ibv_open_device(struct ibv_device *device)
     context->ops.poll_cq = poll_cq;
     context->ops.req_notify_cq = req_notify_cq;
     context->async_fd = eventfd(0, EFD_CLOEXEC);
-    ((struct nic *)device)->async_fd = context->async_fd;
+    ((struct nic *)device)->settings->async_fd = context->async_fd;
     return context;
 }
 
@@ -444,20 +338,21 @@ int ibv_close_device(struct ibv_context *context)
 
 int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attributes)
 {
-    *attributes =
-        (struct ibv_device_attr){.max_qp_wr = ((struct nic *)context->device)->max_requests};
+    int limit = ((struct nic *)context->device)->settings->max_requests;
+
+    *attributes = (struct ibv_device_attr){.max_qp_wr = limit ? limit : MAX_REQUESTS};
     return 0;
 }
 
 int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_attr *found)
 {
-    const struct nic *nic = (const struct nic *)context->device;
+    const struct settings *nic = ((const struct nic *)context->device)->settings;
 
     if (port != 1)
         return EINVAL;
     *found = (struct ibv_port_attr){.state = nic->is_down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE,
                                     .active_mtu = IBV_MTU_4096,
-                                    .max_msg_sz = nic->max_message,
+                                    .max_msg_sz = nic->max_message ? nic->max_message : MAX_MESSAGE,
                                     .link_layer = IBV_LINK_LAYER_ETHERNET};
     return 0;
 }
@@ -506,7 +401,7 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *domain, void *address, size_t nbytes, i
 {
     (void)address;
     (void)nbytes;
-    if (!((struct nic *)domain->context->device)->registers) {
+    if (((struct nic *)domain->context->device)->settings->refuses_memory) {
         errno = ENOMEM;
         return NULL;
     }
@@ -517,11 +412,11 @@ struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *domain, uint64_t offset, size_t 
                                  uint64_t iova, int descriptor, int access)
 {
     (void)nbytes;
-    if (dmabufs[descriptor] == 0) {
+    if (loopback_dmabufs[descriptor] == 0) {
         errno = EOPNOTSUPP;
         return NULL;
     }
-    return make_region(domain, dmabufs[descriptor] + offset - iova, access);
+    return make_region(domain, loopback_dmabufs[descriptor] + offset - iova, access);
 }
 
 int ibv_dereg_mr(struct ibv_mr *region)
@@ -593,7 +488,7 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *domain, struct ibv_qp_init_attr *wan
             pair->qp.recv_cq = wanted->recv_cq;
             pair->qp.qp_num = number;
         }
-    open_objects++;
+    loopback_open_objects++;
     pthread_mutex_unlock(&lock);
     return &pair->qp;
 }
@@ -619,7 +514,7 @@ int ibv_destroy_qp(struct ibv_qp *qp)
 {
     pthread_mutex_lock(&lock);
     ((struct pair *)qp)->is_used = false;
-    open_objects--;
+    loopback_open_objects--;
     pthread_mutex_unlock(&lock);
     return 0;
 }

@@ -212,9 +212,9 @@ def test_a_transport_that_broke_is_the_exit_code(tmp_path, monkeypatch, capsys):
     [
         ("--transports smoke", "invalid choice: 'smoke' (choose from"),
         ("--sizes 4X", "'4X' is no size"),
-        ("--seconds-a-point 0", "no number of seconds above 0"),
-        ("--seconds-a-point nan", "no number of seconds above 0"),
-        ("--repeats -1", "no whole number above 0"),
+        ("--seconds-a-point 0", "must be a finite number above 0"),
+        ("--seconds-a-point nan", "must be a finite number above 0"),
+        ("--repeats -1", "must be a whole number of at least 1"),
         ("--ring 1M --chunk 2M", "--chunk 2097152 is larger than --ring 1048576"),
         (f"--out {TOOL}", f"--out {TOOL} cannot be made (File exists); name another folder"),
         (f"--out {TOOL}/x", f"--out {TOOL}/x cannot be made (Not a directory); name another"),

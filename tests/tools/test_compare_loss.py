@@ -134,7 +134,7 @@ def test_the_range_can_be_chosen(run):
         ("seed1 right --criteria final-relative final-relative=1", "names final-relative twice"),
         ("seed1 right --criteria final-relative --identical", "give one of the two"),
         ("seed1 right --same-seed --other-seed", "not allowed with argument"),
-        ("seed1 right --smooth 0", "'0' is no whole number above 0"),
+        ("seed1 right --smooth 0", "must be a whole number of at least 1, not '0'"),
         ("seed1 right --smooth 301", "--smooth 301 is more than the 300 iterations"),
         ("seed1", "the following arguments are required: candidate"),
         ("seed1 right --out {tool}", "is a file; name a folder"),

@@ -105,6 +105,10 @@ def test_evaluation_comes_when_asked(ramp: Run, cyclic: Run) -> None:
     assert cyclic.containing("validation loss") == []
 
 
+def test_the_log_names_the_flags_that_do_nothing(ramp: Run) -> None:
+    assert ramp.containing("flag without effect here: --log-throughput: the log always has")
+
+
 def test_points_are_written_and_made_up_tokens_learnt(ramp: Run) -> None:
     """--tensorboard-dir, --tensorboard-log-interval; --mock-data needs no file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -114,7 +118,6 @@ def test_points_are_written_and_made_up_tokens_learnt(ramp: Run) -> None:
     assert [point.step for point in events.Scalars("lm loss")] == [3, 6]
     assert ramp.rows[-1]["loss"] < ramp.rows[0]["loss"]
     assert ramp.rows[0]["loss"] == pytest.approx(math.log(384), rel=0.05)
-    assert ramp.containing("flag without effect here: --log-throughput: throughput is always")
 
 
 def test_a_run_stops_where_it_is_told_to(ramp: Run, cyclic: Run) -> None:

@@ -66,7 +66,7 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
 
 def model_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Megatron's flags in `words`; what only a run needs may be left out. Raises UserError."""
-    words = expand_config_files(words, build_parser())
+    words, _ = expand_config_files(words, build_parser())
     given = {word.split("=", 1)[0] for word in words}
     for flag, values in _FALLBACKS.items():
         if flag not in given:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from megatron.training.model_size import model_shape
@@ -134,7 +134,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--iterations",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         help="of every run; left out: the model's",
     )
     parser.add_argument(
@@ -142,7 +142,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--per-pair",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         help="runs that share a pair of GPUs at the same time; left out: the model's",
     )
     parser.add_argument(
@@ -157,12 +157,12 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--deadline",
-        type=tool_command_line.positive,
+        type=number(above=0),
         help="seconds of one run, start-up included; left out: the model's",
     )
     parser.add_argument(
         "--minutes",
-        type=partial(tool_command_line.positive, what="number of minutes"),
+        type=number(above=0),
         default=9.0,
         help="minutes for all runs; what has not ended by then fails",
     )

@@ -126,7 +126,7 @@ def run_flags(
     """All flags of a run; `extra`, the user's own, win over all others but the data's."""
     flags: list[str] = []
     if setting.preset is not None:
-        flags += expand_config_files(["--yaml-cfg", str(setting.preset)], build_parser())
+        flags += expand_config_files(["--yaml-cfg", str(setting.preset)], build_parser())[0]
     flags += [*_TRAINING_FLAGS.split(), *setting.flags, "--train-iters", str(iterations)]
     flags += KERNELS[run.kernels]
     if run.is_homogeneous:

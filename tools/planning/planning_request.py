@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import Faults, Refusal, UserError
+from hetero.errors import Faults, UserError
 from hetero.formatting import counted
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
@@ -95,7 +95,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     if model is not None:
         for path, profile in read_profiles.items():
             faults.sentences += _model_mismatches(path, profile, model)
-    faults.refuse(Refusal)
+    faults.refuse()
     assert cluster is not None
     assert model is not None
     measured = merged_profile(list(read_profiles.values()))
@@ -129,7 +129,10 @@ def _model(
         for other in ("bf16", "fp16")
         if flags.get(other) and other != dtype
     ]
-    words = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or []
+    words, _ = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or (
+        [],
+        [],
+    )
     given = split_words(words)
     left_out, _ = check_unsupported(one for one in given if is_unsupported(one.flag))
     faults.sentences += [f"the model {file}: {said}" for said in left_out]

@@ -25,7 +25,7 @@ from tools.preflight_checks.software import SoftwareFacts, read_software
 
 
 @dataclass(frozen=True)
-class Live:
+class SystemFacts:
     """What is asked of the running system and not of a file; a test makes it up."""
 
     software: SoftwareFacts
@@ -38,7 +38,7 @@ class Live:
     tool: Tool = field(default=run_tool)
 
     @classmethod
-    def here(cls, requirements: Path) -> Live:
+    def here(cls, requirements: Path) -> SystemFacts:
         return cls(
             software=read_software(requirements),
             gpus=visible_gpus(),
@@ -73,11 +73,11 @@ class NodeFacts:
         return tuple(dict.fromkeys(names))
 
 
-def read_node(roots: Roots, live: Live) -> NodeFacts:
-    host = read_host(roots, live.limits)
-    gpus = read_gpus(roots, live.gpus, vendor=live.vendor, tool=live.tool)
-    interfaces = read_interfaces(roots, live.addresses)
-    rdma = read_rdma(roots, interfaces, tool=live.tool)
+def read_node(roots: Roots, system: SystemFacts) -> NodeFacts:
+    host = read_host(roots, system.limits)
+    gpus = read_gpus(roots, system.gpus, vendor=system.vendor, tool=system.tool)
+    interfaces = read_interfaces(roots, system.addresses)
+    rdma = read_rdma(roots, interfaces, tool=system.tool)
     nics = candidates(interfaces, rdma)
     rails = recommend(gpus.usable, nics)
     places = {gpu.index: gpu.pci for gpu in gpus.usable}
@@ -90,13 +90,13 @@ def read_node(roots: Roots, live: Live) -> NodeFacts:
     ]
     return NodeFacts(
         host=host,
-        software=live.software,
+        software=system.software,
         gpus=gpus,
         interfaces=interfaces,
         rdma=rdma,
         nics=nics,
         rails=rails,
         gpudirect=read_gpudirect(
-            roots, kernel=host.kernel, libibverbs=live.libibverbs, pairs=pairs
+            roots, kernel=host.kernel, libibverbs=system.libibverbs, pairs=pairs
         ),
     )

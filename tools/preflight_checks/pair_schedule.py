@@ -16,9 +16,9 @@ _EVERY_PAIR_UP_TO = 8
 class Place:
     """Where this process stands among the nodes."""
 
-    number: int
-    """Of its node."""
-    among: int
+    node: int
+    """The number of its node."""
+    local_rank: int
     """Its place among the node's processes; 0 speaks for the node."""
     sizes: tuple[int, ...]
     """Processes of each node."""
@@ -27,9 +27,9 @@ class Place:
     def find(cls, identities: Sequence[str], rank: int) -> Place:
         """From what every rank calls its node; nodes are numbered by their first rank."""
         nodes = list(dict.fromkeys(identities))
-        among = identities[:rank].count(identities[rank])
+        local_rank = identities[:rank].count(identities[rank])
         sizes = tuple(identities.count(node) for node in nodes)
-        return cls(nodes.index(identities[rank]), among, sizes)
+        return cls(nodes.index(identities[rank]), local_rank, sizes)
 
 
 def reached_rails(

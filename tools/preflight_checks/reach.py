@@ -46,7 +46,7 @@ class Call:
     """Half the time that the question took."""
 
 
-class Doorbell:
+class NicListeners:
     """Listens on every NIC of this node, and answers members of the job until it is closed.
 
     Raises UserError where an address is not this node's.
@@ -70,13 +70,15 @@ class Doorbell:
             host, port = listener.getsockname()[:2]
             self.ports[nic] = (str(host), int(port))
         self._threads += [
-            threading.Thread(target=self._listen, args=(listener,), name="doorbell", daemon=True)
+            threading.Thread(
+                target=self._listen, args=(listener,), name="preflight listener", daemon=True
+            )
             for listener in self._listeners
         ]
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> Doorbell:
+    def __enter__(self) -> NicListeners:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ from tools.preflight_checks import findings_text
 from tools.preflight_checks.advice import Advice, Severity, advise
 from tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
 from tools.preflight_checks.host_facts import network_namespace, node_identity
-from tools.preflight_checks.node_facts import Live, NodeFacts, read_node
+from tools.preflight_checks.node_facts import NodeFacts, SystemFacts, read_node
 from tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
 from tools.preflight_checks.path_bandwidth import (
     End,
@@ -29,7 +29,7 @@ from tools.preflight_checks.path_bandwidth import (
     measure_paths,
     own_device,
 )
-from tools.preflight_checks.reach import Call, Doorbell, Ports, call_all
+from tools.preflight_checks.reach import Call, NicListeners, Ports, call_all
 from tools.preflight_checks.roots import Roots
 
 
@@ -72,12 +72,12 @@ class Report:
     nodes: Sequence[NodeReport]
     calls: Sequence[Call]
     paths: Sequence[PairResult]
-    together: Sequence[Advice]
+    between_nodes: Sequence[Advice]
     emulated: bool
 
     @property
     def advice(self) -> list[Advice]:
-        return [*(entry for node in self.nodes for entry in node.advice), *self.together]
+        return [*(entry for node in self.nodes for entry in node.advice), *self.between_nodes]
 
     @property
     def has_problem(self) -> bool:
@@ -99,7 +99,7 @@ class Report:
             yield "between the nodes"
             cards = [node.card for node in self.nodes]
             yield from () if brief else findings_text.cluster_lines(cards, self.calls, self.paths)
-            yield from findings_text.advice_lines(self.together)
+            yield from findings_text.advice_lines(self.between_nodes)
             yield ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Report:
             "nodes": [asdict(node) for node in self.nodes],
             "calls": [asdict(call) for call in self.calls],
             "paths": [asdict(pair) for pair in self.paths],
-            "advice": [asdict(entry) for entry in self.together],
+            "advice": [asdict(entry) for entry in self.between_nodes],
         }
 
 
@@ -123,7 +123,7 @@ def check_alone(settings: Settings) -> Report:
 
 def _report_node(settings: Settings, number: int, within: Sequence[PathResult]) -> NodeReport:
     """Read this node. UserError where a NIC that was asked for is not there."""
-    facts = read_node(Roots(), Live.here(settings.requirements))
+    facts = read_node(Roots(), SystemFacts.here(settings.requirements))
     copies = measure_copies() if settings.bandwidth else []
     lines = findings_text.node_lines(facts, copies)
     if within:
@@ -195,7 +195,7 @@ def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[
     return {name: address for name, address in by_interface.items() if address == towards}
 
 
-class Together:
+class ClusterCheck:
     """One process of a check of several. Every process calls `check`, and gets the same report."""
 
     def __init__(
@@ -211,15 +211,15 @@ class Together:
         )
         place = Place.find([payload["identity"] for payload in said], self._rank)
         secret = str(said[0]["secret"])
-        nodes, calls = self._look_around(place, secret)
+        nodes, calls = self._read_and_call(place, secret)
         paths = []
         if self._settings.bandwidth:
             for number, pairs in enumerate(rounds(len(nodes))):
                 paths += self._measure_round(number, pairs, place, nodes, calls, secret)
-        together = advise_cluster([node.card for node in nodes], calls, paths)
-        return Report(nodes, calls, paths, together, self._settings.each_rank_a_node)
+        advice = advise_cluster([node.card for node in nodes], calls, paths)
+        return Report(nodes, calls, paths, advice, self._settings.each_rank_a_node)
 
-    def _look_around(self, place: Place, secret: str) -> tuple[list[NodeReport], list[Call]]:
+    def _read_and_call(self, place: Place, secret: str) -> tuple[list[NodeReport], list[Call]]:
         """Every node reads itself; then every node calls every other."""
         within = self._measure_within(place, secret)
         several = len(place.sizes) > 1
@@ -227,13 +227,15 @@ class Together:
         ports: Ports = {}
         error = None
         with ExitStack() as listening:
-            if place.among == 0:
+            if place.local_rank == 0:
                 try:
-                    report = _report_node(self._settings, place.number, within)
+                    report = _report_node(self._settings, place.node, within)
                     mine = asdict(report)
                     if several:
-                        bell = Doorbell(self._store, report.card.addresses, secret.encode())
-                        ports = listening.enter_context(bell).ports
+                        listeners = NicListeners(
+                            self._store, report.card.addresses, secret.encode()
+                        )
+                        ports = listening.enter_context(listeners).ports
                 except HeteroError as failure:
                     error = failure
             said = self._agreement.exchange(
@@ -242,28 +244,28 @@ class Together:
             spoken = [payload for payload in said if payload["report"]]
             nodes = [NodeReport.from_dict(payload["report"]) for payload in spoken]
             calls: list[Call] = []
-            if several and place.among == 0:
+            if several and place.local_rank == 0:
                 numbered = enumerate(payload["ports"] for payload in spoken)
                 calls = call_all(
                     self._store,
                     secret.encode(),
-                    source=place.number,
-                    addresses=nodes[place.number].card.addresses,
-                    others={number: p for number, p in numbered if number != place.number},
+                    source=place.node,
+                    addresses=nodes[place.node].card.addresses,
+                    others={number: p for number, p in numbered if number != place.node},
                 )
             told = self._agreement.exchange("calls", payload={"calls": [asdict(c) for c in calls]})
         return nodes, [Call(**call) for payload in told for call in payload["calls"]]
 
     def _measure_within(self, place: Place, secret: str) -> list[PathResult]:
         """The first two processes of a node measure the routes between them."""
-        if not self._settings.bandwidth or place.among > 1 or place.sizes[place.number] < 2:
+        if not self._settings.bandwidth or place.local_rank > 1 or place.sizes[place.node] < 2:
             return []
         end = End(
-            number=place.among,
-            store=dist.PrefixStore(f"preflight/within/{place.number}", self._store),
+            number=place.local_rank,
+            store=dist.PrefixStore(f"preflight/within/{place.node}", self._store),
             secret=secret,
             addresses=("127.0.0.1",),
-            device=own_device(place.among),
+            device=own_device(place.local_rank),
         )
         return measure_paths(end)
 
@@ -278,9 +280,9 @@ class Together:
     ) -> list[PairResult]:
         """One round: pairs of different nodes measure at once, each node in one pair at most."""
         results: list[PathResult] = []
-        mine = next((pair for pair in pairs if place.number in pair), None)
-        if mine is not None and place.among == 0:
-            side = mine.index(place.number)
+        mine = next((pair for pair in pairs if place.node in pair), None)
+        if mine is not None and place.local_rank == 0:
+            side = mine.index(place.node)
             cards = [nodes[node].card for node in mine]
             rails = reached_rails(mine, cards, calls)
             if rails:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.arguments import build_parser, parse_args
@@ -59,28 +60,28 @@ def add_run_flags(parser: tool_command_line.Parser, *, iterations: int, warmup: 
     add("--model", default=LLAMA3_8B.name, help=f"{', '.join(MODELS)}, or a preset file")
     add(
         "--iterations",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=iterations,
         help="iterations of one run",
     )
     add(
         "--warmup",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=warmup,
         help="iterations left away at its start: at least the first, which pays for start-up",
     )
     add(
         "--layers",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         nargs=2,
         help="of each stage; left out: the model's, or halves",
     )
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
-        add(flag, type=tool_command_line.whole_number, help="left out: the model's")
+        add(flag, type=integer(1), help="left out: the model's")
     add("--data-path", nargs="+", help=f"as of pretrain_gpt.py; left out: {TEXT_NAME}")
     add(
         "--deadline",
-        type=tool_command_line.positive,
+        type=number(above=0),
         default=600.0,
         help="seconds for one run, start-up included",
     )
@@ -153,7 +154,7 @@ def fastest_transport() -> str:
 
 def all_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str]) -> list[str]:
     """All flags of a run: of the model, training, the data, its `own`, and the user's."""
-    preset = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())
+    preset, _ = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())
     # Text takes the place of a preset's made-up tokens.
     flags = [word for word in preset if word != "--mock-data"]
     flags += TRAINING_FLAGS.split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hetero.converters import integer
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
 from tools import tool_command_line
@@ -31,7 +32,7 @@ def _parser(description: str) -> tool_command_line.Parser:
     parser = tool_command_line.Parser(description)
     parser.add_argument(
         "--nproc",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=2,
         help="GPUs (processes, on CPU): two stages",
     )
@@ -46,7 +47,7 @@ def _parser(description: str) -> tool_command_line.Parser:
     )
     parser.add_argument(
         "--rounds",
-        type=tool_command_line.whole_number,
+        type=integer(1),
         default=1,
         help="times every row runs; every second round backwards",
     )

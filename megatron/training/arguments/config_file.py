@@ -10,10 +10,11 @@ that a file may have.
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import Refusal, UserError
+from hetero.errors import Faults, UserError
 from megatron.training.arguments.config_names import (
     ACTIVATIONS,
     RENAMED,
@@ -40,44 +41,37 @@ class Setting:
     """A line for the log if the setting is not used."""
 
 
-def expand_config_files(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """`words` with the flags of every --yaml-cfg FILE in front of the others."""
-    return expand_with_notes(words, parser)[0]
-
-
-def expand_with_notes(
+def expand_config_files(
     words: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[str]]:
-    """As `expand_config_files`, with notes for the log on settings that are not used.
+    """`words` with the flags of every --yaml-cfg FILE in front, and notes for the log.
 
-    Raises `Refusal`, with all errors in all files.
+    The notes are on settings that are not used. Raises `Refusal`, with all errors in all files.
     """
     paths, rest = _split_paths(words)
     translator = _Translator(parser)
     merged: dict[str, Setting] = {}
-    problems: list[str] = []
+    faults = Faults()
     for path in paths:
-        try:
-            settings = read_settings(Path(path))
-        except UserError as error:
-            text = str(error)
-            problems.append(f"{FLAG} {text if text.startswith(path) else f'{path}: {text}'}")
-            continue
-        from_file: dict[str, Setting] = {}
-        for key, value in settings.items():
-            try:
-                setting = translator.translate(key, value)
-            except UserError as error:
-                problems.append(f"{FLAG} {path}: {error}")
-                continue
-            # Null under one name of a flag does not override a value under another name.
-            if value is not None or setting.subject not in from_file:
-                from_file[setting.subject] = setting
-        merged |= from_file
-    if problems:
-        raise Refusal(*problems)
+        merged |= _read_file(path, translator, faults)
+    faults.refuse()
     expanded = [word for setting in merged.values() for word in setting.words]
     return expanded + rest, _notes(merged)
+
+
+def _read_file(path: str, translator: "_Translator", faults: Faults) -> dict[str, Setting]:
+    """The settings of a file by their subjects."""
+    own = Faults()
+    found: dict[str, Setting] = {}
+    for key, value in (own.read(lambda: read_settings(Path(path))) or {}).items():
+        setting = own.read(partial(translator.translate, key, value))
+        # Null under one name of a flag does not override a value under another name.
+        if setting is not None and (value is not None or setting.subject not in found):
+            found[setting.subject] = setting
+    faults.add(
+        f"{FLAG} {text if text.startswith(path) else f'{path}: {text}'}" for text in own.sentences
+    )
+    return found
 
 
 def _split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:

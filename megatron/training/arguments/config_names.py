@@ -18,6 +18,12 @@ RENAMED: Mapping[str, str] = {
     "bias_activation_fusion": "bias_gelu_fusion",
     "delay_grad_reduce": "align_grad_reduce",
     "delay_param_gather": "align_param_gather",
+    "barrier_with_L1_time": "barrier_with_level_1_timing",
+    "enable_gloo_process_groups": "gloo_process_groups",
+    "perform_initialization": "initialization",
+    "deprecated_use_mcore_models": "use_mcore_models",
+    "use_dist_ckpt_deprecated": "use_dist_ckpt",
+    "dist_ckpt_format_deprecated": "dist_ckpt_format",
 }
 
 # The flag for each activation that Megatron-LM's files can name.
@@ -43,7 +49,7 @@ class Group:
     name: str
     switches: frozenset[str] = frozenset()
     """Keys that turn it on. One that is on is refused, or logged with `note` if there is one."""
-    others: tuple[str, ...] = ()
+    others: frozenset[str] = frozenset()
     """Keys of details, which are accepted. One that ends in _ stands for all that begin with it."""
     note: str | None = None
     off_values: frozenset[object] = frozenset()
@@ -81,17 +87,11 @@ GROUPS = (
             " moe_token_dropping cpu_offloading cpu_offloading_num_layers _cpu_offloading_context"
             " gated_linear_unit"
         ),
-        (
-            *("batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
-            *("cpu_offloading_weights", "cpu_offloading_activations", "cpu_offloading_double_"),
-            *("tp_comm_split_", "tp_comm_atomic_", "tp_comm_bulk_", "bert_binary_head"),
-            *(
-                "original_max_position_embeddings",
-                "muon_split_qkv",
-                "muon_use_nesterov",
-                "data_parallel_replicate_degree",
-            ),
-            "retro_verify_neighbor_count",
+        _names(
+            "batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs cpu_offloading_weights"
+            " cpu_offloading_activations cpu_offloading_double_ tp_comm_split_ tp_comm_atomic_"
+            " tp_comm_bulk_ bert_binary_head original_max_position_embeddings muon_split_qkv"
+            " muon_use_nesterov data_parallel_replicate_degree retro_verify_neighbor_count"
         ),
     ),
     Group(
@@ -103,39 +103,32 @@ GROUPS = (
             " turbo_sync_free_moe_stage use_turbo_parallel_linear"
             " use_turbo_token_dispatcher_fp8_alltoall use_turbo_permute_padding"
         ),
-        ("turbo_",),
+        _names("turbo_"),
         note="Primus' kernels are not used; this program's own compute the same",
     ),
     Group("Primus' FP8 attention", _names("enable_turbo_attention_float8")),
     Group(
         "Primus' sliding window and attention sinks",
         _names("use_sink_attention sink_sliding_window"),
-        ("sink_window_",),
+        _names("sink_window_"),
     ),
     Group(
         "Primus' zero-bubble pipeline",
         _names("patch_zero_bubble"),
-        (
-            *("zero_bubble_", "enable_zero_bubble", "enable_zb_runtime", "enable_1f1b_v"),
-            *("pre_communication_optimization", "enable_optimizer_post_validation"),
-            *("enable_exactly_numeric_match", "allow_padding_num_layers", "profile_memory_iter"),
-            *("interleave_group_size", "offload_chunk_num", "offload_time", "auto_offload_time"),
-            *("offload_overlap_sr", "num_seq_splits", "cpu_offload", "debug_scheduler_table"),
+        _names(
+            "zero_bubble_ enable_zero_bubble enable_zb_runtime enable_1f1b_v"
+            " pre_communication_optimization enable_optimizer_post_validation"
+            " enable_exactly_numeric_match allow_padding_num_layers profile_memory_iter"
+            " interleave_group_size offload_chunk_num offload_time auto_offload_time"
+            " offload_overlap_sr num_seq_splits cpu_offload debug_scheduler_table"
         ),
     ),
     Group(
         "Primus' pipeline schedules",
         _names("patch_primus_pipeline dump_pp_data"),
-        (
-            "pp_algorithm",
-            "communication_method",
-            "offload",
-            "offload_ops",
-            "pp_max_mem",
-            "pp_cost_",
-        ),
+        _names("pp_algorithm communication_method offload offload_ops pp_max_mem pp_cost_"),
     ),
-    Group("Primus' on-demand communication", _names("enable_odc use_odc"), ("odc_",)),
+    Group("Primus' on-demand communication", _names("enable_odc use_odc"), _names("odc_")),
     Group(
         "Primus' changes of a model",
         _names(
@@ -143,7 +136,7 @@ GROUPS = (
             " lfm_layer_types recompute_layer_ids decoder_pipeline_manual_split_list"
             " use_deprecated_20241209_moe_layer disable_primus_topk_router"
         ),
-        ("conv_L_cache", "conv_bias", "moe_router_force_load_balancing_type"),
+        _names("conv_L_cache conv_bias moe_router_force_load_balancing_type"),
     ),
     Group("the models that are no GPT", _names("model_type"), off_values=frozenset({"gpt"})),
     Group(
@@ -154,19 +147,13 @@ GROUPS = (
     Group(
         "Primus' own way of working",
         frozenset(),
-        (
-            *("trainable", "sink_level", "file_sink_level", "stderr_sink_level"),
-            *("disable_tensorboard", "disable_wandb", "disable_mlflow", "mlflow_"),
-            *("generate_tracelens_", "disable_compile_dependencies", "use_rocm_mem_info"),
-            *("use_rocm_mem_info_", "disable_profiler_activity_cpu", "torch_profiler_"),
-            *("disable_last_saving", "no_fp8_weight_transpose_cache", "patch_moe_overlap"),
-            *(
-                "pp_warmup",
-                "dataloader_mp_context",
-                "log_avg_",
-                "wall_clock_step_timer",
-                "disable_delayed_scaling_patches",
-            ),
+        _names(
+            "trainable sink_level file_sink_level stderr_sink_level disable_tensorboard"
+            " disable_wandb disable_mlflow mlflow_ generate_tracelens_"
+            " disable_compile_dependencies use_rocm_mem_info use_rocm_mem_info_"
+            " disable_profiler_activity_cpu torch_profiler_ disable_last_saving"
+            " no_fp8_weight_transpose_cache patch_moe_overlap pp_warmup dataloader_mp_context"
+            " log_avg_ wall_clock_step_timer disable_delayed_scaling_patches"
         ),
     ),
 )

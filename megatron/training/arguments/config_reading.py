@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from hetero.errors import UserError
+from hetero.yaml_file import load_yaml
 from megatron.training.arguments.config_names import OPTIONAL_HEADINGS, SWITCHED_OFF, is_nothing
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-?([^}]*))?\}")
@@ -27,24 +28,6 @@ PRIMUS_FOLDERS = {
 }
 
 Settings = dict[str, Any]
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key with two values, of which PyYAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # Before the base class adds the keys that `<<` merges in, which own keys may override.
-        values: dict[str, Any] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            own = self.construct_object(value, deep=True)
-            known = values.setdefault(key.value, own)
-            # Not-a-number is not equal to itself.
-            if known is not own and known != own:
-                line = key.start_mark.line + 1
-                raise UserError(f"line {line}: the key {key.value!r} is given twice; keep one")
-        return super().construct_mapping(node, deep=deep)
 
 
 def read_settings(path: Path, including: tuple[Path, ...] = ()) -> Settings:
@@ -67,17 +50,7 @@ def read_settings(path: Path, including: tuple[Path, ...] = ()) -> Settings:
 
 
 def _load(path: Path) -> dict[Any, Any]:
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"{path} cannot be read ({reason}); check the path") from None
-    # PyYAML passes on Python's ValueError for an impossible number or date.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is no YAML ({reason}); correct it") from None
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    content = load_yaml(path, source=str(path))
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold `flag: value` lines")
     return dict(_with_variables(content, path))

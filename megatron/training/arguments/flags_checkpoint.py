@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.converters import integer, interval, text
+from hetero.converters import integer, interval, text
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -84,42 +84,5 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_format_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ckpt-format",
-        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
-        default="torch_dist",
-        help="on disk",
-    )
-    group.add_argument(
-        "--auto-detect-ckpt-format", action="store_true", help="find the format when reading"
-    )
-    group.add_argument(
         "--async-save", action="store_true", help="write checkpoints in the background"
-    )
-    group.add_argument(
-        "--no-ckpt-fully-parallel-save",
-        "--disable-ckpt-fully-parallel-save",
-        dest="ckpt_fully_parallel_save",
-        action="store_false",
-        help="write from one data-parallel rank",
-    )
-    group.add_argument(
-        "--ckpt-fully-parallel-load", action="store_true", help="share the reading among ranks"
-    )
-    group.add_argument(
-        "--ckpt-assume-constant-structure", action="store_true", help="reuse the plan of a save"
-    )
-    group.add_argument(
-        "--dist-ckpt-strictness",
-        default="assume_ok_unexpected",
-        choices=(
-            "assume_ok_unexpected",
-            "log_unexpected",
-            "log_all",
-            "raise_unexpected",
-            "raise_all",
-            "return_unexpected",
-            "return_all",
-            "ignore_all",
-        ),
-        help="what to do about keys that do not match",
     )

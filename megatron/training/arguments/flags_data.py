@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.converters import integer, number, text
+from hetero.converters import integer, number, text
 
 # The types, and the destinations of the flags that each needs.
 TOKENIZERS = {
@@ -91,12 +91,6 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="no loss on the padding token, even if it is another special token too",
     )
-    group.add_argument(
-        "--no-create-attention-mask-in-dataloader",
-        dest="create_attention_mask_in_dataloader",
-        action="store_false",
-        help="let the kernel make the causal mask",
-    )
 
 
 def _add_fill_in_middle_flags(group: argparse._ArgumentGroup) -> None:
@@ -148,7 +142,6 @@ def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
         "--vocab-file", type=text, help="vocabulary of GPT2BPETokenizer or BertWordPiece*"
     )
     group.add_argument("--merge-file", type=text, help="merges of GPT2BPETokenizer")
-    group.add_argument("--vocab-extra-ids", type=integer(0), default=0, help="extra tokens")
     group.add_argument(
         "--tokenizer-metadata", type=text, help="JSON file that describes the tokenizer"
     )

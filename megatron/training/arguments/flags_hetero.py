@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Callable
 
+from hetero.converters import integer, number, text
 from hetero.link.names import TRANSPORTS
 from hetero.plan import VENDORS
 from hetero.plan.mesh import RECOMPUTE
-from megatron.training.arguments.converters import integer, number, text
 
 # Valid in a homogeneous run too: the baseline of a comparison needs a report.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.converters import integer, interval, text
+from hetero.converters import integer, interval, text
 
 
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +19,6 @@ def _add_console_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log-num-zeros-in-grad", action="store_true", help="count of zeros in the gradient"
     )
-    group.add_argument("--log-throughput", action="store_true", help="TFLOP/s of one GPU")
-    group.add_argument("--log-progress", action="store_true", help="keep progress.txt with --save")
     group.add_argument("--log-memory-interval", type=interval, help="steps between memory lines")
     group.add_argument(
         "--log-device-memory-used",
@@ -40,13 +38,6 @@ def _add_console_flags(group: argparse._ArgumentGroup) -> None:
         default="minmax",
         help="show each timer's maximum, its minimum and maximum, or all ranks",
     )
-    group.add_argument(
-        "--no-barrier-with-level-1-timing",
-        dest="barrier_with_L1_time",
-        action="store_false",
-        help="time without waiting for the other ranks",
-    )
-    group.add_argument("--logging-level", type=integer(0), help="of Python's logging, 10 to 50")
     group.add_argument(
         "--metrics-file",
         type=text,

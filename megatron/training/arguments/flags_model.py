@@ -2,8 +2,8 @@
 
 import argparse
 
+from hetero.converters import integer, number
 from hetero.plan.mesh import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
-from megatron.training.arguments.converters import integer, number
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +82,6 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
         choices=ATTENTION_BACKENDS,
         default="auto",
         help="the attention kernel",
-    )
-    group.add_argument(
-        "--no-masked-softmax-fusion",
-        dest="masked_softmax_fusion",
-        action="store_false",
-        help="keep scale, mask and softmax apart",
     )
 
 
@@ -177,9 +171,6 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="store the norm's weight minus one, so that weight decay and rounding pull it to one",
     )
-    group.add_argument(
-        "--no-persist-layer-norm", action="store_true", help="avoid the persistent norm kernel"
-    )
     group.add_argument("--swiglu", action="store_true", help="gated SiLU in the MLP")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU in the MLP")
     group.add_argument(
@@ -244,16 +235,4 @@ def _add_initialisation_flags(group: argparse._ArgumentGroup) -> None:
         "--init-method-xavier-uniform",
         action="store_true",
         help="draw initial weights from the Xavier uniform distribution",
-    )
-    group.add_argument(
-        "--no-initialization",
-        dest="perform_initialization",
-        action="store_false",
-        help="leave weights as allocated",
-    )
-    group.add_argument(
-        "--use-cpu-initialization",
-        action="store_true",
-        default=None,
-        help="draw initial weights on the CPU, equal for every tensor-parallel size",
     )

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.converters import integer, number
+from hetero.converters import integer, number
 
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.training.arguments.converters import integer
+from hetero.converters import integer
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
@@ -133,23 +133,4 @@ def _add_runtime_flags(group: argparse._ArgumentGroup) -> None:
         type=integer(1),
         default=10,
         help="time limit of a collective",
-    )
-    group.add_argument(
-        "--local-rank",
-        "--local_rank",
-        type=integer(0),
-        help="rank on this machine; left out: LOCAL_RANK",
-    )
-    group.add_argument(
-        "--no-async-tensor-model-parallel-allreduce",
-        "--disable-async-tensor-model-parallel-allreduce",
-        dest="async_tensor_model_parallel_allreduce",
-        action="store_false",
-        help="do not hide the tensor-parallel reduction behind the weight gradient",
-    )
-    group.add_argument(
-        "--disable-gloo-process-groups",
-        dest="enable_gloo_process_groups",
-        action="store_false",
-        help="build no gloo groups beside the vendor library's",
     )

@@ -2,8 +2,8 @@
 
 import argparse
 
+from hetero.converters import integer, interval, number
 from megatron.training.arguments.batch_sizes import step_schedule
-from megatron.training.arguments.converters import integer, interval, number
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
@@ -179,11 +179,4 @@ def _add_care_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--manual-gc-interval", type=integer(0), default=0, help="steps between collections"
-    )
-    group.add_argument(
-        "--no-manual-gc-eval",
-        "--disable-manual-gc-eval",
-        dest="manual_gc_eval",
-        action="store_false",
-        help="no collection around evaluation",
     )

@@ -3,11 +3,10 @@
 import argparse
 from dataclasses import dataclass
 
-from megatron.training.arguments.ignored import IGNORED, WITHOUT_EFFECT
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unsupported_flags import OTHERS, feature_of
 
-SAME, OURS, WITHOUT = "same", "ours", "without effect"
+SAME, OURS = "same", "ours"
 # Flags that Megatron-LM does not have, beside those that begin with --hetero-.
 OURS_BY_NAME = frozenset({"--metrics-file", "--keep-last", "--exit-on-save-failure"})
 # How flags differ from Megatron-LM's of the same name.
@@ -72,20 +71,14 @@ def describe_refused(flag: str) -> tuple[str, str]:
 
 def _entry(group: str, action: argparse.Action) -> Entry:
     flags = tuple(name for name in action.option_strings if name.startswith("--"))
-    reasons = [WITHOUT_EFFECT[flag] for flag in flags if flag in WITHOUT_EFFECT]
-    help_text = reasons[0] if reasons else action.help or ""
-    kind = SAME
-    if reasons or any(flag in IGNORED for flag in flags):
-        kind = WITHOUT
-    elif any(flag.startswith("--hetero-") or flag in OURS_BY_NAME for flag in flags):
-        kind = OURS
+    is_ours = any(flag.startswith("--hetero-") or flag in OURS_BY_NAME for flag in flags)
     departure = next((DEPARTURES[flag] for flag in flags if flag in DEPARTURES), None)
     return Entry(
         group=group,
         flags=flags,
-        kind=kind,
+        kind=OURS if is_ours else SAME,
         default=_default(action),
-        help=help_text if departure is None else f"{help_text} ({departure})",
+        help=f"{action.help} ({departure})" if departure else action.help or "",
         choices=tuple(map(str, action.choices or ())),
     )
 

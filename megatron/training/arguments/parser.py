@@ -1,7 +1,6 @@
 """Parses and checks the command line, without importing torch."""
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import NoReturn
 from hetero.errors import UserError
 from hetero.help_text import HelpFormatter
 from megatron.training.arguments.config_file import FLAG as CONFIG_FILE_FLAG
-from megatron.training.arguments.config_file import expand_with_notes
+from megatron.training.arguments.config_file import expand_config_files
 from megatron.training.arguments.flags_checkpoint import add_checkpoint_flags
 from megatron.training.arguments.flags_data import add_data_flags
 from megatron.training.arguments.flags_hetero import add_hetero_flags
@@ -19,7 +18,6 @@ from megatron.training.arguments.flags_model import add_model_flags
 from megatron.training.arguments.flags_optimizer import add_optimizer_flags
 from megatron.training.arguments.flags_parallel import add_parallel_flags
 from megatron.training.arguments.flags_training import add_training_flags
-from megatron.training.arguments.ignored import add_ignored_flags, describe_ignored
 from megatron.training.arguments.installed_layers import fall_back
 from megatron.training.arguments.problems import Arguments, Problems
 from megatron.training.arguments.segments import Segment, split_words, without_line_ends
@@ -31,6 +29,7 @@ from megatron.training.arguments.unsupported_flags import (
 )
 from megatron.training.arguments.validate import REQUIRED, check_flags, check_sizes
 from megatron.training.checkpoint.checkpoint_args import load_args_from_checkpoint
+from megatron.training.rendezvous import environment_rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,7 +68,6 @@ def build_parser() -> Parser:
     add_logging_flags(parser)
     add_hetero_flags(parser)
     add_checkpoint_flags(parser)
-    add_ignored_flags(parser)
     # megatron-core reads these sizes, which are always 1 here.
     parser.set_defaults(context_parallel_size=1, expert_model_parallel_size=1)
     return parser
@@ -86,7 +84,7 @@ def parse_args(
     """
     problems = Problems()
     args = collect_args(argv, problems, world_size=world_size)
-    problems.raise_all()
+    problems.refuse()
     return args
 
 
@@ -99,41 +97,29 @@ def collect_args(
     """
     words = without_line_ends(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    expanded: list[str] = []
-    file_notes: list[str] = []
-    problems.run(_expand(words, parser, expanded, file_notes))
-    lacks_files = bool(problems)
+    with_files = problems.read(lambda: expand_config_files(words, parser))
+    expanded, file_notes = with_files or (words, [])
     offered, notes, intended = _select_offered(split_words(expanded), parser, problems)
     args, given = _parse(offered, parser, problems)
     for flag in intended:
         _forget(args, flag, parser)
-    if lacks_files:
+    if with_files is None:
         # A file that cannot be read may have set any of them.
         for action in parser._actions:
             if not set(action.option_strings) & set(given) and action.dest in vars(args):
                 delattr(args, action.dest)
-    args.ignored_flags = [*describe_ignored(given), *notes, *file_notes]
+    args.ignored_flags = [*notes, *file_notes]
     args.typed_flags, args.taken_flags = given, []
-    problems.run(_read_environment(args, world_size), _take_checkpoint_args(args, parser))
+    if world_size is None and (ranks := problems.read(environment_rank)):
+        _, world_size, _ = ranks
+    problems.run(_take_checkpoint_args(args, parser))
     fall_back(args)
     check_flags(args, given, problems)
-    if vars(args).get("hetero_plan") is None and "world_size" in vars(args):
-        check_sizes(args, args.world_size, problems)
+    if world_size is not None:
+        args.world_size = world_size
+        if vars(args).get("hetero_plan") is None:
+            check_sizes(args, problems)
     return args
-
-
-def _expand(
-    words: list[str], parser: Parser, expanded: list[str], notes: list[str]
-) -> Iterator[str]:
-    """Add the words, with configuration files expanded, to `expanded`; yields errors."""
-    try:
-        with_files, file_notes = expand_with_notes(words, parser)
-    except UserError as error:
-        yield from getattr(error, "sentences", (str(error),))
-        expanded += words
-    else:
-        expanded += with_files
-        notes += file_notes
 
 
 def _select_offered(
@@ -216,28 +202,6 @@ def _list_error(segment: Segment, parser: Parser) -> str | None:
         return None
     takes = f"{segment.flag} takes words with spaces between"
     return None if left_over or not items else f"{takes}: {segment.flag} {' '.join(items)}"
-
-
-def _read_environment(args: Arguments, world_size: int | None) -> Iterator[str]:
-    """Set rank, local rank and world size; yields errors."""
-    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)):
-        if name == "WORLD_SIZE" and world_size is not None:
-            continue
-        text = os.environ.get(name, str(default))
-        if not text.isdecimal():
-            yield (
-                f"the environment variable {name} must be a whole number, not {text!r}; "
-                "start this program with python -m hetero.run or torchrun"
-            )
-        elif name != "LOCAL_RANK":
-            setattr(args, name.lower(), int(text))
-        elif args.local_rank is None:
-            args.local_rank = int(text)
-    if world_size is not None:
-        args.world_size = world_size
-    if args.world_size < 1:
-        yield f"the world size must be at least 1, not {args.world_size}; check torchrun"
-        del args.world_size
 
 
 def _take_checkpoint_args(args: Arguments, parser: Parser) -> Iterator[str]:

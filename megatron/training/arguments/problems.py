@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from hetero.errors import Refusal, UserError
+from hetero.errors import Faults
 
 
 class Unknowable(AttributeError):
@@ -22,11 +24,8 @@ class Arguments(argparse.Namespace):
         raise Unknowable(name)
 
 
-class Problems:
-    """Error messages of checks, in order, each once. True if there are any."""
-
-    def __init__(self) -> None:
-        self._sentences: list[str] = []
+class Problems(Faults):
+    """Error messages of checks, in order, each once."""
 
     def run(self, *checks: Iterable[str]) -> None:
         """Collect the messages that each check yields, until it ends or reads an unknowable value.
@@ -34,23 +33,5 @@ class Problems:
         A UserError that it raises is its last message.
         """
         for check in checks:
-            try:
-                for sentence in check:
-                    self._add(sentence)
-            except Unknowable:
-                continue
-            except UserError as error:
-                for sentence in getattr(error, "sentences", (str(error),)):
-                    self._add(sentence)
-
-    def __bool__(self) -> bool:
-        return bool(self._sentences)
-
-    def raise_all(self) -> None:
-        """Raise a `Refusal` with all messages, if there are any."""
-        if self._sentences:
-            raise Refusal(*self._sentences)
-
-    def _add(self, sentence: str) -> None:
-        if sentence not in self._sentences:
-            self._sentences.append(sentence)
+            with suppress(Unknowable):
+                self.read(partial(self.add, check))

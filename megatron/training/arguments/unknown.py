@@ -1,5 +1,6 @@
 """Error messages for flags and words that the parser does not have, with what to type instead."""
 
+import difflib
 from collections.abc import Collection
 
 from megatron.training.arguments.segments import Segment
@@ -50,7 +51,7 @@ def explain_unknown(flag: str, known: Collection[str]) -> str:
         return refusal(feature, [flag])
     if longer := abbreviated(flag, known):
         return f"{flag} is not a flag of this program; did you mean {' or '.join(longer)}?"
-    suggestion = nearest(flag, tuple(all_unsupported_flags()), max_distance=1)
+    suggestion = nearest(flag, tuple(all_unsupported_flags()), likeness=0.92)
     if suggestion is not None:
         return f"{flag} is not a flag of this program; Megatron-LM has {suggestion}; remove it"
     return f"{flag} is not a flag of this program; remove it, or see --help for those it has"
@@ -94,30 +95,9 @@ def abbreviated(flag: str, known: Collection[str]) -> tuple[str, ...]:
     return tuple(longer) if len(longer) <= MOST_ABBREVIATED else ()
 
 
-def nearest(flag: str, known: Collection[str], *, max_distance: int | None = None) -> str | None:
-    """The known flag with the smallest edit distance; None if all are further than `max_distance`.
-
-    Hyphens and underscores are equal. By default the limit depends on the flag's length.
-    """
-    spelled: dict[str, str] = {}
-    for name in sorted(known):
-        spelled.setdefault(name.replace("_", "-").lower(), name)
+def nearest(flag: str, known: Collection[str], *, likeness: float = 0.87) -> str | None:
+    """The known flag most like this one, where - and _ are equal; None if none is alike."""
+    spelled = {name.replace("_", "-").lower(): name for name in sorted(known, reverse=True)}
     typed = flag.replace("_", "-").lower()
-    limit = max_distance or (1 if len(typed) < 8 else 2 if len(typed) < 24 else 3)
-    distances = {
-        name: _edit_distance(typed, name)
-        for name in spelled
-        if abs(len(name) - len(typed)) <= limit
-    }
-    best = min(distances, key=distances.__getitem__, default=None)
-    return spelled[best] if best is not None and distances[best] <= limit else None
-
-
-def _edit_distance(one: str, other: str) -> int:
-    """The Levenshtein distance: letters to remove, insert or replace."""
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above, row[0] = row[0], i
-        for j, opposite in enumerate(other, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (letter != opposite))
-    return row[-1]
+    found = difflib.get_close_matches(typed, spelled, n=1, cutoff=likeness)
+    return spelled[found[0]] if found else None

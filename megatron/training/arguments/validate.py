@@ -41,7 +41,7 @@ def check_flags(args: Namespace, given: Collection[str], problems: Problems) -> 
     )
 
 
-def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
+def check_sizes(args: Namespace, problems: Problems) -> None:
     """Run the checks that need the parallel sizes, which must be set.
 
     They set what Megatron's own validation sets: `data_parallel_size`, `global_batch_size`,
@@ -49,7 +49,6 @@ def check_sizes(args: Namespace, world_size: int, problems: Problems) -> None:
     """
     if vars(args).get("pipeline_model_parallel_size", 1) is None:
         raise ValueError("pipeline_model_parallel_size has to be set before check_sizes")
-    args.world_size = world_size
     problems.run(
         _check_profiled_ranks(args),
         *check_parallel(args),

@@ -259,7 +259,7 @@ class Checkpointer:
         self._console.line(f"warning: {sentence}, and training goes on")
 
 
-_PER_LAUNCH_ARGS = frozenset({"rank", "local_rank", "ignored_flags", "typed_flags", "taken_flags"})
+_PER_LAUNCH_ARGS = frozenset({"ignored_flags", "typed_flags", "taken_flags"})
 
 
 def plain_args(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -127,22 +127,19 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
     "trust_remote_code": ModelFlag(
         Kind.NONE, "a permission to run code, which every run gives anew"
     ),
-    "vocab_extra_ids": ModelFlag(Kind.NONE, "no tokenizer here has extra ids"),
     "attention_softmax_in_fp32": ModelFlag(Kind.NONE, "attention kernels sum in float32 anyway"),
     "attention_backend": ModelFlag(Kind.NONE, "another kernel for the same attention"),
     "transformer_impl": ModelFlag(Kind.NONE, "whose layers compute the same"),
     **_flags(
         Kind.NONE,
         _FUSED,
-        *("masked_softmax_fusion", "apply_rope_fusion", "no_persist_layer_norm"),
-        *("bias_swiglu_fusion", "bias_dropout_fusion"),
+        *("apply_rope_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"),
         *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     ),
     **_flags(
         Kind.NONE,
         _START,
         *("init_method_std", "embedding_init_method_std", "init_method_xavier_uniform"),
-        *("perform_initialization", "use_cpu_initialization"),
     ),
     **_flags(
         Kind.NONE,
@@ -159,7 +156,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.NONE,
         _SAMPLES,
         *("num_workers", "dataloader_type", "reset_position_ids", "reset_attention_mask"),
-        *("eod_mask_loss", "allow_ambiguous_pad_tokens", "create_attention_mask_in_dataloader"),
+        *("eod_mask_loss", "allow_ambiguous_pad_tokens"),
     ),
 }
 

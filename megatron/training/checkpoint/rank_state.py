@@ -82,7 +82,7 @@ def owned_write_items(
     """The items of the model and, if given, the optimizer that this rank writes."""
     written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
     replicas = len(plan.shares(coordinate.stage))
-    mine = _share(written, replicas, coordinate.data) if coordinate.context == 0 else set()
+    mine = _share(written, replicas, coordinate.data)
     write_items = [_weight_item(p) for p in written if p.name in mine]
     if optimizer is None:
         return write_items
@@ -93,7 +93,7 @@ def owned_write_items(
             continue
         # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
         is_own = optimizer.config.use_distributed_optimizer or p.name in mine
-        if is_own and coordinate.context == 0:
+        if is_own:
             write_items += _optimizer_items(p, shard)
     return write_items
 
@@ -161,7 +161,7 @@ def rng_write_items(coordinate: Coordinate) -> list[WriteItem]:
 
 def rng_prefix(coordinate: Coordinate) -> str:
     c = coordinate
-    return f"rng.stage{c.stage}.data{c.data}.context{c.context}.tensor{c.tensor}."
+    return f"rng.stage{c.stage}.data{c.data}.context0.tensor{c.tensor}."
 
 
 def restore_rng_state(states: dict[str, torch.Tensor]) -> bool:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from hetero.collectives.gpu_p2p import GpuP2P, P2PWork
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
-from tests.hetero.link.ring.pair import LARGE, SHORT, Pair, opened, wait_for
+from tests.hetero.link.joined import wait_for
+from tests.hetero.link.ring.pair import LARGE, SHORT, Pair, opened
 from tests.hetero.link.test_handshake import both
 
 

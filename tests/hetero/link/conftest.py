@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hetero.link.contract import Pair
-from tests.hetero.link.joined import threads_named, wait_until
+from tests.hetero.link.joined import threads_named, wait_for
 from tests.hetero.link.tcp.ends import Network
 from tests.hetero.link.transports import Transport, of_this_machine
 from tests.loopback_nic.library import LoopbackNics, lacking
@@ -42,7 +42,7 @@ def nothing_left_behind() -> Iterator[None]:
     """Carried links end their threads and close their files, whatever happened to them."""
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     yield
-    wait_until(lambda: threading.active_count() <= threads)
+    assert wait_for(lambda: threading.active_count() <= threads)
     assert [threads_named(n) for n in ("hetero-carrier", "tcp-send", "tcp-receive")] == [[], [], []]
     assert len(os.listdir("/proc/self/fd")) <= files
 

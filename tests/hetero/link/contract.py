@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hetero.link.base import Link, LinkDescription
+from hetero.link.base import Link, LinkDescription, as_bytes, sendable
 from tests.forked_ranks import ForkedRanks, Outcome
 from tests.gpus import gpu_of, take_gpu
 from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
@@ -197,9 +197,7 @@ def make(
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    left, right = (
-        t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)
-    )
+    left, right = (as_bytes(sendable(tensor).cpu()) for tensor in (one, other))
     return torch.equal(left, right)
 
 

@@ -61,40 +61,55 @@ def test_messages_arrive_in_the_order_sent_and_exactly_once(pair: Pair) -> None:
     assert received == list(range(200))
 
 
-def every_dtype(side: Side) -> dict[str, bool]:
+def every_dtype(side: Side) -> dict[str, torch.Tensor]:
+    return {
+        str(dtype): make((3, 5), dtype, side.device, seed=seed)
+        for seed, dtype in enumerate(_DTYPES)
+    }
+
+
+def every_size(side: Side) -> dict[str, torch.Tensor]:
+    return {
+        name: make(shape, torch.float32, side.device, seed=seed)
+        for seed, (name, shape) in enumerate(SIZES.items())
+    }
+
+
+def any_strides_and_history(side: Side) -> dict[str, torch.Tensor]:
+    base = make((6, 8, 4), torch.float32, side.device, seed=1)
+    return {
+        "transposed": base.transpose(0, 2),
+        "every other": base[::2, 1::3],
+        "expanded": base[:1].expand(5, 8, 4),
+        "a slice of larger memory": base[2:4],
+        "needs gradients": base.clone().requires_grad_(),
+        "an activation": base.clone().requires_grad_() * 2,
+    }
+
+
+def lazy_views(side: Side) -> dict[str, torch.Tensor]:
+    base = make((4, 4), torch.complex64, side.device, seed=3).nan_to_num(0.0, 0.0, 0.0)
+    return {"conjugated": base.conj(), "negated": base[:1, :1].conj().imag}
+
+
+def arrivals(side: Side) -> dict[str, bool]:
+    """Which of the sources arrive bit for bit."""
     arrived = {}
-    for seed, dtype in enumerate(_DTYPES):
-        sent = make((3, 5), dtype, side.device, seed=seed)
+    for name, source in side.options["sources"](side).items():
         if side.rank == 0:
-            side.link.send(sent).wait()
+            side.link.send(source).wait()
         else:
-            target = blank(sent)
+            target = blank(source).requires_grad_(source.requires_grad)
             side.link.recv(target).wait()
-            arrived[str(dtype)] = same_bits(target, sent)
+            arrived[name] = same_bits(target, source)
     return arrived
 
 
-def test_every_dtype_of_the_protocol_arrives_bit_for_bit(pair: Pair) -> None:
-    _, arrived = values(pair.run(every_dtype))
-    assert arrived == {str(dtype): True for dtype in _DTYPES}
-
-
-def every_size(side: Side) -> dict[str, bool]:
-    arrived = {}
-    for seed, (name, shape) in enumerate(SIZES.items()):
-        sent = make(shape, torch.float32, side.device, seed=seed)
-        if side.rank == 0:
-            side.link.send(sent).wait()
-        else:
-            target = blank(sent)
-            side.link.recv(target).wait()
-            arrived[name] = same_bits(target, sent)
-    return arrived
-
-
-def test_every_size_arrives_bit_for_bit(pair: Pair) -> None:
-    _, arrived = values(pair.run(every_size))
-    assert arrived == dict.fromkeys(SIZES, True)
+@pytest.mark.parametrize("sources", [every_dtype, every_size, any_strides_and_history, lazy_views])
+def test_a_source_arrives_bit_for_bit(pair: Pair, sources: Any) -> None:
+    _, arrived = values(pair.run(arrivals, sources=sources))
+    assert len(arrived) > 1
+    assert set(arrived.values()) == {True}, arrived
 
 
 def one_gibibyte(side: Side) -> bool:
@@ -113,51 +128,6 @@ def one_gibibyte(side: Side) -> bool:
 @pytest.mark.slow
 def test_a_gibibyte_arrives_whole(pair: Pair) -> None:
     assert values(pair.run(one_gibibyte, timeout=120, patience=240)) == [True, True]
-
-
-def any_strides(side: Side) -> dict[str, bool]:
-    base = make((6, 8, 4), torch.float32, side.device, seed=1)
-    sources = {
-        "transposed": base.transpose(0, 2),
-        "every other": base[::2, 1::3],
-        "expanded": base[:1].expand(5, 8, 4),
-        "a slice of larger memory": base[2:4],
-        "needs gradients": base.clone().requires_grad_(),
-        "an activation": base.clone().requires_grad_() * 2,
-    }
-    arrived = {}
-    for name, source in sources.items():
-        if side.rank == 0:
-            side.link.send(source).wait()
-        else:
-            target = torch.empty(source.shape, device=side.device, requires_grad=True)
-            side.link.recv(target).wait()
-            arrived[name] = same_bits(target, source)
-    return arrived
-
-
-def test_a_source_may_have_any_strides_and_a_history(pair: Pair) -> None:
-    _, arrived = values(pair.run(any_strides))
-    assert set(arrived.values()) == {True}, arrived
-
-
-def lazy_views(side: Side) -> dict[str, bool]:
-    base = make((4, 4), torch.complex64, side.device, seed=3).nan_to_num(0.0, 0.0, 0.0)
-    sources = {"conjugated": base.conj(), "negated": base[:1, :1].conj().imag}
-    arrived = {}
-    for name, source in sources.items():
-        if side.rank == 0:
-            side.link.send(source).wait()
-        else:
-            target = torch.empty(source.shape, dtype=source.dtype, device=side.device)
-            side.link.recv(target).wait()
-            arrived[name] = torch.equal(target, source)
-    return arrived
-
-
-def test_a_lazily_conjugated_source_arrives_as_its_values(pair: Pair) -> None:
-    _, arrived = values(pair.run(lazy_views))
-    assert arrived == {"conjugated": True, "negated": True}
 
 
 def into_strides(side: Side) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,15 +39,22 @@ def _fails(action: Any) -> tuple[str, float]:
     return "nothing was raised", time.monotonic() - begin
 
 
-FLOATS = ((4, 3), torch.float32)
+class Message(NamedTuple):
+    shape: tuple[int, ...] = (4, 3)
+    dtype: torch.dtype = torch.float32
+    tag: int = 0
+    job: str = JOB
+
+
 DIFFERENCES = {
-    "dtype": (FLOATS, ((4, 3), torch.int32), "torch.float32 instead of torch.int32"),
-    "width": (FLOATS, ((4, 3), torch.bfloat16), "torch.float32 instead of torch.bfloat16"),
-    "shape": (FLOATS, ((3, 4), torch.float32), "(4, 3) instead of (3, 4)"),
-    "dimensions": (FLOATS, ((12,), torch.float32), "(4, 3) instead of (12,)"),
-    "larger": (FLOATS, ((2, 3), torch.float32), "(4, 3) instead of (2, 3)"),
-    "smaller": (FLOATS, ((8, 3), torch.float32), "(4, 3) instead of (8, 3)"),
-    "tag": ((*FLOATS, 2**32 - 1), (*FLOATS, 7), "tag 4294967295 instead of 7"),
+    "dtype": (Message(), Message(dtype=torch.int32), "torch.float32 instead of torch.int32"),
+    "width": (Message(), Message(dtype=torch.bfloat16), "torch.float32 instead of torch.bfloat16"),
+    "shape": (Message(), Message((3, 4)), "(4, 3) instead of (3, 4)"),
+    "dimensions": (Message(), Message((12,)), "(4, 3) instead of (12,)"),
+    "larger": (Message(), Message((2, 3)), "(4, 3) instead of (2, 3)"),
+    "smaller": (Message(), Message((8, 3)), "(4, 3) instead of (8, 3)"),
+    "tag": (Message(tag=2**32 - 1), Message(tag=7), "tag 4294967295 instead of 7"),
+    "job": (Message(job="one"), Message(job="another"), "job "),
 }
 
 
@@ -59,10 +66,9 @@ def differing(side: Side) -> dict[str, tuple[str, float]]:
     """What the receiver is told, over a link for each difference: a link fails but once."""
     told = {}
     for what, (*sides, _) in DIFFERENCES.items():
-        shape, dtype, *tags = sides[side.rank]
-        tag = tags[0] if tags else 0
+        shape, dtype, tag, job = sides[side.rank]
         tensor = torch.ones(shape, dtype=dtype, device=side.device)
-        link = side.open()
+        link = side.open(job=job)
         if side.rank == 0:
             link.send(tensor, tag=tag)
         else:
@@ -104,25 +110,6 @@ def test_the_sender_of_a_message_that_was_refused_is_told_too(header_pair: Pair)
     (text, seconds), _ = values(header_pair.run(refused, timeout=SHORT))
     assert names_the_link(text, rank=0), text
     assert seconds < SHORT + GRACE
-
-
-def of_two_jobs(side: Side) -> tuple[str, float]:
-    link = side.open(job=f"{JOB} {side.rank}")
-    tensor = torch.ones(4, device=side.device)
-    side.meet("ready")
-    if side.rank == 0:
-        link.send(tensor)
-        side.hear("told")
-        return "", 0.0
-    result = _fails(lambda: link.recv(tensor).wait())
-    side.say("told")
-    return result
-
-
-def test_a_message_of_another_job_is_refused(header_pair: Pair) -> None:
-    _, (text, _) = values(header_pair.run(of_two_jobs, timeout=AMPLE, opened=False))
-    assert names_the_link(text, rank=1), text
-    assert "job" in text
 
 
 def never_sent(side: Side) -> list[tuple[str, float]]:

@@ -15,7 +15,7 @@ from hetero.errors import LinkError
 from hetero.link import open as opening
 from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous
-from hetero.link.names import FAMILIES, PATHS
+from hetero.link.names import PATHS
 from hetero.link.open import (
     Capabilities,
     ChannelOptions,
@@ -39,14 +39,18 @@ CPU = Capabilities(
 )
 
 
+def ends(
+    here: Capabilities, there: Capabilities, device: str = "cpu", **options: Any
+) -> PeerCapabilities:
+    return PeerCapabilities(here, there, ChannelOptions(**options), torch.device(device))
+
+
 def elsewhere(situation: Capabilities) -> Capabilities:
     return replace(situation, host={**HOST, "boot": "b"})
 
 
 def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
-    assert [PeerCapabilities(NVIDIA, NVIDIA).unavailable_reason(path) for path in PATHS] == [
-        None
-    ] * len(PATHS)
+    assert [ends(NVIDIA, NVIDIA).unavailable_reason(path) for path in PATHS] == [None] * len(PATHS)
 
 
 @pytest.mark.parametrize(
@@ -70,43 +74,36 @@ def test_two_gpus_of_one_kind_in_one_host_may_use_every_path() -> None:
 def test_what_stands_in_the_way_is_said_alike_at_both_ends(
     here: Capabilities, there: Capabilities, path: str, reason: str
 ) -> None:
-    assert reason in str(PeerCapabilities(here, there).unavailable_reason(path))
-    assert PeerCapabilities(here, there).unavailable_reason(path) == PeerCapabilities(
-        there, here
-    ).unavailable_reason(path)
+    said = ends(here, there).unavailable_reason(path)
+    assert reason in str(said)
+    assert ends(there, here).unavailable_reason(path) == said
 
 
-@pytest.mark.parametrize("path", ["shm", "tcp"])
-@pytest.mark.parametrize(
-    ("there", "kind", "detail"),
-    [
-        (AMD, "ordered", ""),
-        (replace(AMD, stream_wait_missing="streams do not wait"), "host", "streams do not wait"),
-    ],
-)
-def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
-    path: str, there: Capabilities, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[RingOptions] = []
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[RingOptions]:
+    """The options of the links that are opened meanwhile, which are none."""
+    found: list[RingOptions] = []
 
     def opened(rendezvous: object, options: RingOptions, *paths: object) -> SimpleNamespace:
-        given.append(options)
+        found.append(options)
         return SimpleNamespace(detail="")
 
     monkeypatch.setattr(opening, "GpuDevice", lambda device: "ordered")
     monkeypatch.setattr(opening, "HostDevice", lambda device, checksum: "host")
     monkeypatch.setattr(opening, "open_same_host", opened)
     monkeypatch.setattr(opening, "open_tcp", opened)
-    link = open_path(
-        path,
-        rendezvous(0, dist.HashStore()),
-        capabilities=PeerCapabilities(NVIDIA, there),
-        options=ChannelOptions(),
-        device=torch.device("cuda:0"),
-    )
+    return found
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize(("missing", "kind"), [(None, "ordered"), ("streams do not wait", "host")])
+def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
+    path: str, missing: str | None, kind: str, given: list[RingOptions]
+) -> None:
+    capabilities = ends(NVIDIA, replace(AMD, stream_wait_missing=missing), "cuda:0")
+    link = open_path(path, rendezvous(0, dist.HashStore()), capabilities)
     assert given[0].device == kind
-    assert detail in link.detail
-    assert bool(link.detail) == bool(detail)
+    assert link.detail == (f"copied by CPU threads ({missing})" if missing else "")
 
 
 @pytest.mark.parametrize(
@@ -114,51 +111,27 @@ def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_say
     [("ipc", None, 16 << 20), ("shm", None, 4 << 20), ("shm", 1 << 20, 1 << 20)],
 )
 def test_a_link_takes_no_more_memory_than_its_rings(
-    path: str, chunk_bytes: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+    path: str, chunk_bytes: int | None, expected: int, given: list[RingOptions]
 ) -> None:
-    given: list[RingOptions] = []
-    monkeypatch.setattr(opening, "GpuDevice", lambda device: None)
-    monkeypatch.setattr(
-        opening,
-        "open_same_host",
-        lambda rendezvous, options: given.append(options) or SimpleNamespace(detail=""),
-    )
-    open_path(
-        path,
-        rendezvous(0, dist.HashStore()),
-        capabilities=PeerCapabilities(NVIDIA, NVIDIA),
-        options=ChannelOptions(ring_bytes=64 << 20, chunk_bytes=chunk_bytes),
-        device=torch.device("cuda:0"),
-    )
+    capabilities = ends(NVIDIA, NVIDIA, "cuda:0", ring_bytes=64 << 20, chunk_bytes=chunk_bytes)
+    open_path(path, rendezvous(0, dist.HashStore()), capabilities)
     assert 2 * given[0].ring_bytes == 64 << 20
     assert given[0].chunk_bytes == expected
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
-    ours = rendezvous(0, dist.HashStore())
     with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):
-        open_path(
-            "ipc",
-            ours,
-            capabilities=PeerCapabilities(CPU, CPU),
-            options=ChannelOptions(),
-            device=torch.device("cpu"),
-        )
+        open_path("ipc", rendezvous(0, dist.HashStore()), ends(CPU, CPU))
 
 
 def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() -> None:
     here = replace(CPU, addresses=("127.0.1.1",))
     there = replace(CPU, addresses=("10.0.0.2",))
-    capabilities = PeerCapabilities(here, replace(there, host=HOST | {"network": "another"}))
+    capabilities = ends(here, replace(there, host=HOST | {"network": "another"}))
     reason = capabilities.unavailable_reason("tcp")
     assert reason is not None
     assert "only the loopback address 127.0.1.1" in reason
-    assert PeerCapabilities(here, there).unavailable_reason("tcp") is None
-
-
-def test_every_family_is_made_of_paths_fastest_first() -> None:
-    for family in FAMILIES.values():
-        assert list(family) == sorted(family, key=PATHS.index)
+    assert ends(here, there).unavailable_reason("tcp") is None
 
 
 NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"
@@ -208,10 +181,10 @@ def choices() -> Iterator[Any]:
 def broken(path: str, *, on_rank: int):
     """open_path in which one path cannot be opened by one of the ends."""
 
-    def open_or_fail(path: str, ours: Rendezvous, **rest: Any) -> Link:
+    def open_or_fail(path: str, ours: Rendezvous, capabilities: PeerCapabilities) -> Link:
         if path in broken_paths and ours.description.rank == on_rank:
             raise LinkError(f"{path} is broken here")
-        return open_path(path, ours, **rest)
+        return open_path(path, ours, capabilities)
 
     broken_paths = path.split()
     return open_or_fail

@@ -85,7 +85,7 @@ def open_channel(
     # Small chunks, so that even small messages are cut and every ring wraps.
     options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10, checksum=checksum)
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
-    return open_path(path, rendezvous, capabilities=capabilities, options=options, device=device)
+    return open_path(path, rendezvous, capabilities)
 
 
 open_checked = functools.partial(open_channel, checksum=True)

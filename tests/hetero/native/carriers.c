@@ -33,7 +33,7 @@ struct end {
     struct carrier *carrier;
     struct host_stream *filling, *emptying;
     int fds[ENGINE_RAILS];
-    struct verbs_connection_info infos[ENGINE_RAILS];
+    struct verbs_end rails[ENGINE_RAILS];
 };
 
 static const char *const nics[2][2] = {{"a0", "a1"}, {"b0", "b1"}};
@@ -44,7 +44,7 @@ static bool is_verbs;
 /* Behind each entry in the ring; where there is none, TCP may pass the ring by. */
 static uint64_t check_bytes;
 /* Of the emulated NICs. */
-static void (*break_nic)(const char *name, int fault);
+static void (*break_nic)(int index, int fault);
 static unsigned seed;
 static unsigned abandon = UINT32_MAX;
 static atomic_uint compared;
@@ -220,48 +220,26 @@ static void connect_pair(int rail)
 static void add_tcp(struct end *end, int rail)
 {
     char error[RAIL_TEXT_BYTES];
-    struct tcp_request request = {
-        .fd = end->fds[rail],
-        .sending = address(end->rings),
-        .receiving = address(end->rings) + RING_BYTES,
-        .ring_bytes = RING_BYTES,
-        .control = address(end->control),
-    };
 
-    REQUIRE(carrier_add_tcp(end->carrier, &request, error));
+    REQUIRE(carrier_add_tcp(end->carrier, end->fds[rail], error));
 }
 
 static void add_verbs(struct end *end, int rail)
 {
     char error[RAIL_TEXT_BYTES];
-    struct verbs_request request = {
-        .device = nics[end->side][rail],
-        .port = 1,
-        .reads_back = seed % 2,
-        .dmabuf = -1,
-        .rings = address(end->rings),
-        .ring_bytes = RING_BYTES,
-        .control = address(end->control),
-    };
+    const char *nic = nics[end->side][rail];
+    bool by_dmabuf;
 
-    REQUIRE(carrier_add_verbs(end->carrier, &request, &end->infos[rail], error));
+    REQUIRE(carrier_add_verbs(end->carrier, nic, 1, &end->rails[rail], &by_dmabuf, error));
 }
 
 static void connect_verbs(struct end *end, int rail)
 {
-    const struct verbs_connection_info *there = &ends[1 - end->side].infos[rail];
-    struct verbs_route own = {0};
-    struct verbs_peer peer = {
-        .route = {.qp = there->qp},
-        .receiving = there->receiving,
-        .receiving_key = there->receiving_key,
-        .control = there->control,
-        .control_key = there->control_key,
-        .reads_back = seed % 2,
-    };
+    const struct verbs_end *there = &ends[1 - end->side].rails[rail];
+    struct verbs_route route = {0};
     char error[RAIL_TEXT_BYTES];
 
-    REQUIRE(carrier_connect_verbs(end->carrier, rail, &peer, &own, error));
+    REQUIRE(carrier_connect_verbs(end->carrier, rail, there, &route, &route, error));
 }
 
 static void notified(void *carrier)
@@ -285,9 +263,12 @@ static void open_end(struct end *end)
     struct engine_options options = {
         .control = address(end->control),
         .side = (uint64_t)end->side,
+        .rings = address(end->rings),
         .ring_bytes = RING_BYTES,
         .checksum_bytes = check_bytes,
         .stall_seconds = STALL_SECONDS,
+        .reads_back = is_verbs && seed % 2,
+        .dmabuf = -1,
     };
     end->carrier = carrier_new(&options, error);
     REQUIRE(end->carrier != NULL);
@@ -350,7 +331,7 @@ static void *cut(void *argument)
             int side = rand_r(&chance) % 2;
 
             if (is_verbs)
-                break_nic(nics[side][rail], 1 + rand_r(&chance) % 2);
+                break_nic(2 * side + rail, 1 + rand_r(&chance) % 2);
             else
                 shutdown(ends[side].fds[rail], SHUT_RDWR);
             /* The end at fault may have nothing under way by which it could notice. */

@@ -7,44 +7,24 @@ import re
 import shutil
 import subprocess
 import sys
-from ctypes import Structure
+from ctypes import sizeof
 from pathlib import Path
 
 import pytest
 
 from hetero.errors import LinkError
 from hetero.link.header import HEADER_BYTES
-from hetero.link.ring import ENTRIES
 from hetero.native import binding, structures
 from hetero.native.binding import native
-from tests.c_layout import layout_in_c, layout_in_python, values_in_c
+from hetero.native.headers import FOLDER, functions, structure
+from tests.hetero.device.headers import Header
 from tests.hip_on_cuda.library import COMPILER, LACKING
 
 ROOT = Path(__file__).resolve().parents[3]
-STRUCTURES: dict[str, dict[str, type[Structure]]] = {
-    "native.h": {
-        "struct entry_points": structures.EntryPoints,
-        "struct streams": structures.Streams,
-        "struct flow": structures.Flow,
-        "struct host_gpu": structures.HostGpu,
-    },
-    "ring.h": {
-        "struct ring_word": structures.RingWord,
-        "struct ring_record": structures.RingRecord,
-        "struct ring_direction": structures.RingDirection,
-        "struct ring_end": structures.RingEnd,
-        "struct ring_control": structures.RingControl,
-    },
-    "carrier.h": {
-        "struct engine_options": structures.EngineOptions,
-        "struct verbs_request": structures.VerbsRequest,
-        "struct verbs_connection_info": structures.VerbsConnectionInfo,
-        "struct verbs_route": structures.VerbsRoute,
-        "struct verbs_peer": structures.VerbsPeer,
-        "struct verbs_port": structures.VerbsPort,
-        "struct tcp_request": structures.TcpRequest,
-    },
-}
+STRUCTURES = (
+    "entry_points streams flow exchange_part host_gpu ring_control ring_direction ring_record "
+    "ring_end ring_word engine_options verbs_end verbs_route verbs_port"
+).split()
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
 SHARED_WHOLE = (
     "context_ops device_attr port_attr qp_cap qp_init_attr ah_attr qp_attr sge send_wr recv_wr wc "
@@ -60,9 +40,9 @@ def checkout(tmp_path: Path) -> Path:
     """What the build of the library needs, as in a checkout that was never installed."""
     for name in ("setup.py", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    target = tmp_path / binding.FOLDER.relative_to(ROOT)
+    target = tmp_path / FOLDER.relative_to(ROOT)
     target.mkdir(parents=True)
-    for source in [*binding.FOLDER.glob("*.[ch]"), binding.FOLDER / "__init__.py"]:
+    for source in [*FOLDER.glob("*.[ch]"), FOLDER / "__init__.py"]:
         shutil.copy(source, target)
     shutil.copy(ROOT / "hetero" / "version.py", tmp_path / "hetero")
     return tmp_path
@@ -131,8 +111,7 @@ def test_a_library_that_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: P
 
 @needs_compiler
 def test_a_library_of_other_sources_is_an_error_with_the_remedy(tmp_path: Path) -> None:
-    names = dict.fromkeys(binding.FUNCTIONS)
-    lines = [f"void {name}(void) {{}}" for name in names]
+    lines = [f"void {name}(void) {{}}" for name in functions() if name != "native_version"]
     source, built = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text("\n".join(["int native_version(void) { return 7; }", *lines]))
     subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", built, source], check=True)
@@ -140,39 +119,47 @@ def test_a_library_of_other_sources_is_an_error_with_the_remedy(tmp_path: Path) 
         native(built)
 
 
-@needs_compiler
-@pytest.mark.parametrize("header", STRUCTURES)
-def test_python_s_structures_are_laid_out_as_c_s(header: str, tmp_path: Path) -> None:
-    """Field by field: the two are written down apart from each other."""
-    mirrored = STRUCTURES[header]
-    found = layout_in_c(mirrored, header=binding.FOLDER / header, folder=tmp_path)
-    assert found == layout_in_python(mirrored)
+@pytest.fixture
+def headers(tmp_path: Path) -> Header:
+    """All that the library's C has."""
+    path = tmp_path / "all.h"
+    path.write_text("".join(f'#include "{h}"\n' for h in FOLDER.glob("*.h")))
+    return Header(path, folder=tmp_path)
 
 
 @needs_compiler
-def test_python_s_numbers_are_c_s(tmp_path: Path) -> None:
+def test_structures_are_read_from_the_headers_as_a_compiler_lays_them_out(
+    headers: Header,
+) -> None:
+    read = {
+        f"{what}(struct {name}{comma}{field})": value
+        for name in STRUCTURES
+        for what, comma, field, value in (
+            ("sizeof", "", "", sizeof(structure(name))),
+            *(
+                ("offsetof", ", ", f[0], getattr(structure(name), f[0]).offset)
+                for f in structure(name)._fields_
+            ),
+        )
+    }
+    assert headers.values(read) == read
+
+
+@needs_compiler
+def test_python_s_numbers_are_c_s(headers: Header) -> None:
     prefixes = {structures.Step: "STEP_", structures.HostFailure: "HOST_"}
     mirrored = {
         prefixes.get(kind, "") + number.name: number.value
         for kind in (structures.Vendor, structures.Progress, *prefixes)
         for number in kind
     }
-    mirrored |= {
-        "HOST_CHECKSUM_BYTES": structures.CHECKSUM_BYTES,
-        "RAIL_TEXT_BYTES": structures.TEXT_BYTES,
-        "RING_ENTRIES": ENTRIES,
-        "RING_HEADER_BYTES": HEADER_BYTES,
-        "RING_FAULT_BYTES": structures.RING_FAULT_BYTES,
-    }
-    header = tmp_path / "all.h"
-    header.write_text("".join(f'#include "{h}"\n' for h in binding.FOLDER.glob("*.h")))
-    found = values_in_c(mirrored, header=header, folder=tmp_path)
-    assert found == mirrored
+    mirrored["RING_HEADER_BYTES"] = HEADER_BYTES
+    assert headers.values(mirrored) == mirrored
 
 
 def declared() -> tuple[list[str], list[str]]:
     """What ibverbs.h declares of libibverbs: fields, as expressions, and numbers."""
-    text = (binding.FOLDER / "ibverbs.h").read_text()
+    text = (FOLDER / "ibverbs.h").read_text()
     fields = []
     inner = re.compile(r"^    (?:union|struct) {.*?^    } (\w+);", re.S | re.M)
     for name, body in re.findall(r"^struct (ibv_\w+) {\n(.*?)^};", text, re.S | re.M):
@@ -192,5 +179,8 @@ def test_what_is_declared_of_libibverbs_is_as_rdma_core_has_it(tmp_path: Path) -
     assert (len(fields) > 80, len(numbers) > 30) == (True, True)
     sizes = [f"sizeof(struct ibv_{name})" for name in SHARED_WHOLE]
     expressions = [*fields, *numbers, *sizes]
-    ours = values_in_c(expressions, header=binding.FOLDER / "ibverbs.h", folder=tmp_path)
-    assert ours == values_in_c(expressions, header=RDMA_CORE, folder=tmp_path)
+    ours, theirs = (
+        Header(path, folder=tmp_path).values(expressions)
+        for path in (FOLDER / "ibverbs.h", RDMA_CORE)
+    )
+    assert ours == theirs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,16 +26,10 @@ VECTORS = {
 }
 
 
-def function(name: str) -> Any:
-    found = getattr(native(), name)
-    found.restype, found.argtypes = ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_size_t]
-    return found
-
-
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(("data", "expected"), VECTORS.items())
 def test_it_is_the_checksum_of_the_standard(name: str, data: bytes, expected: int) -> None:
-    assert function(name)(data, len(data)) == expected
+    assert getattr(native(), name)(data, len(data)) == expected
 
 
 @given(st.binary(max_size=200), st.integers(0, 9))
@@ -44,4 +37,4 @@ def test_both_ways_come_to_the_same_wherever_the_bytes_begin(data: bytes, skippe
     buffer = ctypes.create_string_buffer(data)
     begin = min(skipped, len(data))
     address, nbytes = ctypes.addressof(buffer) + begin, len(data) - begin
-    assert function("checksum")(address, nbytes) == function("checksum_portable")(address, nbytes)
+    assert native().checksum(address, nbytes) == native().checksum_portable(address, nbytes)

@@ -2,147 +2,81 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_bool, c_int, c_uint8, c_uint32, c_uint64
+from ctypes import byref, c_uint32, c_uint64
 from typing import Any
 
 import pytest
 
 from hetero.native.binding import native
+from hetero.native.headers import structure
+from hetero.native.structures import RING_ENTRIES
 
-ENTRIES = 256
 ALMOST_ROUND = 2**32 - 3
 NO_BYTE = 2**64 - 1
-
-
-class SendStatus(Structure):
-    _fields_ = (("state", c_uint8), ("rail", c_uint8))
-
-
-class Sequence(Structure):
-    _fields_ = (
-        ("next", c_uint32),
-        ("completed", c_uint32),
-        ("posted_end", c_uint32),
-        ("status", SendStatus * ENTRIES),
-    )
-
-
-class Outgoing(Structure):
-    _fields_ = (
-        ("records", Sequence),
-        ("data", Sequence),
-        ("released", c_uint32),
-        ("freed", c_uint32),
-    )
-
-
-class RecvStatus(Structure):
-    _fields_ = (
-        ("state", c_uint8),
-        ("rail", c_uint8),
-        ("has_record", c_bool),
-        ("last_byte", c_uint64),
-    )
-
-
-class Incoming(Structure):
-    _fields_ = (
-        ("posted", c_uint32),
-        ("produced", c_uint32),
-        ("credited", c_uint32),
-        ("credit_lost", c_bool),
-        ("status", RecvStatus * ENTRIES),
-    )
+C = native()
 
 
 class Sender:
     """One direction's sender, whose first entry has any number."""
 
-    def __init__(self, library: Any, first: int) -> None:
-        self._library = library
-        self.state = Outgoing()
-        for sequence in (self.state.records, self.state.data):
-            sequence.next = sequence.completed = sequence.posted_end = first
-        self.state.released = self.state.freed = first
+    def __init__(self, first: int) -> None:
+        sequence = structure("sequence")(next=first, completed=first, posted_end=first)
+        self.state = structure("outgoing")(sequence, sequence, released=first, freed=first)
 
     def waiting(self, what: str, limit: int) -> int | None:
         number = c_uint32()
-        sequence = getattr(self.state, what)
-        found = self._library.sequence_next_unsent(
-            byref(sequence), c_uint32(limit & 0xFFFFFFFF), byref(number)
-        )
+        found = C.sequence_next_unsent(byref(getattr(self.state, what)), limit, byref(number))
         return number.value if found else None
 
     def post(self, what: str, number: int, rail: int) -> None:
-        self._library.sequence_post(byref(getattr(self.state, what)), c_uint32(number), rail)
+        C.sequence_post(byref(getattr(self.state, what)), number, rail)
 
     def complete(self, what: str, number: int, rail: int) -> None:
-        self._library.sequence_complete(byref(getattr(self.state, what)), c_uint32(number), rail)
+        C.sequence_complete(byref(getattr(self.state, what)), number, rail)
 
     def carry(self, number: int, rail: int) -> None:
         """Post and complete record and data of an entry."""
         for what in ("records", "data"):
-            self.post(what, number & 0xFFFFFFFF, rail)
-            self.complete(what, number & 0xFFFFFFFF, rail)
+            self.post(what, number, rail)
+            self.complete(what, number, rail)
 
     def credit(self, count: int) -> bool:
-        credited = c_uint32(count & 0xFFFFFFFF)
-        return bool(self._library.outgoing_credit(byref(self.state), credited))
+        return bool(C.outgoing_credit(byref(self.state), count))
 
     def freed(self) -> int:
-        return int(self._library.outgoing_free(byref(self.state)))
+        return int(C.outgoing_free(byref(self.state)))
 
     def retransmit(self, rail: int, *, records: bool = False, data: bool = False) -> int:
         """How many entries' data wait again, of those posted and, if so, of those sent."""
-        state = byref(self.state)
-        return int(self._library.outgoing_retransmit(state, rail, c_bool(records), c_bool(data)))
+        return int(C.outgoing_retransmit(byref(self.state), rail, records, data))
 
 
 class Receiver:
     """One direction's receiver, whose first entry has any number."""
 
-    def __init__(self, library: Any, first: int) -> None:
-        self._library = library
-        self.state = Incoming(posted=first, produced=first, credited=first)
+    def __init__(self, first: int) -> None:
+        self.state = structure("incoming")(posted=first, produced=first, credited=first)
 
     def record(self, number: int, last_byte: int = 0) -> None:
-        self._library.incoming_record(
-            byref(self.state), c_uint32(number & 0x7FFFFFFF), c_uint64(last_byte)
-        )
+        C.incoming_record(byref(self.state), number & 0x7FFFFFFF, last_byte)
 
     def data(self, number: int, rail: int = 0, *, needs_reading: bool = False) -> None:
-        self._library.incoming_data(
-            byref(self.state), c_uint32(number & 0x7FFFFFFF), rail, c_bool(needs_reading)
-        )
+        C.incoming_data(byref(self.state), number & 0x7FFFFFFF, rail, needs_reading)
 
     def expect_data(self, number: int, rail: int) -> bool:
-        return bool(self._library.incoming_expect_data(byref(self.state), c_uint32(number), rail))
+        return bool(C.incoming_expect_data(byref(self.state), number, rail))
 
     def claim(self, rail: int) -> int | None:
         last_byte = c_uint64()
-        found = self._library.incoming_claim_read_back(byref(self.state), rail, byref(last_byte))
+        found = C.incoming_claim_read_back(byref(self.state), rail, byref(last_byte))
         return last_byte.value if found else None
 
     def seen(self, rail: int) -> None:
-        self._library.incoming_read_back_completed(byref(self.state), rail)
+        C.incoming_read_back_completed(byref(self.state), rail)
 
     def forget(self, rail: int) -> None:
-        self._library.incoming_discard(byref(self.state), rail)
-
-
-@pytest.fixture
-def library() -> ctypes.CDLL:
-    chosen = native()
-    chosen.sequence_next_unsent.restype = c_bool
-    chosen.sequence_next_unsent.argtypes = [POINTER(Sequence), c_uint32, POINTER(c_uint32)]
-    chosen.outgoing_credit.restype = c_bool
-    chosen.outgoing_free.restype = c_uint32
-    chosen.outgoing_retransmit.restype = c_int
-    chosen.incoming_expect_data.restype = c_bool
-    chosen.incoming_claim_read_back.restype = c_bool
-    return chosen
+        C.incoming_discard(byref(self.state), rail)
 
 
 @pytest.fixture(params=[0, ALMOST_ROUND], ids=["from-zero", "round-the-counter"])
@@ -154,8 +88,8 @@ def whole(number: int) -> int:
     return number & 0xFFFFFFFF
 
 
-def test_parts_are_posted_in_order_and_never_beyond_the_limit(library: Any, first: int) -> None:
-    sender = Sender(library, first)
+def test_parts_are_posted_in_order_and_never_beyond_the_limit(first: int) -> None:
+    sender = Sender(first)
     posted = []
     while (number := sender.waiting("records", first + 5)) is not None:
         sender.post("records", number, 0)
@@ -164,48 +98,46 @@ def test_parts_are_posted_in_order_and_never_beyond_the_limit(library: Any, firs
 
 
 def test_an_entry_is_freed_once_it_is_released_and_both_its_parts_have_completed(
-    library: Any, first: int
+    first: int,
 ) -> None:
-    sender = Sender(library, first)
+    sender = Sender(first)
     sender.carry(first, 0)
     assert sender.freed() == first
-    sender.post("records", whole(first + 1), 1)
-    sender.post("data", whole(first + 1), 0)
+    sender.post("records", first + 1, 1)
+    sender.post("data", first + 1, 0)
     sender.credit(first + 2)
     assert sender.freed() == whole(first + 1)
-    sender.complete("records", whole(first + 1), 1)
+    sender.complete("records", first + 1, 1)
     assert sender.freed() == whole(first + 1)
-    sender.complete("data", whole(first + 1), 0)
+    sender.complete("data", first + 1, 0)
     assert sender.freed() == whole(first + 2)
 
 
-def test_entries_that_complete_out_of_order_are_freed_in_order(library: Any, first: int) -> None:
-    sender = Sender(library, first)
+def test_entries_that_complete_out_of_order_are_freed_in_order(first: int) -> None:
+    sender = Sender(first)
     for step in range(4):
         for what in ("records", "data"):
-            sender.post(what, whole(first + step), step % 2)
+            sender.post(what, first + step, step % 2)
     sender.credit(first + 4)
     freed = []
     for step in (3, 1, 0, 2):
         for what in ("records", "data"):
-            sender.complete(what, whole(first + step), step % 2)
+            sender.complete(what, first + step, step % 2)
         freed.append(whole(sender.freed() - first))
     assert freed == [0, 0, 2, 4]
 
 
-def test_a_full_ring_of_completed_entries_frees_no_more_than_there_are(
-    library: Any, first: int
-) -> None:
-    sender = Sender(library, first)
-    for step in range(ENTRIES):
+def test_a_full_ring_of_completed_entries_frees_no_more_than_there_are(first: int) -> None:
+    sender = Sender(first)
+    for step in range(RING_ENTRIES):
         sender.carry(first + step, 0)
-    sender.credit(first + ENTRIES)
-    assert sender.freed() == whole(first + ENTRIES)
-    assert sender.waiting("data", first + ENTRIES + 1) == whole(first + ENTRIES)
+    sender.credit(first + RING_ENTRIES)
+    assert sender.freed() == whole(first + RING_ENTRIES)
+    assert sender.waiting("data", first + RING_ENTRIES + 1) == whole(first + RING_ENTRIES)
 
 
-def test_a_credit_that_was_overtaken_changes_nothing(library: Any, first: int) -> None:
-    sender = Sender(library, first)
+def test_a_credit_that_was_overtaken_changes_nothing(first: int) -> None:
+    sender = Sender(first)
     for step in range(3):
         sender.carry(first + step, 0)
     for count in (3, 1, -500):
@@ -213,25 +145,25 @@ def test_a_credit_that_was_overtaken_changes_nothing(library: Any, first: int) -
         assert sender.freed() == whole(first + 3)
 
 
-def test_a_credit_for_data_that_were_never_posted_is_refused(library: Any, first: int) -> None:
-    sender = Sender(library, first)
+def test_a_credit_for_data_that_were_never_posted_is_refused(first: int) -> None:
+    sender = Sender(first)
     sender.carry(first, 0)
-    sender.post("records", whole(first + 1), 0)
+    sender.post("records", first + 1, 0)
     assert not sender.credit(first + 2)
     assert sender.freed() == first
-    sender.post("data", whole(first + 1), 0)
+    sender.post("data", first + 1, 0)
     # Sent again over another rail, it may be credited for the first time that it came.
     assert sender.retransmit(0) == 1
     assert sender.credit(first + 2)
 
 
-def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, first: int) -> None:
-    sender = Sender(library, first)
+def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(first: int) -> None:
+    sender = Sender(first)
     for step in range(6):
         sender.carry(first + step, 1) if step == 0 else None
         if step:
             for what in ("records", "data"):
-                sender.post(what, whole(first + step), step % 2)
+                sender.post(what, first + step, step % 2)
     assert sender.retransmit(0) == 2
     again = []
     while (number := sender.waiting("data", first + 6)) is not None:
@@ -239,17 +171,17 @@ def test_a_lost_rail_s_unfinished_parts_wait_again_in_their_order(library: Any, 
         again.append(whole(number - first))
     assert again == [2, 4]
     # The lost rail's late word counts no more.
-    sender.complete("data", whole(first + 2), 0)
+    sender.complete("data", first + 2, 0)
     sender.credit(first + 6)
     for step in range(1, 6):
-        sender.complete("records", whole(first + step), 1)
-        sender.complete("data", whole(first + step), 1)
+        sender.complete("records", first + step, 1)
+        sender.complete("data", first + step, 1)
     assert sender.freed() == whole(first + 2)
 
 
-def test_what_has_landed_is_sent_again_only_for_a_receiver_that_reads_back(library: Any) -> None:
+def test_what_has_landed_is_sent_again_only_for_a_receiver_that_reads_back() -> None:
     for completion, count in ((False, 0), (True, 2)):
-        sender = Sender(library, 0)
+        sender = Sender(0)
         for number in range(3):
             sender.carry(number, 0)
         sender.credit(1)
@@ -258,8 +190,8 @@ def test_what_has_landed_is_sent_again_only_for_a_receiver_that_reads_back(libra
         assert sender.waiting("data", 3) == (1 if completion else None)
 
 
-def test_what_was_released_is_not_sent_again_though_its_rail_never_said_so(library: Any) -> None:
-    sender = Sender(library, 0)
+def test_what_was_released_is_not_sent_again_though_its_rail_never_said_so() -> None:
+    sender = Sender(0)
     for what in ("records", "data"):
         sender.post(what, 0, 0)
     sender.credit(1)
@@ -267,11 +199,9 @@ def test_what_was_released_is_not_sent_again_though_its_rail_never_said_so(libra
     assert sender.freed() == 1
 
 
-def test_entries_count_without_a_gap_whatever_order_the_rails_bring(
-    library: Any, first: int
-) -> None:
+def test_entries_count_without_a_gap_whatever_order_the_rails_bring(first: int) -> None:
     for arrive in (Receiver.record, Receiver.data):
-        receiver = Receiver(library, first)
+        receiver = Receiver(first)
         counts = []
         for step in (2, 0, 1, 3):
             arrive(receiver, whole(first + step))
@@ -282,16 +212,16 @@ def test_entries_count_without_a_gap_whatever_order_the_rails_bring(
         assert counts == [0, 1, 3, 4]
 
 
-def test_what_comes_twice_counts_once(library: Any, first: int) -> None:
-    receiver = Receiver(library, first)
+def test_what_comes_twice_counts_once(first: int) -> None:
+    receiver = Receiver(first)
     for step in (0, 0, 1, 0, 1):
-        receiver.record(whole(first + step))
-        receiver.data(whole(first + step), rail=step)
+        receiver.record(first + step)
+        receiver.data(first + step, rail=step)
     assert receiver.state.posted == receiver.state.produced == whole(first + 2)
 
 
-def test_data_that_need_a_read_back_count_when_it_is_answered(library: Any) -> None:
-    receiver = Receiver(library, 0)
+def test_data_that_need_a_read_back_count_when_it_is_answered() -> None:
+    receiver = Receiver(0)
     receiver.data(0, needs_reading=True)
     assert receiver.claim(0) is None, "its record, which says where it lies, is not here"
     receiver.record(0, last_byte=99)
@@ -306,8 +236,8 @@ def test_data_that_need_a_read_back_count_when_it_is_answered(library: Any) -> N
     assert receiver.state.produced == 2
 
 
-def test_an_entry_without_data_needs_no_read_back(library: Any) -> None:
-    receiver = Receiver(library, 0)
+def test_an_entry_without_data_needs_no_read_back() -> None:
+    receiver = Receiver(0)
     receiver.record(0, last_byte=NO_BYTE)
     receiver.data(0, needs_reading=True)
     assert receiver.claim(0) is None
@@ -318,9 +248,9 @@ def test_an_entry_without_data_needs_no_read_back(library: Any) -> None:
     "reach", [lambda r: None, lambda r: r.claim(0)], ids=["before-the-read", "during-the-read"]
 )
 def test_what_a_lost_rail_brought_unseen_comes_again_over_another(
-    library: Any, reach: Callable[[Receiver], Any]
+    reach: Callable[[Receiver], Any],
 ) -> None:
-    receiver = Receiver(library, 0)
+    receiver = Receiver(0)
     receiver.record(0)
     receiver.data(0, 0, needs_reading=True)
     reach(receiver)
@@ -333,9 +263,9 @@ def test_what_a_lost_rail_brought_unseen_comes_again_over_another(
     assert receiver.state.produced == 1
 
 
-def test_over_connections_what_was_sent_may_not_have_arrived(library: Any, first: int) -> None:
+def test_over_connections_what_was_sent_may_not_have_arrived(first: int) -> None:
     """TCP confirms nothing: records and data are sent again unless the receiver released them."""
-    sender = Sender(library, first)
+    sender = Sender(first)
     for step in range(4):
         sender.carry(first + step, step % 2)
     sender.credit(first + 1)
@@ -348,10 +278,8 @@ def test_over_connections_what_was_sent_may_not_have_arrived(library: Any, first
     assert sender.freed() == whole(first + 4)
 
 
-def test_data_are_taken_from_one_rail_and_left_to_no_other_while_they_come(
-    library: Any, first: int
-) -> None:
-    receiver = Receiver(library, first)
+def test_data_are_taken_from_one_rail_and_left_to_no_other_while_they_come(first: int) -> None:
+    receiver = Receiver(first)
     assert receiver.expect_data(first, 0)
     assert not receiver.expect_data(first, 1), "they are coming over another rail"
     receiver.forget(0)
@@ -361,4 +289,4 @@ def test_data_are_taken_from_one_rail_and_left_to_no_other_while_they_come(
     receiver.data(first, 1)
     assert receiver.state.produced == whole(first + 1)
     assert not receiver.expect_data(first, 1), "they are here"
-    assert not receiver.expect_data(whole(first + 1 + ENTRIES), 1), "there is no room for it yet"
+    assert not receiver.expect_data(first + 1 + RING_ENTRIES, 1), "there is no room for it yet"

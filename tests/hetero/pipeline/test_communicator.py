@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +11,9 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from hetero.link.base import Link, Work
+from hetero.link.base import Link
 from hetero.pipeline.communicator import PipelineCommunicator
+from tests.hetero.pipeline.fake_link import FakeLink
 
 SHAPE = (2, 3)
 METHODS = [
@@ -27,46 +27,6 @@ METHODS = [
     "send_backward_recv_backward",
     "send_forward_backward_recv_forward_backward",
 ]
-
-
-class FakeWork(Work):
-    def __init__(self, *, target: torch.Tensor | None = None, content: torch.Tensor | None = None):
-        self._target, self._content = target, content
-        self.waited = False
-
-    def wait(self) -> None:
-        self.waited = True
-        if self._target is not None and self._content is not None:
-            self._target.data.copy_(self._content)
-
-    def is_completed(self) -> bool:
-        return self.waited
-
-
-class FakeLink:
-    """Remembers what was sent and hands out what a test has laid ready; content comes on wait."""
-
-    receives_ahead = True
-
-    def __init__(self) -> None:
-        self.sent: list[torch.Tensor] = []
-        self.sends: list[FakeWork] = []
-        self.recvs: list[FakeWork] = []
-        self.ready: deque[torch.Tensor] = deque()
-
-    def will_send(self, *values: float, shape: tuple[int, ...] = SHAPE) -> None:
-        self.ready.extend(torch.full(shape, value) for value in values)
-
-    def send(self, tensor: torch.Tensor) -> Work:
-        self.sent.append(tensor.detach().clone())
-        self.sends.append(FakeWork())
-        return self.sends[-1]
-
-    def recv(self, tensor: torch.Tensor) -> Work:
-        content = self.ready.popleft()
-        assert content.shape == tensor.shape
-        self.recvs.append(FakeWork(target=tensor, content=content))
-        return self.recvs[-1]
 
 
 class Stage:
@@ -124,67 +84,41 @@ def test_the_schedules_find_the_group_and_the_virtual_size() -> None:
     stage = Stage(virtual=3)
     assert stage.p2p.pp_group is stage.group
     assert stage.p2p.virtual_pipeline_model_parallel_size == 3
-    assert stage.p2p.config.pipeline_dtype == torch.float32
 
 
-# Receiving.
-
-
-@pytest.mark.parametrize("shape", [SHAPE, list(SHAPE), torch.Size(SHAPE)])
-def test_one_shape_gives_one_tensor_that_has_arrived(shape: Any) -> None:
-    stage = Stage()
-    stage.up.will_send(5.0)
-    received = stage.p2p.recv_forward(shape, False)
-    assert is_full(received, 5.0)
-    stage.down.will_send(6.0)
-    assert is_full(stage.p2p.recv_backward(shape, False), 6.0)
+# Receiving and sending, from and to either side.
 
 
 @pytest.mark.parametrize("as_shape", [tuple, list, torch.Size])
-def test_a_list_of_shapes_gives_a_list(as_shape: Any) -> None:
+@pytest.mark.parametrize("side", ["up", "down"])
+def test_what_arrives_has_the_form_of_the_shapes_that_were_asked_for(
+    side: str, as_shape: Any
+) -> None:
     stage = Stage()
-    stage.up.will_send(1.0, 2.0)
-    received = stage.p2p.recv_forward([as_shape(SHAPE), as_shape(SHAPE)], False)
-    assert isinstance(received, list)
-    assert [is_full(t, v) for t, v in zip(received, (1.0, 2.0), strict=True)] == [True, True]
-
-
-def test_what_is_received_has_the_pipelines_dtype_and_takes_gradients() -> None:
-    stage = Stage()
-    stage.up.will_send(1.0)
-    received = stage.p2p.recv_forward(SHAPE, False)
-    assert isinstance(received, torch.Tensor)
+    take = stage.p2p.recv_forward if side == "up" else stage.p2p.recv_backward
+    assert take(as_shape(SHAPE), True) is None
+    assert take([as_shape(SHAPE)] * 2, True) == [None, None]
+    assert stage.is_quiet(), "an end of the pipeline"
+    getattr(stage, side).ready.extend(map(full, (5.0, 1.0, 2.0)))
+    received = take(as_shape(SHAPE), False)
+    assert is_full(received, 5.0)
     assert received.dtype == torch.float32
     assert received.requires_grad
     assert received.is_leaf
-
-
-def test_the_ends_of_the_pipeline_get_nothing_in_the_form_that_was_asked() -> None:
-    stage = Stage()
-    assert stage.p2p.recv_forward(SHAPE, True) is None
-    assert stage.p2p.recv_forward([SHAPE, SHAPE], True) == [None, None]
-    assert stage.p2p.recv_backward(SHAPE, True) is None
-    assert stage.p2p.recv_backward([SHAPE], True) == [None]
-    assert stage.is_quiet()
-
-
-# Sending.
+    listed = take([as_shape(SHAPE)] * 2, False)
+    assert [is_full(t, v) for t, v in zip(listed, (1.0, 2.0), strict=True)] == [True, True]
 
 
 def test_activations_go_downstream_and_gradients_upstream() -> None:
     stage = Stage()
+    stage.p2p.send_forward(full(1.0), True)
+    stage.p2p.send_backward([full(1.0)], True)
+    stage.p2p.send_forward([None], False)
+    assert stage.is_quiet(), "an end of the pipeline, or nothing to send"
     stage.p2p.send_forward(full(1.0), False)
     stage.p2p.send_backward([full(2.0), full(3.0)], False)
     assert [is_full(t, 1.0) for t in stage.down.sent] == [True]
     assert [is_full(t, v) for t, v in zip(stage.up.sent, (2.0, 3.0), strict=True)] == [True, True]
-
-
-def test_the_ends_of_the_pipeline_send_nothing() -> None:
-    stage = Stage()
-    stage.p2p.send_forward(full(1.0), True)
-    stage.p2p.send_backward([full(1.0)], True)
-    stage.p2p.send_forward([None], False)
-    assert stage.is_quiet()
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -200,8 +134,8 @@ def test_work_that_waits_for_a_gradient_is_done_once_it_is_sent_and_before_the_n
 
 def test_a_send_is_never_waited_for() -> None:
     stage = Stage()
-    stage.up.will_send(1.0, 1.0, 1.0)
-    stage.down.will_send(1.0, 1.0, 1.0)
+    stage.up.ready.extend([full(1.0)] * 3)
+    stage.down.ready.extend([full(1.0)] * 3)
     p2p = stage.p2p
     p2p.send_forward(full(1.0), False)
     p2p.send_backward(full(1.0), False)
@@ -215,77 +149,50 @@ def test_a_send_is_never_waited_for() -> None:
     assert (len(stage.up.sends), len(stage.down.sends)) == (4, 4)
 
 
-# Both.
-
-
-def test_send_forward_recv_backward_answers_in_the_form_of_what_was_sent() -> None:
+@pytest.mark.parametrize("side", ["up", "down"])
+def test_sending_and_receiving_at_once_answers_in_the_form_of_what_was_sent(side: str) -> None:
     stage = Stage()
-    stage.down.will_send(7.0, 8.0)
-    assert is_full(stage.p2p.send_forward_recv_backward(full(1.0), SHAPE, False), 7.0)
-    listed = stage.p2p.send_forward_recv_backward([full(2.0)], [SHAPE], False)
-    assert isinstance(listed, list)
+    link = getattr(stage, side)
+    both = {
+        "up": stage.p2p.send_backward_recv_forward,
+        "down": stage.p2p.send_forward_recv_backward,
+    }[side]
+    link.ready.extend(map(full, (7.0, 8.0)))
+    assert is_full(both(full(1.0), SHAPE, False), 7.0)
+    listed = both([full(2.0)], [SHAPE], False)
     assert is_full(listed[0], 8.0)
-    assert [is_full(t, v) for t, v in zip(stage.down.sent, (1.0, 2.0), strict=True)] == [True] * 2
-    assert stage.p2p.send_forward_recv_backward([full(2.0)], [SHAPE], True) == [None]
-    assert stage.p2p.send_forward_recv_backward(full(2.0), SHAPE, True) is None
+    assert [is_full(t, v) for t, v in zip(link.sent, (1.0, 2.0), strict=True)] == [True] * 2
+    assert both([full(2.0)], [SHAPE], True) == [None]
+    assert both(full(2.0), SHAPE, True) is None
 
 
-def test_send_backward_recv_forward_answers_in_the_form_of_what_was_sent() -> None:
-    stage = Stage()
-    stage.up.will_send(7.0, 8.0)
-    assert is_full(stage.p2p.send_backward_recv_forward(full(1.0), SHAPE, False), 7.0)
-    listed = stage.p2p.send_backward_recv_forward([full(2.0)], [SHAPE], False)
-    assert isinstance(listed, list)
-    assert is_full(listed[0], 8.0)
-    assert len(stage.up.sent) == 2
-    assert stage.p2p.send_backward_recv_forward([None], [SHAPE], True) == [None]
-    assert stage.p2p.send_backward_recv_forward(None, SHAPE, True) is None
+# Interleaved.
 
 
-def test_interleaved_steps_pass_on_and_take() -> None:
-    stage = Stage()
-    stage.up.will_send(1.0)
-    stage.down.will_send(2.0)
-    assert is_full(stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE), 1.0)
-    assert is_full(stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE), 2.0)
-    assert is_full(stage.down.sent[0], 3.0)
-    assert is_full(stage.up.sent[0], 4.0)
-
-
-def test_interleaved_steps_may_have_nothing_to_send_or_to_take() -> None:
+def test_interleaved_steps_pass_on_and_take_if_there_is_anything() -> None:
     stage = Stage()
     assert stage.p2p.send_forward_recv_forward(None, False, SHAPE) is None
     assert stage.p2p.send_backward_recv_backward(None, False, SHAPE) is None
-    assert stage.p2p.send_forward_recv_forward(None, False, SHAPE, overlap_p2p_comm=True) == (
-        None,
-        {},
-    )
-    both = stage.p2p.send_forward_backward_recv_forward_backward(None, None, False, False, SHAPE)
-    assert both == (None, None)
+    assert stage.p2p.send_forward_recv_forward(None, False, SHAPE, True) == (None, {})
+    both = stage.p2p.send_forward_backward_recv_forward_backward
+    assert both(None, None, False, False, SHAPE) == (None, None)
     assert stage.is_quiet()
-
-
-def test_the_step_in_both_directions() -> None:
-    stage = Stage()
-    stage.up.will_send(1.0)
-    stage.down.will_send(2.0)
-    forward, backward = stage.p2p.send_forward_backward_recv_forward_backward(
-        full(3.0), full(4.0), True, True, SHAPE
-    )
-    assert is_full(forward, 1.0)
-    assert is_full(backward, 2.0)
-    assert is_full(stage.down.sent[0], 3.0)
-    assert is_full(stage.up.sent[0], 4.0)
-
-
-# Overlap.
+    stage.up.ready.extend(map(full, (1.0, 5.0)))
+    stage.down.ready.extend(map(full, (2.0, 6.0)))
+    assert is_full(stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE), 1.0)
+    assert is_full(stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE), 2.0)
+    forward, backward = both(full(7.0), full(8.0), True, True, SHAPE)
+    assert is_full(forward, 5.0)
+    assert is_full(backward, 6.0)
+    assert [is_full(t, v) for t, v in zip(stage.down.sent, (3.0, 7.0), strict=True)] == [True] * 2
+    assert [is_full(t, v) for t, v in zip(stage.up.sent, (4.0, 8.0), strict=True)] == [True] * 2
 
 
 def test_overlap_hands_out_the_handles_under_megatron_cores_names() -> None:
     """The schedules look handles up as megatron-core's `_p2p_ops` names them."""
     stage = Stage()
-    stage.up.will_send(1.0)
-    stage.down.will_send(2.0)
+    stage.up.ready.append(full(1.0))
+    stage.down.ready.append(full(2.0))
     forward, ahead = stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE, True)
     backward, back = stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE, True)
     assert set(ahead) == {"send_next", "recv_prev"}
@@ -314,8 +221,8 @@ def test_a_neighbour_that_the_plan_does_not_have_is_a_clear_error() -> None:
 
 def test_told_how_many_will_come_it_posts_the_next_receive_before_it_is_asked_for() -> None:
     stage = Stage()
-    stage.up.will_send(1.0, 2.0, 3.0)
-    stage.down.will_send(4.0, 5.0)
+    stage.up.ready.extend(map(full, (1.0, 2.0, 3.0)))
+    stage.down.ready.extend(map(full, (4.0, 5.0)))
     stage.p2p.expect(activations=3, gradients=2)
     assert is_full(stage.p2p.recv_forward(SHAPE, False), 1.0)
     assert (len(stage.up.recvs), len(stage.down.recvs)) == (2, 1)
@@ -332,7 +239,7 @@ def test_told_how_many_will_come_it_posts_the_next_receive_before_it_is_asked_fo
 
 def test_the_first_stage_posts_the_receive_of_gradients_while_it_has_none_to_wait_for() -> None:
     stage = Stage(first=True)
-    stage.down.will_send(4.0)
+    stage.down.ready.extend(map(full, (4.0,)))
     stage.p2p.expect(activations=0, gradients=1)
     assert stage.p2p.recv_forward([SHAPE], True) == [None]
     assert len(stage.down.recvs) == 1
@@ -342,7 +249,7 @@ def test_the_first_stage_posts_the_receive_of_gradients_while_it_has_none_to_wai
 def test_nothing_is_posted_ahead_where_that_would_hold_a_part_of_the_device() -> None:
     stage = Stage()
     stage.up.receives_ahead = False
-    stage.up.will_send(1.0, 2.0)
+    stage.up.ready.extend(map(full, (1.0, 2.0)))
     stage.p2p.expect(activations=2, gradients=0)
     assert is_full(stage.p2p.recv_forward(SHAPE, False), 1.0)
     assert len(stage.up.recvs) == 1

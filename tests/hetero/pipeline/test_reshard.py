@@ -19,12 +19,8 @@ Numbers = np.ndarray
 
 def held_by(layout: Layout, rank: int, whole: Numbers) -> Numbers:
     """What a rank holds of the tensor, as megatron-core lays it out."""
-    tensor, rest = rank % layout.tensor, rank // layout.tensor
-    context, data = rest % layout.context, rest // layout.context
+    data, tensor = divmod(rank, layout.tensor)
     mine = np.split(whole, layout.data, axis=1)[data]
-    if layout.context > 1:
-        chunks = np.split(mine, 2 * layout.context)
-        mine = np.concatenate([chunks[context], chunks[-1 - context]])
     return np.split(mine, layout.tensor)[tensor] if layout.sequence_parallel else mine
 
 
@@ -32,7 +28,7 @@ def send(slab: Slab, layout: Layout, held: Numbers) -> Numbers:
     """What crosses, out of what the sending rank holds."""
     part = held
     if not layout.sequence_parallel:
-        rows = layout.part(slab.source, len(held) * layout.context)
+        rows = layout.part(slab.source, len(held))
         part = held[rows.start : rows.stop]
     return part[_cut(slab.source_rows), _cut(slab.source_batch)]
 
@@ -56,15 +52,13 @@ sizes = st.sampled_from([1, 2, 3, 4])
 @st.composite
 def crossings(draw: st.DrawFn) -> tuple[Layout, Layout, int]:
     """Two layouts of one batch, and the length of a sequence that both can share."""
-    pairs = [draw(st.tuples(sizes, st.booleans(), st.sampled_from([1, 1, 2]))) for _ in range(2)]
+    pairs = [draw(st.tuples(sizes, st.booleans())) for _ in range(2)]
     batch = draw(st.sampled_from([1, 2, 4, 6, 12]))
-    unit = int(np.lcm.reduce([2 * c * (t if sp else 1) for t, sp, c in pairs]))
-    if all(context == 1 for _, _, context in pairs):
-        unit = int(np.lcm.reduce([t if sp else 1 for t, sp, _ in pairs]))
+    unit = int(np.lcm.reduce([t if sp else 1 for t, sp in pairs]))
     layouts = []
-    for tensor, is_parallel, context in pairs:
+    for tensor, is_parallel in pairs:
         data = draw(st.sampled_from([n for n in (1, 2, 3, 4) if batch % n == 0]))
-        layouts.append(Layout(tensor, data, batch // data, is_parallel, context))
+        layouts.append(Layout(tensor, data, batch // data, is_parallel))
     return layouts[0], layouts[1], unit * draw(st.integers(1, 5))
 
 
@@ -101,7 +95,7 @@ def test_no_rank_sends_or_receives_more_than_its_part(crossing: tuple[Layout, La
         received[slab.target] += slab.elements
     for layout, counts in ((source, sent), (target, received)):
         assert max(counts.values()) == layout.part_rows(sequence) * layout.micro_batch_size
-        if sequence % (layout.tensor * layout.context) == 0:
+        if sequence % layout.tensor == 0:
             assert len(counts) == layout.ranks
             assert len(set(counts.values())) == 1
 
@@ -139,7 +133,6 @@ def test_two_tensor_parallel_ranks_each_send_half_to_each_of_two_replicas() -> N
     [
         (Layout(1, 1, 2), Layout(1, 2, 2), "take 2 and 4 sequences"),
         (Layout(1, 1, 1), Layout(4, 1, 1, True), "cannot share a sequence of 6"),
-        (Layout(1, 1, 1, context=2), Layout(1, 1, 1), "cannot share a sequence of 6"),
     ],
 )
 def test_layouts_that_cannot_be_joined_are_refused(

@@ -12,46 +12,12 @@ from typing import cast
 import pytest
 import torch
 
-from hetero.link.base import Link, Work
+from hetero.link.base import Link
 from hetero.pipeline.reshard import Layout
 from hetero.pipeline.resharded_edge import End, ReshardedEdge
+from tests.hetero.pipeline.fake_link import FakeLink
 
 SEQUENCE, HIDDEN = 8, 3
-
-
-class Arrival(Work):
-    """A tensor that is there once it has been waited for."""
-
-    def __init__(self, sent: torch.Tensor, into: torch.Tensor):
-        self._sent, self._into, self._done = sent, into, False
-
-    def wait(self) -> None:
-        assert not self._done, "waited for twice"
-        self._into.copy_(self._sent)
-        self._done = True
-
-    def is_completed(self) -> bool:
-        return self._done
-
-
-class Wire:
-    """One end of a link whose other end is in this process."""
-
-    transport = "wire"
-    receives_ahead = True
-
-    def __init__(self, out: deque[torch.Tensor], back: deque[torch.Tensor]):
-        self._out, self._back = out, back
-
-    def send(self, tensor: torch.Tensor) -> Work:
-        self._out.append(tensor.clone())
-        return Arrival(tensor, tensor.clone())
-
-    def recv(self, tensor: torch.Tensor) -> Work:
-        assert tensor.is_contiguous()
-        sent = self._back.popleft()
-        assert sent.shape == tensor.shape
-        return Arrival(sent, tensor)
 
 
 def edges(source: Layout, target: Layout) -> tuple[list[ReshardedEdge], list[ReshardedEdge]]:
@@ -65,7 +31,7 @@ def edges(source: Layout, target: Layout) -> tuple[list[ReshardedEdge], list[Res
             links = {
                 peer: cast(
                     Link,
-                    Wire(queues[is_source, place, peer], queues[not is_source, peer, place]),
+                    FakeLink(queues[is_source, place, peer], queues[not is_source, peer, place]),
                 )
                 for peer in end.peers()
             }

@@ -21,7 +21,6 @@ meshes = st.builds(
     stages=sizes,
     tensor=sizes,
     data=sizes,
-    context=sizes,
     **options,
 )
 

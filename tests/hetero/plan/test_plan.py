@@ -22,29 +22,18 @@ def test_coordinate_and_rank_at_are_each_others_inverse(plan: Plan) -> None:
     for rank in range(plan.world_size):
         c = plan.coordinate(rank)
         assert c.rank == rank
-        assert plan.rank_at(c.stage, data=c.data, context=c.context, tensor=c.tensor) == rank
+        assert plan.rank_at(c.stage, data=c.data, tensor=c.tensor) == rank
         assert c.mesh in {block.mesh for block in plan.blocks_of_stage(c.stage)}
-
-
-@given(plans())
-def test_the_stages_partition_the_ranks_in_order(plan: Plan) -> None:
-    blocks = [block for stage in range(plan.stages) for block in plan.blocks_of_stage(stage)]
-    ranks = [rank for block in blocks for rank in block.ranks]
-    assert ranks == list(range(plan.world_size))
-
-
-@given(plans())
-def test_tensor_is_fastest_then_context_then_data_then_stage(plan: Plan) -> None:
-    places = [plan.coordinate(rank) for rank in range(plan.world_size)]
-    keys = [(c.stage, c.data, c.context, c.tensor) for c in places]
-    assert keys == sorted(keys)
-    assert len(set(keys)) == len(keys)
-
-
-@given(plans())
-def test_a_mesh_is_a_run_of_consecutive_ranks_of_one_vendor(plan: Plan) -> None:
     vendors = [plan.vendor_of_rank(rank) for rank in range(plan.world_size)]
     assert vendors == [mesh.vendor for mesh in plan.meshes for _ in range(mesh.world_size)]
+
+
+@given(plans())
+def test_tensor_is_fastest_then_data_then_stage(plan: Plan) -> None:
+    places = [plan.coordinate(rank) for rank in range(plan.world_size)]
+    keys = [(c.stage, c.data, c.tensor) for c in places]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == len(keys)
 
 
 def test_whole_replicas_are_numbered_over_the_vendors_and_each_vendor_has_a_run_of_ranks() -> None:
@@ -81,12 +70,9 @@ def test_replicas_of_two_shapes_and_shares_of_stages_are_refused(
 
 
 @pytest.mark.parametrize("rank", [-1, 6])
-def test_a_rank_outside_the_plan_has_no_coordinate(rank: int) -> None:
+def test_what_is_outside_the_plan_has_no_place_in_it(rank: int) -> None:
     with pytest.raises(IndexError, match=f"rank {rank} is outside the plan's 6 ranks"):
         MIXED.coordinate(rank)
-
-
-def test_a_stage_outside_the_plan_has_no_mesh() -> None:
     with pytest.raises(IndexError, match="3 stages"):
         MIXED.blocks_of_stage(3)
 
@@ -139,8 +125,3 @@ def test_an_edge_is_a_boundary_exactly_where_the_meshes_differ(plan: Plan) -> No
     for edge in plan.edges():
         source, target = (plan.blocks_of_stage(s)[0].mesh for s in (edge.source, edge.target))
         assert edge.is_boundary == (source != target)
-
-
-def test_the_edges_of_a_mixed_interleaved_plan() -> None:
-    edges = [(e.source, e.target, e.is_boundary) for e in MIXED.edges()]
-    assert edges == [(0, 1, True), (1, 2, False), (2, 0, True)]

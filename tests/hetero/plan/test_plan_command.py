@@ -114,8 +114,8 @@ def test_all_that_is_wrong_is_said_at_once_each_with_what_would_work(
     for line, words in zip(
         said,
         (
-            "the plan needs 36 ranks (nvidia 2 stages x TP 3 x CP 1 x DP 4 + amd 1 stage x TP 4 x "
-            "CP 1 x DP 3) but 12 were started; change the number of processes or the plan: with "
+            "the plan needs 36 ranks (nvidia 2 stages x TP 3 x DP 4 + amd 1 stage x TP 4 x "
+            "DP 3) but 12 were started; change the number of processes or the plan: with "
             "data-parallel sizes 1 1 it needs 10",
             "mesh 1 (amd) has 3 data-parallel ranks and cannot take the 4 sequences of a step",
             "the stages hold [6, 6, 19] layers, 31 in all, but --num-layers is 32; make them add "

@@ -32,7 +32,6 @@ from tests.hetero.plan.drawn_plans import plans
 
 @given(plans())
 def test_a_plan_written_out_reads_back_the_same(plan: Plan) -> None:
-    plan = replace(plan, meshes=tuple(replace(mesh, context=1) for mesh in plan.meshes))
     text = yaml.safe_dump(plan.to_mapping())
     back = plan_from_mapping(yaml.safe_load(text), source="it", chunks=plan.chunks)
     assert back == plan
@@ -40,7 +39,9 @@ def test_a_plan_written_out_reads_back_the_same(plan: Plan) -> None:
 
 def test_a_file_may_leave_out_what_is_one(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    path.write_text("meshes:\n- {vendor: amd, layers: [15]}\n- {vendor: nvidia, layers: [17]}\n")
+    path.write_text(
+        "meshes:\n- {vendor: amd, layers: [15], context: 1}\n- {vendor: nvidia, layers: [17]}\n"
+    )
     assert load_plan(path) == Plan(
         meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=((15,), (17,))
     )
@@ -65,18 +66,11 @@ def _refusal(error: pytest.ExceptionInfo[PlanError]) -> str:
     ("mesh", "names"),
     [
         ({"vendor": "intel", "stages": 1}, "'intel'"),
-        ({"vendor": "amd", "stages": 0}, "stages 0"),
         ({"vendor": "amd", "stages": 1, "tensor": -2}, "tensor -2"),
-        ({"vendor": "amd", "stages": 1, "data": 1.5}, "data 1.5"),
-        ({"vendor": "amd", "stages": 1, "context": "two"}, "context 'two'"),
         ({"vendor": "amd", "stages": True}, "stages True"),
-        ({"vendor": "amd", "stages": None}, "stages None"),
         ({"vendor": "amd", "stages": 1, "micro_batch_size": 0}, "micro_batch_size 0"),
         ({"vendor": "amd", "stages": 1, "sequence_parallel": 1}, "sequence_parallel 1"),
-        ({"vendor": "amd", "stages": 1, "distributed_optimizer": "on"}, "true or false"),
         ({"vendor": "amd", "stages": 1, "recompute": "some"}, "none, selective, full"),
-        ({"vendor": "amd", "stages": 1, "attention_backend": "x"}, "flash, fused"),
-        ({"vendor": "amd", "stages": 1, "transformer_impl": "te"}, "local, transformer_engine"),
     ],
 )
 def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str) -> None:
@@ -89,13 +83,11 @@ def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str
     ("layers", "names"),
     [
         ((), "2 pipeline stages but gives layers for 0"),
-        (((1,),), "2 pipeline stages but gives layers for 1"),
         (((1,), (1,), (1,)), "2 pipeline stages but gives layers for 3"),
         (((1,), (1, 1)), "the same number of model chunks"),
-        (((), ()), "the same number of model chunks"),
         (((1,), (0,)), "stage 1 has layers [0]"),
-        (((0, 0), (1, 1)), "stage 0 has layers [0, 0]"),
         (((1, 1), (3, -1)), "stage 1 has layers [3, -1]"),
+        (((0,), (0,)), "stages 0-1 have layers [0]"),
     ],
 )
 def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) -> None:
@@ -135,11 +127,6 @@ def test_what_no_mesh_names_is_the_global_flags() -> None:
     )
 
 
-def test_a_plan_without_a_mesh_is_refused() -> None:
-    with pytest.raises(PlanError, match="no mesh"):
-        Plan(meshes=(), layers=())
-
-
 @given(plans(), st.integers(-1, 200))
 def test_another_world_size_is_refused_with_both_numbers(plan: Plan, started: int) -> None:
     plan.require_world_size(plan.world_size)
@@ -169,27 +156,12 @@ AMD = {"vendor": "amd", "layers": [1]}
     ("data", "names"),
     [
         (None, "top-level list named 'meshes'"),
-        ([AMD], "top-level list named 'meshes'"),
         ({}, "top-level list named 'meshes'"),
         ({"meshes": AMD}, "top-level list named 'meshes'"),
-        ({"meshes": "amd"}, "top-level list named 'meshes'"),
         ({"meshes": []}, "no mesh"),
-        ({"meshes": [AMD], "mesh": 1}, "unknown key 'mesh'"),
-        ({"meshes": [AMD, 3]}, "mesh 1: expected keys"),
-        ({"meshes": [AMD | {"tensr": 2}]}, "mesh 0: unknown key 'tensr'"),
-        ({"meshes": [AMD | {7: 2}]}, "mesh 0: unknown key '7'"),
-        ({"meshes": [{"layers": [1]}]}, "mesh 0: the key 'vendor' is missing"),
-        ({"meshes": [{"vendor": "amd"}]}, "mesh 0: the key 'layers' is missing"),
         ({"meshes": [{"vendor": "amd", "layers": 8}]}, "'layers' must list"),
-        ({"meshes": [{"vendor": "amd", "layers": "8"}]}, "'layers' must list"),
-        ({"meshes": [{"vendor": "amd", "layers": []}]}, "'layers' must list"),
-        ({"meshes": [{"vendor": "amd", "layers": ["x"]}]}, "'x' is not a number of layers"),
-        ({"meshes": [{"vendor": "amd", "layers": [1.5]}]}, "1.5 is not a number of layers"),
         ({"meshes": [{"vendor": "amd", "layers": [True]}]}, "True is not a number of layers"),
         ({"meshes": [{"vendor": "amd", "layers": [[1, 2]]}]}, "lists 2 chunks"),
-        ({"meshes": [{"vendor": "amd", "layers": [1], "stages": 2}]}, "2 stages but layers for 1"),
-        ({"meshes": [{"vendor": "amd", "layers": [-4]}]}, "a stage has layers -4; a stage needs"),
-        ({"meshes": [AMD | {"context": 2}]}, "context parallelism is not available"),
     ],
 )
 def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: str) -> None:
@@ -199,7 +171,7 @@ def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: 
 
 
 def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
-    bad = {"vendor": "intel", "layers": [1.5, -2], "tensor": "2", "tensr": 2}
+    bad = {"vendor": "intel", "layers": [1.5, -2, -2], "tensor": "2", "tensr": 2}
     nameless = {"layer": [1], "data": 0}
     several = {"vendor": "amd", "layers": [0], "stages": 2, "context": 2}
     data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
@@ -231,7 +203,7 @@ def test_the_nearest_layers_add_up_and_keep_the_order_of_the_stages(
     if asked == sum(layers):
         assert not sentence
     elif asked < len(layers):
-        assert f"at most {asked} stages can hold" in sentence
+        assert f"at most {counted(asked, 'stage')} can hold" in sentence
     else:
         near = yaml.safe_load(sentence.split("the nearest that do are ")[1])
         assert sum(near) == asked
@@ -289,15 +261,11 @@ def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any)
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        *("meshes: [", "a: b: c", "\t- x", "meshes: *nowhere", "meshes: 2024-13-45"),
-        pytest.param("[" * 3000, id="deep"),
-    ],
+    "content", [b"meshes: [", b"meshes: 2024-13-45", b"meshes: \xff\xfe", b"[" * 3000], ids=range(4)
 )
-def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.yaml"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(PlanError) as error:
         load_plan(path)
     assert f"{path} is not valid YAML" in _refusal(error)
@@ -317,10 +285,3 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(PlanError) as error:
             load_plan(path)
         assert str(path) in _refusal(error)
-
-
-def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_bytes(b"meshes: \xff\xfe")
-    with pytest.raises(PlanError):
-        load_plan(path)

@@ -11,7 +11,7 @@ from tests.hetero.device.fake_sysfs import CONNECTX7, H200, MI325X, THOR2, FakeS
 from tools.preflight_checks.gpu_facts import VisibleGpu
 from tools.preflight_checks.gpudirect import Libibverbs
 from tools.preflight_checks.host_facts import Limits
-from tools.preflight_checks.node_facts import Live, NodeFacts, read_node
+from tools.preflight_checks.node_facts import NodeFacts, SystemFacts, read_node
 from tools.preflight_checks.roots import Roots
 from tools.preflight_checks.software import SoftwareFacts
 
@@ -46,7 +46,7 @@ class Machine:
     """A tree of files below a folder, and what the running system would add."""
 
     folder: Path
-    live: Live
+    system: SystemFacts
 
     @property
     def roots(self) -> Roots:
@@ -65,12 +65,12 @@ class Machine:
     def load_module(self, name: str) -> None:
         (self.folder / "sys/module" / name).mkdir(parents=True)
 
-    def change(self, **live: object) -> None:
+    def change(self, **facts: object) -> None:
         """Change what the running system says."""
-        self.live = replace(self.live, **live)  # type: ignore[arg-type]
+        self.system = replace(self.system, **facts)  # type: ignore[arg-type]
 
     def read(self) -> NodeFacts:
-        return read_node(self.roots, self.live)
+        return read_node(self.roots, self.system)
 
     def port_file(self, device: str, name: str) -> Path:
         return self.folder / "sys/class/infiniband" / device / "ports/1" / name
@@ -96,7 +96,7 @@ def _roce_node(
     folder: Path, *, gpu: dict[str, str], nic: dict[str, str], names: tuple[str, str], driver: str
 ) -> tuple[Machine, list[VisibleGpu], dict[str, list[str]]]:
     """Eight GPUs, each with a RoCE NIC below its own switch, and a slow NIC for management."""
-    machine = Machine(folder, live=Live(NO_GPU, [], {}, AMPLE, Libibverbs(True, "50", "")))
+    machine = Machine(folder, system=SystemFacts(NO_GPU, [], {}, AMPLE, Libibverbs(True, "50", "")))
     tree = machine.sysfs
     gpus, addresses = [], {"lo": ["127.0.0.1"], "mgmt0": ["192.168.1.10"]}
     tree.add_interface("lo", None, state="unknown", mtu=65536, kind=772)
@@ -175,7 +175,7 @@ def mi325x_node(folder: Path) -> Machine:
 def laptop(folder: Path) -> Machine:
     """Wireless network, a display controller of another vendor, nothing else."""
     machine = Machine(
-        folder, live=Live(NO_GPU, [], {}, AMPLE, Libibverbs(False, "", "no libibverbs"))
+        folder, system=SystemFacts(NO_GPU, [], {}, AMPLE, Libibverbs(False, "", "no libibverbs"))
     )
     tree = machine.sysfs
     tree.add_interface("lo", None, state="unknown", mtu=65536, kind=772)

@@ -91,7 +91,7 @@ def test_a_build_of_pytorch_that_does_not_see_the_gpus_and_a_missing_driver_are_
 
 def test_lost_gpus_are_a_warning_and_hidden_ones_a_note(tmp_path, monkeypatch):
     machine = h200_node(tmp_path)
-    machine.change(gpus=list(machine.live.gpus)[:6])
+    machine.change(gpus=list(machine.system.gpus)[:6])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "sees 6 of 8 GPUs (look for lost" in said(machine, Severity.WARNING, "GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
@@ -105,7 +105,7 @@ def test_forbidden_device_files_and_unmet_requirements_are_named(tmp_path):
     (advice,) = advise(replace(facts, gpudirect=direct))
     assert "may not open /dev/infiniband/uverbs3" in advice.text
     line = "megatron-core==0.16.1 is wanted and 0.15.0 installed"
-    machine.change(software=replace(machine.live.software, unmet=(line,)))
+    machine.change(software=replace(machine.system.software, unmet=(line,)))
     assert said(machine, Severity.PROBLEM, "software").startswith(line)
 
 

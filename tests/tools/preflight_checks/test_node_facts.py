@@ -116,7 +116,7 @@ def test_each_gpu_is_given_the_nic_below_its_own_switch_or_one_of_its_socket(tmp
 
 def test_a_bond_or_a_containers_interface_is_a_rail_where_it_is_faster_or_alone(tmp_path):
     machine = laptop(tmp_path)
-    addresses = dict(machine.live.addresses)
+    addresses = dict(machine.system.addresses)
     for name in ("bond0", "docker0"):
         machine.sysfs.add_interface(name, None, speed=200000)
         addresses[name] = ["10.1.2.3"]

@@ -13,7 +13,7 @@ from tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
 def test_nodes_are_numbered_by_their_first_rank():
     identities = ["b", "b", "a", "a", "b"]
     places = [Place.find(identities, rank) for rank in range(5)]
-    assert [(p.number, p.among) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2)]
+    assert [(p.node, p.local_rank) for p in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2)]
     assert places[0].sizes == (3, 2)
 
 

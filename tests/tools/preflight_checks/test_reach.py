@@ -11,20 +11,22 @@ from torch.distributed import HashStore
 
 from hetero.errors import UserError
 from tools.preflight_checks import reach
-from tools.preflight_checks.reach import Call, Doorbell, call_all
+from tools.preflight_checks.reach import Call, NicListeners, call_all
 
 LOOPBACK = {"lo": "127.0.0.1"}
 
 
-def ring(doorbell: Doorbell, store: HashStore, secret: bytes = b"secret", **how: Any) -> list[Call]:
+def call_all_of(
+    listeners: NicListeners, store: HashStore, secret: bytes = b"secret", **how: Any
+) -> list[Call]:
     """Calls of node 0 to node 3."""
-    return call_all(store, secret, source=0, addresses=LOOPBACK, others={3: doorbell.ports}, **how)
+    return call_all(store, secret, source=0, addresses=LOOPBACK, others={3: listeners.ports}, **how)
 
 
 def test_a_node_that_listens_is_reached_and_tells_the_time():
     store = HashStore()
-    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
-        (call,) = ring(doorbell, store)
+    with NicListeners(store, LOOPBACK, b"secret") as listeners:
+        (call,) = call_all_of(listeners, store)
     assert (call.source, call.target, call.error) == (0, 3, "")
     assert (call.source_nic, call.target_nic) == ("lo", "lo")
     assert call.clock_difference is not None
@@ -39,9 +41,9 @@ def test_a_clock_that_is_ahead_is_seen_to_be(monkeypatch):
         # The caller reads its clock before the listener does, in turns.
         return real() + (100.0 if len(calls) % 2 == 0 else 0.0)
 
-    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
+    with NicListeners(store, LOOPBACK, b"secret") as listeners:
         monkeypatch.setattr(reach.time, "time", of_caller)
-        (call,) = ring(doorbell, store)
+        (call,) = call_all_of(listeners, store)
     assert call.clock_difference == pytest.approx(100.0, abs=1.0)
 
 
@@ -63,8 +65,8 @@ def test_a_closed_port_is_reported_with_its_address():
 
 def test_a_stranger_is_not_answered():
     store = HashStore()
-    with Doorbell(store, LOOPBACK, b"secret") as doorbell:
-        (call,) = ring(doorbell, store, b"another", seconds=0.5)
+    with NicListeners(store, LOOPBACK, b"secret") as listeners:
+        (call,) = call_all_of(listeners, store, b"another", seconds=0.5)
     assert call.error
     assert call.clock_difference is None
 
@@ -72,8 +74,8 @@ def test_a_stranger_is_not_answered():
 def test_the_side_with_fewer_nics_uses_them_in_turn():
     store = HashStore()
     two = {"lo": "127.0.0.1", "lo2": "127.0.0.2"}
-    with Doorbell(store, two, b"secret") as doorbell:
-        calls = ring(doorbell, store)
+    with NicListeners(store, two, b"secret") as listeners:
+        calls = call_all_of(listeners, store)
     assert [(c.source_nic, c.target_nic, c.error) for c in calls] == [
         ("lo", "lo", ""),
         ("lo", "lo2", ""),
@@ -82,8 +84,8 @@ def test_the_side_with_fewer_nics_uses_them_in_turn():
 
 def test_only_addresses_of_this_node_are_listened_on_and_none_once_it_is_closed():
     with pytest.raises(UserError, match=r"on eth9 \(203\.0\.113\.7: .*; name other NICs"):
-        Doorbell(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, b"secret")
-    with Doorbell(HashStore(), LOOPBACK, b"secret") as doorbell:
-        address = doorbell.ports["lo"]
+        NicListeners(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, b"secret")
+    with NicListeners(HashStore(), LOOPBACK, b"secret") as listeners:
+        address = listeners.ports["lo"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=1.0)

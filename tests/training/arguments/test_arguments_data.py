@@ -14,18 +14,12 @@ REAL = {"without": "--mock-data"}
     [
         ("", "no data is named; add --data-path or --mock-data"),
         ("--data-path", "--data-path names no file"),
-        ("--data-path ''", "--data-path names no file"),
         ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),
         ("--data-path a --train-data-path b", "--data-path and --train-data-path exclude"),
-        ("--mock-data --valid-data-path b", "--mock-data and --valid-data-path exclude"),
         ("--train-data-path a --split 99,1,0", "--split cannot go with --train-data-path"),
         ("--valid-data-path a", "nothing is named to train on; add --train-data-path"),
         ("--data-path 1 a b", "--data-path mixes weights and prefixes"),
-        ("--data-path a 1", "--data-path mixes weights and prefixes"),
-        ("--data-path 1 a b c", "--data-path mixes weights and prefixes"),
-        ("--data-path 0 a 1 b", "the weights of --data-path must be numbers above 0"),
         ("--data-path nan a 1 b", "the weights of --data-path must be"),
-        ("--data-path inf a 1 b", "the weights of --data-path must be"),
         ("--train-data-path 1 a 2", "--train-data-path mixes weights and prefixes"),
     ],
 )
@@ -33,9 +27,7 @@ def test_source_that_cannot_be_used_is_refused(refusal, flags, words):
     assert words in refusal(flags, **REAL)
 
 
-@pytest.mark.parametrize(
-    "split", ["0,0,0", "a,b,c", "1,2,3,4", "1,,1", "nan,1,1", "inf,0,0", "''", "99-1-0"]
-)
+@pytest.mark.parametrize("split", ["0,0,0", "a,b,c", "1,2,3,4", "1,,1", "nan,1,1", "''"])
 def test_split_that_cannot_be_read_is_refused(refusal, split):
     assert "must be up to three shares" in refusal(f"--data-path a --split {split}", **REAL)
 
@@ -46,7 +38,7 @@ def test_split_without_a_share_to_train_on_is_refused_unless_nothing_is_trained(
     assert parse(f"{flags} --skip-train", **REAL).split == "0,1,0"
 
 
-@pytest.mark.parametrize("split", ["99,1,0", "98,2", "100", "0.9,0.1,0", "'969, 30, 1'", "99/1/0"])
+@pytest.mark.parametrize("split", ["98,2", "0.9,0.1,0", "'969, 30, 1'", "99/1/0"])
 def test_split_is_kept_as_it_was_written(parse, split):
     assert parse(f"--data-path a --split {split}", **REAL).split == split.strip("'")
 
@@ -56,26 +48,21 @@ def test_split_of_real_data_defaults_to_that_of_megatron(parse):
     assert parse("--train-data-path a", **REAL).split is None
 
 
-@pytest.mark.parametrize("words", [["a"], ["a", "b"], ["0.3", "a", "0.7", "b"], ["2024"]])
-def test_blend_is_kept_as_it_was_written(parse, words):
-    assert parse(f"--data-path {' '.join(words)}", **REAL).data_path == words
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "needs"),
     [
         ("NullTokenizer", "--vocab-size"),
         ("SentencePieceTokenizer", "--tokenizer-model"),
-        ("Llama2Tokenizer", "--tokenizer-model"),
-        ("HuggingFaceTokenizer", "--tokenizer-model"),
-        ("TikTokenizer", "--tokenizer-model"),
-        ("GPT2BPETokenizer", "--vocab-file and --merge-file"),
         ("GPT2BPETokenizer --vocab-file v", "--merge-file"),
     ],
 )
 def test_tokenizer_needs_its_files(refusal, tokenizer, needs):
     sentence = refusal(f"--tokenizer-type {tokenizer}", without="--tokenizer-type --vocab-size")
     assert sentence == f"--tokenizer-type {tokenizer.split()[0]} needs {needs}; add it"
+    # Megatron's pretrain_gpt.py falls back on GPT-2's, and its oldest scripts count on that.
+    assert "GPT2BPETokenizer needs --vocab-file and --merge-file" in refusal(
+        "", without="--tokenizer-type --vocab-size"
+    )
 
 
 def test_padded_vocabulary_cannot_be_smaller(refusal):
@@ -105,10 +92,7 @@ def test_blends_of_the_splits_can_be_read_from_a_file(parse, tmp_path: Path):
     [
         ("--data-args-path", None, "cannot be read (No such file or directory)"),
         ("--data-args-path", "", "--data-path names no file"),
-        ("--data-args-path", "1 a b", "mixes weights and prefixes"),
-        ("--per-split-data-args-path", None, "cannot be read"),
         ("--per-split-data-args-path", "[", "is not a JSON object"),
-        ("--per-split-data-args-path", '["a"]', "is not a JSON object"),
         ("--per-split-data-args-path", '{"training": ["a"]}', "is not a JSON object"),
         ("--per-split-data-args-path", '{"train": "a"}', "is not a JSON object"),
         ("--per-split-data-args-path", '{"train": [["a"]]}', "is not a JSON object"),
@@ -128,12 +112,6 @@ def test_file_of_a_blend_that_cannot_be_used_is_refused(refusal, tmp_path, flag,
 )
 def test_a_list_is_given_once(refusal, flags):
     assert "exclude each other" in refusal(flags, **REAL)
-
-
-def test_a_script_without_a_tokenizer_means_gpt2s(refusal):
-    """Megatron's pretrain_gpt.py falls back on it, and its oldest scripts count on that."""
-    sentence = refusal("", without="--tokenizer-type --vocab-size")
-    assert "GPT2BPETokenizer needs --vocab-file and --merge-file; add it" in sentence
 
 
 def test_all_that_is_wrong_with_fill_in_the_middle_is_told_together(refusal):

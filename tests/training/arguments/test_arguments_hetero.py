@@ -19,21 +19,12 @@ def test_pipeline_size_follows_from_the_meshes(parse):
     assert args.hetero_timeout == 30.0
 
 
-def test_pipeline_size_may_be_said_twice(parse):
-    flags = f"{TWO} --pipeline-model-parallel-size 2"
-    assert parse(flags, world_size=2).pipeline_model_parallel_size == 2
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (
             "--hetero-pipeline --hetero-pipeline-sizes 1 1",
             "--hetero-pipeline needs --hetero-vendors, or a --hetero-plan",
-        ),
-        (
-            "--hetero-pipeline --hetero-vendors amd nvidia",
-            "--hetero-pipeline needs --hetero-pipeline-sizes, or a --hetero-plan",
         ),
         (
             "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1 1",
@@ -62,17 +53,8 @@ def test_pipeline_size_may_be_said_twice(parse):
             "cannot go with --hetero-pipeline-layers",
         ),
         (
-            f"{TWO} --hetero-pipeline-layers 3 5 --pipeline-model-parallel-layout 'Ettt|tttttL'",
-            "exclude each other",
-        ),
-        (f"{TWO} --num-layers 7", "the 7 layers cannot be shared evenly"),
-        (
             f"{TWO} --hetero-plan p.yaml",
             "--hetero-plan and --hetero-vendors and --hetero-pipeline-sizes exclude each other",
-        ),
-        (
-            f"{PLAN} --hetero-pipeline-layers 4 4",
-            "--hetero-plan and --hetero-pipeline-layers exclude each other",
         ),
     ],
 )
@@ -84,19 +66,12 @@ def test_shorthand_that_does_not_add_up_is_refused(refusal, flags, words):
     "flag",
     [
         "--hetero-plan plan.yaml",
-        "--hetero-vendors amd",
-        "--hetero-pipeline-sizes 1",
-        "--hetero-pipeline-layers 8",
         "--hetero-transport auto",  # also when it names the default
         "--hetero-timeout 600",
     ],
 )
 def test_flag_without_the_pipeline_is_refused(refusal, flag):
     assert refusal(flag).startswith(f"{flag.split()[0]} needs --hetero-pipeline")
-
-
-def test_report_is_written_of_a_homogeneous_run_too(parse):
-    assert parse("--hetero-report run.json").hetero_report == "run.json"
 
 
 def test_layers_of_an_interleaved_pipeline_are_given_for_every_chunk(parse):
@@ -112,15 +87,8 @@ def test_plan_leaves_the_parallel_sizes_to_whoever_reads_it(parse):
     args = parse(PLAN, world_size=6)
     assert args.pipeline_model_parallel_size is None
     assert not hasattr(args, "data_parallel_size")
-
-
-def test_plan_does_not_spare_the_other_checks(refusal):
-    assert "--num-layers is required" in refusal(PLAN, without="--num-layers")
-
-
-def test_pipeline_size_given_beside_a_plan_is_kept_for_comparison(parse):
     args = parse(f"{PLAN} --pipeline-model-parallel-size 2", world_size=2)
-    assert args.pipeline_model_parallel_size == 2
+    assert args.pipeline_model_parallel_size == 2, "kept for comparison"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +112,6 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
             f"{TWO} --hetero-tensor-sizes 1 2 2",
             "--hetero-tensor-sizes has 3 values and --hetero-vendors names 2 meshes; give one",
         ),
-        (f"{TWO} --hetero-recompute full", "--hetero-recompute has 1 value and --hetero-vendors"),
         (
             f"{TWO} --hetero-tensor-sizes 1 2 --tensor-model-parallel-size 4",
             "--tensor-model-parallel-size 4 contradicts --hetero-tensor-sizes 1 2; remove the",
@@ -166,15 +133,10 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
         ),
         (
             f"{TWO} --hetero-data-sizes 4 2",
-            "the plan needs 6 ranks (amd 1 stage x TP 1 x CP 1 x DP 4 + nvidia 1 stage x TP 1 x CP "
-            "1 x DP 2) but 4 were started; change the number of processes or the plan: with "
+            "the plan needs 6 ranks (amd 1 stage x TP 1 x DP 4 + nvidia 1 stage x TP 1 "
+            "x DP 2) but 4 were started; change the number of processes or the plan: with "
             "data-parallel sizes 2 1 it needs 3",
         ),
-        (
-            f"{TWO} --hetero-data-sizes 4 1 --hetero-tensor-sizes 2 1",
-            "the plan: with data-parallel sizes 1 1 it needs 3",
-        ),
-        (f"{TWO} --hetero-tensor-sizes 4 2 --hetero-data-sizes 1 1", "it needs at least 6"),
         (f"{TWO} --hetero-data-sizes 99999999999 1", "needs 100000000000 ranks"),
         (
             f"{TWO} --hetero-data-sizes 3 1 --hetero-micro-batch-sizes 1 2",
@@ -203,7 +165,6 @@ def test_an_evaluation_that_the_meshes_cannot_share_is_refused(refusal):
     ("flags", "words"),
     [
         ("--hetero-micro-batch-sizes 1 2 3", "--hetero-micro-batch-sizes has 3 values"),
-        ("--hetero-micro-batch-sizes 1 x", "must be a whole number of at least 1, not 'x'"),
         ("--micro-batch-size x --hetero-data-sizes 3 1", "--micro-batch-size must be a whole"),
     ],
 )
@@ -236,11 +197,6 @@ def test_micro_batch_sizes_of_meshes_stand_for_the_global_one(parse):
         world_size=3,
     )
     assert (args.micro_batch_size, args.data_parallel_size, args.global_batch_size) == (2, 2, 4)
-
-
-def test_sizes_that_were_refused_decide_nothing(refusal):
-    told = refusal("--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes x 1")
-    assert told == "--hetero-pipeline-sizes must be a whole number of at least 1, not 'x'"
 
 
 @pytest.mark.parametrize("size", ["", "--pipeline-model-parallel-size 1"])
@@ -280,8 +236,6 @@ def test_replicas_share_the_batch_equally_or_as_the_shares_say(parse):
         (f"{REPLICAS} {TWO}", "--hetero-data-parallel and --hetero-pipeline exclude each other"),
         ("--hetero-data-parallel nvidia:4", "names nvidia alone; name a second vendor"),
         ("--hetero-data-parallel nvidia,amd", "must be VENDOR:REPLICAS pairs with commas between"),
-        ("--hetero-data-parallel nvidia:0,amd:4", "must be VENDOR:REPLICAS pairs"),
-        ("--hetero-data-parallel intel:2,amd:2", "the vendors are nvidia, amd, cpu"),
         ("--hetero-data-shares 3,1", "needs --hetero-data-parallel; add it or remove the shares"),
         (
             "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3",

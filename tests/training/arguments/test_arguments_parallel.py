@@ -22,19 +22,14 @@ def test_the_rest_of_the_world_is_data_parallel(parse):
         (PP2, 3, "the world size 3 must be a multiple"),
         ("--tensor-model-parallel-size 4", 2, "the world size 2 must be a multiple"),
         (f"{PP2} --num-layers 7", 2, "the 7 layers cannot be shared evenly by 2 pipeline stages"),
+        (f"{PP2} --num-layers 1", 2, "the 1 layer cannot be shared evenly by 2 pipeline stages"),
         (f"{PP2} {VPP2} --num-layers 6 --global-batch-size 8", 2, "2 pipeline stages of 2 chunks"),
-        (
-            f"{PP4} --decoder-first-pipeline-num-layers 3",
-            4,
-            "the 5 layers cannot be shared evenly by 3 pipeline stages",
-        ),
         (
             f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
             2,
             "leave 1 of --num-layers 8 for the other 0 stages",
         ),
         (f"{PP2} --decoder-last-pipeline-num-layers 9", 2, "leave -1 of --num-layers 8"),
-        (f"{PP2} --decoder-last-pipeline-num-layers 8", 2, "leave 0 of --num-layers 8"),
         (
             f"{PP2} --decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-layout"
             " 'Ettt|tttttL'",
@@ -46,14 +41,8 @@ def test_the_rest_of_the_world_is_data_parallel(parse):
             2,
             "has 3 stages, which is no multiple of --pipeline-model-parallel-size 2",
         ),
-        (f"{PP2} --pipeline-model-parallel-layout 'Ettt|tttL'", 2, "has 6 layers"),
         ("--distributed-backend gloo --overlap-grad-reduce", 1, "leave --overlap-grad-reduce out"),
         ("--overlap-param-gather", 1, "--overlap-param-gather needs --use-distributed-optimizer"),
-        (
-            "--overlap-param-gather --use-distributed-optimizer",
-            1,
-            "--overlap-param-gather needs --overlap-grad-reduce",
-        ),
         ("--ddp-num-buckets 2 --ddp-bucket-size 9", 1, "exclude each other"),
     ],
 )
@@ -80,8 +69,6 @@ def test_uneven_stages_that_come_out_are_accepted(parse, flags):
     [
         ("", None),
         (VPP2, 2),
-        ("--num-virtual-stages-per-pipeline-rank 1", None),
-        ("--num-layers-per-virtual-pipeline-stage 1", 4),
         ("--num-layers-per-virtual-pipeline-stage 2", 2),
         ("--num-layers-per-virtual-pipeline-stage 4", None),
         ("--pipeline-model-parallel-layout 'Et|ttt|tt|ttL'", 2),
@@ -108,11 +95,6 @@ def test_model_chunks_on_a_rank(parse, flags, virtual):
             f"{PP2} --num-virtual-stages-per-pipeline-rank {10**12}",
             2,
             "is more than there are layers",
-        ),
-        (
-            f"{PP2} {VPP2} --pipeline-model-parallel-layout 'Ett|tt|tt|ttL'",
-            2,
-            "exclude each other; keep one of them",
         ),
         (
             f"{PP2} --num-layers-per-virtual-pipeline-stage 3",
@@ -156,12 +138,9 @@ def test_interleaving_over_four_stages_may_wait_for_its_transfers(parse):
     [
         (1, "", False),
         (2, "", True),
-        (3, "", False),
         (4, "", True),
-        (4, "1", False),
         (4, "5", False),
         (4, "3", False),
-        (5, "3", True),
         (6, "3", True),
     ],
 )
@@ -172,7 +151,7 @@ def test_interleaved_micro_batches_come_in_groups(parse, refusal, microbatches, 
     if fits:
         assert parse(flags, world_size=2).virtual_pipeline_model_parallel_size == 2
     else:
-        assert f"{microbatches} micro batches" in refusal(flags, world_size=2)
+        assert f"{microbatches} micro batch" in refusal(flags, world_size=2)
 
 
 MESHES = "--hetero-pipeline --hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1"
@@ -206,4 +185,4 @@ def test_weight_gradients_are_delayed_across_vendors_alone(parse):
 def test_validation_without_a_pipeline_size_is_a_mistake_of_the_caller(parse):
     args = parse("--hetero-pipeline --hetero-plan plan.yaml")
     with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
-        check_sizes(args, 2, Problems())
+        check_sizes(args, Problems())

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from difflib import SequenceMatcher
 
 import pytest
 from hypothesis import assume, given, settings
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
-from megatron.training.arguments.ignored import IGNORED
 from megatron.training.arguments.unknown import explain_unknown
 from megatron.training.arguments.unsupported_flags import (
     all_unsupported_flags,
@@ -37,55 +37,28 @@ def test_every_flag_has_help():
     assert [action.dest for action in build_parser()._actions if not action.help] == []
 
 
-def test_rank_comes_from_the_environment(parse, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    args = parse(world_size=4)
-    assert (args.rank, args.local_rank, args.world_size) == (3, 1, 4)
-
-
-def test_world_size_comes_from_the_environment_where_left_out(parse, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    assert parse(world_size=None).data_parallel_size == 6
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["two", "-1", ""])
-def test_environment_that_is_no_number_is_refused(refusal, monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert name in refusal(world_size=None)
-
-
-def test_world_size_zero_is_refused(refusal):
-    assert "world size must be at least 1" in refusal(world_size=0)
+def test_the_world_size_comes_from_the_environment(parse, refusal, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse(world_size=None).data_parallel_size == 4
+    monkeypatch.setenv("RANK", "two")
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    assert "the environment has RANK='two', LOCAL_RANK='-1'" in refusal(world_size=None)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--num-layer 3", "--num-layer is not a flag of this program; did you mean --num-layers?"),
-        ("--num_layers 3", "did you mean --num-layers?"),
-        ("--micro-batchsize=3", "--micro-batchsize is not a flag"),
-        ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
-        ("--xyzzy", "--xyzzy is not a flag of this program; remove it, or see --help"),
         ("--use-mpi", "--use-mpi is not a flag of this program; remove it, or see --help"),
         ("--use-sharpp", "--use-sharpp is not a flag of this program; Megatron-LM has --use-sharp"),
-        ("--encoder 1", "--encoder is not a flag"),
         ("--overlap-p2p-communication", "is on unless --no-overlap-p2p-communication is given"),
         ("--no-bf16", "leave --bf16 out"),
-        ("--overlap_p2p_communication", "is on unless --no-overlap-p2p-communication is given"),
         ("--no_overlap_grad_reduce", "leave --overlap-grad-reduce out"),
-        ("--disable-bf16", "leave --bf16 out"),
-        ("--enable-gloo-process-groups", "is on unless --disable-gloo-process-groups is given"),
-        ("--use-masked-softmax-fusion", "is on unless --no-masked-softmax-fusion is given"),
         ("--num-l 3", "did you mean --num-layers or --num-layers-per-virtual"),
         ("--hidden 32", "did you mean --hidden-size or --hidden-dropout?"),
-        ("--hetero 1", "--hetero is not a flag of this program; remove it"),
         ("stray", "'stray' belongs to no flag"),
-        ("-x", "'-x' belongs to no flag"),
         ("-lr 1", "'-lr' is not a flag of this program; did you mean --lr?"),
         ("\u2013-bf16", "did you mean --bf16?"),
-        ("--bf16 True", "--bf16 takes no value, so not 'True'; remove the word"),
         ("--bf16 false", "--bf16 takes no value, so not 'false'; leave the flag out"),
         ("--lr 1 2", "'2' belongs to no flag"),
         ("--", "'--' belongs to no flag"),
@@ -99,37 +72,16 @@ def test_what_is_no_flag_is_refused_with_what_was_meant(refusal, flags, words):
     ("flags", "words"),
     [
         ("--lr", "--lr lacks a value"),
-        ("--lr --bf16", "--lr lacks a value"),
         ("--rampup-batch-size 1 2", "--rampup-batch-size lacks a value"),
         ("--bf16=1", "--bf16 takes no value"),
         ("--lr fast", "--lr must be a finite number above 0, not 'fast'"),
-        ("--lr nan", "--lr must be a finite number"),
-        ("--lr inf", "--lr must be a finite number"),
-        ("--lr 0", "--lr must be a finite number above 0"),
-        ("--min-lr=-1", "--min-lr must be a finite number of at least 0"),
         ("--num-layers 0", "--num-layers must be a whole number of at least 1, not '0'"),
-        ("--num-layers 1.5", "--num-layers must be a whole number"),
-        ("--seed -1", "--seed must be a whole number"),
         ("--hidden-dropout 1", "--hidden-dropout must be a finite number of at least 0 and below"),
-        ("--attention-dropout -0.1", "--attention-dropout must be"),
-        ("--adam-beta1 1", "--adam-beta1 must be"),
-        ("--adam-beta2 1.5", "--adam-beta2 must be"),
-        ("--adam-eps 0", "--adam-eps must be"),
-        ("--log-interval 0", "--log-interval must be"),
-        ("--rotary-base 1e4", "--rotary-base must be a whole number"),
-        ("--hetero-timeout 0", "--hetero-timeout must be"),
         ("--hetero-timeout inf", "--hetero-timeout must be"),
         ("--hetero-nics ''", "--hetero-nics must not be empty"),
-        ("--metrics-file ''", "--metrics-file must not be empty"),
         ("--optimizer lion", "--optimizer cannot be 'lion'; choose from 'adam', 'sgd'"),
-        ("--timing-log-level 3", "--timing-log-level cannot be 3"),
-        ("--tokenizer-type Bert", "--tokenizer-type cannot be 'Bert'"),
-        ("--position-embedding-type mrope", "--position-embedding-type cannot be 'mrope'"),
-        ("--hetero-transport roce", "--hetero-transport cannot be 'roce'"),
-        ("--hetero-vendors intel", "--hetero-vendors cannot be 'intel'"),
         ("--hetero-vendors amd,intel", "--hetero-vendors cannot be 'amd,intel'"),
         ("--hetero-vendors nvidia,amd", "words with spaces between: --hetero-vendors nvidia amd"),
-        ("--profile-ranks=0 1", "words with spaces between: --profile-ranks 0 1"),
         ("--lr=1e-4 2", "'2' belongs to no flag"),
         ("--profile-ranks '0 1'", "words with spaces between: --profile-ranks 0 1"),
     ],
@@ -141,20 +93,10 @@ def test_a_value_that_does_not_fit_is_refused_with_its_flag(refusal, flags, word
 @pytest.mark.parametrize(
     ("flags", "feature"),
     [
-        ("--num-experts 8", "mixture-of-experts models"),
         ("--num-experts 8 --moe-router-topk 4 --moe-grouped-gemm", "mixture-of-experts models"),
         ("--moe-something-new 1", "mixture-of-experts models"),
-        ("--expert-model-parallel-size 2", "mixture-of-experts models"),
-        ("--context-parallel-size 2 --cp-comm-type a2a", "context parallelism"),
-        ("--hybrid-override-pattern M*", "hybrid and Mamba models"),
         ("--fp8-format hybrid --fp8-margin 2", "8-bit and 4-bit training"),
-        ("--fp4-format e2m1", "8-bit and 4-bit training"),
-        ("--multi-latent-attention --q-lora-rank 2", "multi-latent attention"),
-        ("--mtp-num-layers 2", "multi-token prediction"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "fully sharded data"),
-        ("--record-memory-history", "memory snapshots"),
-        ("--optimizer-cpu-offload", "offloading to the CPU"),
-        ("--retro-project-dir x", "retrieval during training"),
         ("--full-validation", "Megatron-LM"),
     ],
 )
@@ -187,19 +129,12 @@ def test_left_out_flags_at_their_defaults_are_taken_in_silence(parse, feature):
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        ("--moe-grouped-gemm --moe-router-topk 8", "without --num-experts"),
         ("--expert-tensor-parallel-size 1 --num-experts 0", "without --num-experts"),
-        ("--rotary-scaling-factor 40", "without --multi-latent-attention"),
-        ("--fp8-margin 3", "without --fp8-format"),
         ("--cp-comm-type a2a --context-parallel-size 1", "without --context-parallel-size"),
-        ("--data-parallel-sharding-strategy optim", "without --use-megatron-fsdp"),
         ("--inference-max-seq-length 4096", "nothing is generated"),
-        ("--img-h 7", "only vision models"),
         ("--tp-comm-overlap", "user buffers"),
-        ("--use-persistent-ckpt-worker", "a worker of its own"),
-        ("--dist-ckpt-optim-fully-reshardable", "one format"),
-        ("--test-mode", "no effect in Megatron-LM"),
-        ("--num-distributed-optimizer-instances 2", "all data-parallel ranks"),
+        ("--ckpt-format torch", "one format"),
+        ("--no-one-logger --app-tag-run-name=x", "one-logger"),
     ],
 )
 def test_what_asks_for_nothing_is_taken_and_said(parse, flags, note):
@@ -212,50 +147,11 @@ def test_what_asks_for_nothing_is_taken_and_said(parse, flags, note):
     ("flags", "words"),
     [
         ("--batch-size 4", "use --micro-batch-size"),
-        ("--warmup 1", "use --lr-warmup-fraction"),
-        ("--model-parallel-size 2", "use --tensor-model-parallel-size"),
-        ("--checkpoint-activations", "use --recompute-activations"),
-        ("--activations-checkpoint-method uniform", "use --recompute-method"),
         ("--layernorm-epsilon 1", "use --norm-epsilon"),
-        ("--deepspeed", "is not a flag of this program; remove it, or see --help"),
     ],
 )
 def test_flag_that_went_is_refused_with_what_to_do(refusal, flags, words):
     assert words in refusal(flags)
-
-
-def test_checkpoint_flags_are_read_although_nothing_is_saved(parse):
-    args = parse("--save-interval 10 --ckpt-format torch --no-load-optim --finetune")
-    assert (args.save_interval, args.ckpt_format) == (10, "torch")
-    assert (args.no_load_optim, args.finetune) == (True, True)
-
-
-def test_flags_without_effect_are_accepted_and_listed_in_the_order_typed(parse):
-    args = parse("--use-mcore-models --no-one-logger --bf16 --app-tag-run-name=x --use-flash-attn")
-    flags = [line.split(": ")[0] for line in args.ignored_flags]
-    assert flags == [
-        "--use-mcore-models",
-        "--no-one-logger",
-        "--app-tag-run-name",
-        "--use-flash-attn",
-    ]
-    assert all(line.split(": ", 1)[1] for line in args.ignored_flags)
-
-
-@pytest.mark.parametrize("flag", sorted(IGNORED))
-def test_each_flag_without_effect_says_so(parse, flag):
-    ignored = IGNORED[flag]
-    value = f" {ignored.choices[0] if ignored.choices else 1}" if ignored.takes_value else ""
-    assert parse(flag + value).ignored_flags == [f"{flag}: {ignored.reason}"]
-
-
-@pytest.mark.parametrize(
-    "flag",
-    ["--no-persist-layer-norm", "--no-masked-softmax-fusion", "--local_rank=0", "--log-throughput"],
-)
-def test_a_flag_of_megatron_that_does_nothing_here_says_so(parse, flag):
-    (line,) = parse(flag).ignored_flags
-    assert line.startswith(f"{flag.split('=')[0]}: ")
 
 
 def test_query_groups_without_grouped_attention_are_reported(parse):
@@ -263,6 +159,10 @@ def test_query_groups_without_grouped_attention_are_reported(parse):
         "--num-query-groups: it needs --group-query-attention"
     ]
     assert parse("--num-query-groups 2 --group-query-attention").ignored_flags == []
+
+
+def likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, other, one).ratio()
 
 
 LONG_FLAGS = [flag for flag in KNOWN if len(flag) >= 10]
@@ -274,7 +174,7 @@ LONG_FLAGS = [flag for flag in KNOWN if len(flag) >= 10]
     where=st.floats(0, 1, exclude_max=True),
     slip=st.sampled_from(["lose", "double", "swap"]),
 )
-def test_a_slip_of_the_finger_is_answered_with_a_flag_as_near_as_the_one_meant(flag, where, slip):
+def test_a_slip_of_the_finger_is_answered_with_a_flag_as_like_as_the_one_meant(flag, where, slip):
     at = 2 + int(where * (len(flag) - 3))
     typed = {
         "lose": flag[:at] + flag[at + 1 :],
@@ -286,18 +186,8 @@ def test_a_slip_of_the_finger_is_answered_with_a_flag_as_near_as_the_one_meant(f
     assert sentence.startswith(f"{typed} is not a flag of this program; did you mean --")
     meant = sentence.removesuffix("?").split()[-1]
     assert meant in KNOWN
-    assert edits(typed, meant) <= edits(typed, flag)
-
-
-def edits(one: str, other: str) -> int:
-    """Letters to take away, put in or exchange between two words, where _ is as good as -."""
-    one, other = one.replace("_", "-"), other.replace("_", "-")
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        above, row[0] = row[0], i
-        for j, opposite in enumerate(other, 1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (letter != opposite))
-    return row[-1]
+    plain = [word.replace("_", "-") for word in (typed, meant, flag)]
+    assert likeness(*plain[:2]) >= likeness(*plain[::2])
 
 
 def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse):

@@ -1,4 +1,4 @@
-"""No flag is taken and then forgotten: each is shown to act, or said to do nothing."""
+"""No flag is taken and then forgotten: each is shown to act."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments.ignored import IGNORED, WITHOUT_EFFECT
 from megatron.training.arguments.parser import build_parser
 from megatron.training.cpu_shim import cpu_shim
 from tests.training.arguments.flag_rows import ELSEWHERE, ROWS, Row
@@ -47,21 +46,18 @@ def _checkpoint_flags() -> set[str]:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.option_strings[0])
-def test_a_flag_is_shown_to_act_or_said_to_do_nothing(option) -> None:
+def test_a_flag_is_shown_to_act(option) -> None:
     flags = set(option.option_strings)
     if flags & _checkpoint_flags():
         return
-    silent = flags & (set(IGNORED) | set(WITHOUT_EFFECT))
     shown = flags & {row.flag for row in ROWS}
     elsewhere = flags & set(ELSEWHERE)
-    assert silent or shown or elsewhere, "no test shows what this flag does"
-    assert not (silent and (shown or elsewhere)), "said to do nothing and shown to act"
+    assert shown or elsewhere, "no test shows what this flag does"
     for flag in elsewhere:
         assert flag in (TESTS / ELSEWHERE[flag]).read_text()
 
 
-def test_every_flag_listed_as_without_effect_exists() -> None:
+def test_every_flag_of_a_row_exists() -> None:
     known = {flag for option in OPTIONS for flag in option.option_strings}
-    assert set(WITHOUT_EFFECT) <= known
     assert set(ELSEWHERE) <= known
     assert {row.flag for row in ROWS} <= known

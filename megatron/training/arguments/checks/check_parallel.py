@@ -269,8 +269,8 @@ def _check_even_stages(args: Namespace, ends: list[int]) -> Iterator[str]:
             f" of {counted(chunks, 'chunk')}" if chunks > 1 else ""
         )
         yield (
-            f"the {args.num_layers - sum(ends)} layers{_extra_layers_text(args)} cannot be shared "
-            f"evenly by {shares}; change --num-layers, or give uneven stages with "
+            f"the {counted(args.num_layers - sum(ends), 'layer')}{_extra_layers_text(args)} cannot "
+            f"be shared evenly by {shares}; change --num-layers, or give uneven stages with "
             "--pipeline-model-parallel-layout or --hetero-pipeline-layers"
         )
 

@@ -325,8 +325,9 @@ def _check_interleaved_microbatches(args: Namespace, microbatches: int) -> Itera
     group = args.microbatch_group_size_per_vp_stage or stages
     if microbatches < stages:
         yield (
-            f"with interleaving, the {microbatches} micro batches of a global batch must be at "
-            f"least as many as the {counted(stages, 'pipeline stage')}; raise --global-batch-size"
+            f"with interleaving, the {counted(microbatches, 'micro batch', 'micro batches')} of a "
+            f"global batch must be at least as many as the {counted(stages, 'pipeline stage')}; "
+            "raise --global-batch-size"
         )
     elif not stages <= group <= microbatches:
         yield (

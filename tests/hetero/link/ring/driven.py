@@ -17,11 +17,12 @@ from hetero.device.hip_driver import HipDriver
 from hetero.link.flow import Flow
 from hetero.link.header import Header
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
+from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
 from hetero.native.structures import (
-    EntryPoints,
+    DRIVER_STEPS,
     ExchangePart,
     Progress,
     Streams,
@@ -43,9 +44,9 @@ class Recorder:
         self.driver._functions = functions = {
             symbol.name: self._function(symbol)
             for symbol in SYMBOLS[vendor]
-            if symbol.name in {vendor.calls[step.name.lower()] for step in EntryPoints.STEPS}
+            if symbol.name in {vendor.calls[step.name.lower()] for step in DRIVER_STEPS}
         }
-        self.of = {step: functions[vendor.calls[step.name.lower()]] for step in EntryPoints.STEPS}
+        self.of = {step: functions[vendor.calls[step.name.lower()]] for step in DRIVER_STEPS}
         self.driver._texts = lambda code: (f"error {code}", "")
         functions["hipGetLastError"] = int
 
@@ -121,15 +122,15 @@ class World:
         self.control = control = SharedMemory(make_memory(CONTROL_BYTES), CONTROL_BYTES)
         self.recorders = Recorder(vendor, failing=failing), Recorder(vendor)
         self.devices = [DrivenDevice(recorder, handles) for recorder in self.recorders]
-        ends = [self._ends(number, ring_bytes) for number in range(2)]
+        ends = [self._ends(number) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
-        sizes = {"chunk_bytes": chunk_bytes, "small_bytes": chunk_bytes}
-        self.sender = Flow(self.devices[0], ends[0], **sizes, is_outgoing=True)
-        self.receiver = Flow(self.devices[1], ends[1], **sizes, is_outgoing=False)
+        options = [RingOptions("shm", ring_bytes, chunk_bytes, end) for end in self.devices]
+        self.sender = Flow(options[0], ends[0], is_outgoing=True)
+        self.receiver = Flow(options[1], ends[1], is_outgoing=False)
         self.direction = ends[0].outgoing
         self.transfers: list[RingTransfer] = []
 
-    def _ends(self, number: int, ring_bytes: int) -> RingEnds:
+    def _ends(self, number: int) -> RingEnds:
         return RingEnds(
             outgoing=Direction(self.control, number, CONTROL),
             incoming=Direction(self.control, 1 - number, CONTROL),
@@ -137,8 +138,6 @@ class World:
             peer=EndState(self.control, 1 - number),
             outgoing_ring=OUTGOING_RING,
             incoming_ring=INCOMING_RING,
-            ring_bytes=ring_bytes,
-            zero_copy=False,
             peer_has_ended=lambda: False,
             close=self.control.close,
         )
@@ -158,7 +157,7 @@ class World:
             is_receive=is_receive,
             deadline=0.0,
             sequence=flow.sequence,
-            header=Header.of(tensor, job=1, sequence=flow.sequence).pack(),
+            header=Header(1, flow.sequence, tensor.dtype, (nbytes,), nbytes).pack(),
             nbytes=nbytes,
             address=0x7_0000_0000 + (flow.sequence << 20),
         )

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from hetero.device.device import Event
-from hetero.errors import LinkError
+from hetero.link.handshake import Rendezvous
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
-from hetero.native.structures import (
-    Step,
-)
+from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.test_handshake import both, rendezvous
+from tests.hetero.link.joined import joined
 
 SHORT = 1.0
 LARGE = 5_000
@@ -40,53 +36,31 @@ class HeldDevice(EmulatedDevice):
         return self.driver_for_c.know_event(self.released) if self.held else super().record_event()
 
 
-class Pair:
+class Pair(NamedTuple):
     """Both ends of one link, in one process."""
 
-    def __init__(
-        self, transport: str, *, timeout: float, device: Callable[[], Any] = HeldDevice
-    ) -> None:
-        store = dist.HashStore()
-        self.devices = [device(), device()]
-
-        def open_end(rank: int) -> RingLink:
-            options = RingOptions(transport, 64 << 10, 16 << 10, self.devices[rank])
-            return open_same_host(
-                rendezvous(rank, store, link_timeout=timeout, timeout=20.0), options
-            )
-
-        opened: list[Any] = both(lambda: open_end(0), lambda: open_end(1))
-        self.sender: RingLink = opened[0]
-        self.receiver: RingLink = opened[1]
+    sender: RingLink
+    receiver: RingLink
+    devices: list[Any]
 
 
 @contextmanager
 def opened(
     transport: str = "shm", *, timeout: float = 20.0, device: Callable[[], Any] = HeldDevice
 ) -> Iterator[Pair]:
-    pair = Pair(transport, timeout=timeout, device=device)
-    try:
-        yield pair
-    finally:
-        for end in pair.devices:
-            if isinstance(end, HeldDevice):
-                end.released.set()
-        both(pair.sender.close, pair.receiver.close)
+    devices = [device(), device()]
 
+    def open_end(rendezvous: Rendezvous) -> RingLink:
+        end = devices[rendezvous.description.rank]
+        return open_same_host(rendezvous, RingOptions(transport, 64 << 10, 16 << 10, end))
 
-def wait_for(condition: Any, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
-
-
-def is_broken(link: RingLink) -> bool:
-    try:
-        link.check()
-    except LinkError:
-        return True
-    return False
+    with joined(open_end, timeout=timeout) as links:
+        try:
+            yield Pair(*links, devices)
+        finally:
+            for end in devices:
+                if isinstance(end, HeldDevice):
+                    end.released.set()
 
 
 def cross(pair: Pair, sent: torch.Tensor) -> bool:

@@ -19,7 +19,8 @@ from hetero.native.structures import (
     Step,
 )
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.ring.pair import LARGE, Pair, is_broken, opened
+from tests.hetero.link.joined import is_broken
+from tests.hetero.link.ring.pair import LARGE, Pair, opened
 from tests.hetero.link.test_handshake import both
 
 PATIENCE = 20_000_000

@@ -19,15 +19,8 @@ from hetero.native.structures import (
     Step,
 )
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.ring.pair import (
-    LARGE,
-    SHORT,
-    before_each_move,
-    is_broken,
-    opened,
-    pretend_to_await,
-    wait_for,
-)
+from tests.hetero.link.joined import is_broken, wait_for
+from tests.hetero.link.ring.pair import LARGE, SHORT, before_each_move, opened, pretend_to_await
 from tests.hetero.link.test_handshake import both
 
 

@@ -17,7 +17,7 @@ from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
 from hetero.link.flow import UnexpectedEntry
 from hetero.link.header import Header
-from hetero.link.ring import COUNTER_MASK, ENTRIES, Entry, ahead
+from hetero.link.ring import COUNTER_MASK, ENTRIES, ahead
 from hetero.native.structures import (
     Progress,
     RingRecord,
@@ -151,9 +151,9 @@ class Observer:
 
     def _entries_are_the_messages_parts_in_order(self) -> None:
         while self._posted != self._world.direction.posted:
-            entry = self._world.direction.entry(self._posted)
+            entry = self._world.direction.record(self._posted)
             assert entry.offset == self._offset
-            number = Header.unpack(entry.header).sequence
+            number = Header.unpack(bytes(entry.header)).sequence
             whole = [t for t in self._world.transfers if not t.is_receive][number].nbytes
             self._offset = entry.offset + entry.nbytes
             assert self._offset <= whole
@@ -165,14 +165,14 @@ class Observer:
         direction = self._world.direction
         count = ahead(direction.posted, direction.retired)
         assert count <= ENTRIES
-        found = [direction.entry(direction.retired + number) for number in range(count)]
+        found = [direction.record(direction.retired + number) for number in range(count)]
         in_flight = sorted((e for e in found if e.nbytes), key=lambda e: e.slot)
         for one, other in itertools.pairwise(in_flight):
             assert one.slot + one.nbytes <= other.slot
         assert all(_is_inside(entry) for entry in found)
 
 
-def _is_inside(entry: Entry) -> bool:
+def _is_inside(entry: Any) -> bool:
     return entry.slot >= 0 and entry.slot + entry.nbytes <= RING_BYTES
 
 

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from hetero.link import ring_link as link_module
-from tests.hetero.link.ring.pair import (
-    LARGE,
-    cross,
-    opened,
-    wait_for,
-)
+from tests.hetero.link.joined import wait_for
+from tests.hetero.link.ring.pair import LARGE, cross, opened
 
 
 def test_a_small_message_goes_through_the_callers_streams_and_a_large_one_does_not() -> None:

@@ -126,13 +126,13 @@ class Setup(JoinedEnds):
     connections: int = 2
     addresses: tuple[str, ...] = ("127.0.0.1",)
     ring_bytes: int = RING_BYTES
-    chunk_bytes: tuple[int, int] = (CHUNK_BYTES, CHUNK_BYTES)
+    chunk_bytes: int = CHUNK_BYTES
 
     def open(self, rendezvous: Rendezvous) -> RingLink:
         rank = rendezvous.description.rank
         return open_tcp(
             rendezvous,
-            RingOptions("tcp", self.ring_bytes, self.chunk_bytes[rank], self.devices[rank]),
+            RingOptions("tcp", self.ring_bytes, self.chunk_bytes, self.devices[rank]),
             TcpPaths(addresses=self.addresses, connections=self.connections),
         )
 

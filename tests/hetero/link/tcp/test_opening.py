@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from hetero.errors import LinkError
-from hetero.link import ring_options
-from hetero.link.handshake import Rendezvous
 from hetero.link.tcp_connections import TcpPaths, _reachable, open_connections, tune
-from tests.hetero.link.tcp.ends import CHUNK_BYTES, Setup
 from tests.hetero.link.test_handshake import both, rendezvous
 
 
@@ -56,30 +51,6 @@ def test_each_address_has_a_connection_at_least() -> None:
     *ends, one, other = opened(paths, paths)
     with one, other:
         assert [len(end.rails) for end in ends] == [2, 2]
-
-
-def test_a_peer_that_never_says_its_parameters_is_an_error_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    honest = ring_options.compare
-
-    def one_is_silent(connection: socket.socket, ours: Rendezvous, mine: dict[str, Any]) -> None:
-        if ours.description.rank == 0:
-            connection.settimeout(0.3)
-            honest(connection, ours, mine)
-        else:
-            time.sleep(1.0)
-            raise LinkError("it was silent")
-
-    monkeypatch.setattr(ring_options, "compare", one_is_silent)
-    store = dist.HashStore()
-    error, _ = both(*(lambda rank=rank: Setup().open(rendezvous(rank, store)) for rank in range(2)))
-    assert isinstance(error, OSError)
-
-
-def test_ends_that_cut_their_messages_differently_do_not_go_on() -> None:
-    for error in Setup(chunk_bytes=(CHUNK_BYTES, 2 * CHUNK_BYTES)).errors():
-        assert "chunk_bytes is" in error
 
 
 @pytest.mark.parametrize("within_host", [True, False])

@@ -23,7 +23,7 @@ class Setup(JoinedEnds):
     nics: LoopbackNics
     names: tuple[tuple[str, ...], ...] = (("a0", "a1"), ("b0", "b1"))
     """Each end's NICs."""
-    ring_bytes: tuple[int, int] = (RING_BYTES, RING_BYTES)
+    ring_bytes: int = RING_BYTES
     chunk_bytes: int = CHUNK_BYTES
     read_back: bool = False
     memory: str = HOST
@@ -33,7 +33,7 @@ class Setup(JoinedEnds):
         rank = rendezvous.description.rank
         return open_verbs(
             rendezvous,
-            RingOptions("verbs", self.ring_bytes[rank], self.chunk_bytes, self.devices[rank]),
+            RingOptions("verbs", self.ring_bytes, self.chunk_bytes, self.devices[rank]),
             VerbsOptions(
                 memory=self.memory,
                 nics=self.names[rank],

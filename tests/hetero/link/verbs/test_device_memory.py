@@ -109,7 +109,7 @@ def test_it_is_registered_as_a_dmabuf_or_else_by_its_address(
 def test_memory_that_no_way_registers_is_an_error_at_both_ends_with_the_remedy(
     nics: LoopbackNics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nics.refuse_memory("b1")
+    nics["b1"].refuses_memory = True
     driver = EmulatedDriver(nics, registers_dmabuf=False)
     first, second = on_emulated_gpus(driver, monkeypatch).errors()
     for error in (first, second):
@@ -125,12 +125,12 @@ def test_the_nic_reads_back_where_the_gpu_does_not_order_its_writes(
     nics: LoopbackNics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a0", "a1", "b0", "b1"):
-        nics.hold_writes(name)
+        nics[name].holds_writes = True
     with opened(EmulatedDriver(nics, needs_flush=True), monkeypatch) as links:
         assert carries(links)
         assert links[0].detail.endswith("by a read-back over the NIC")
-    assert nics.reads("a0") > 0
-    assert nics.reads("b0") > 0
+    assert nics["a0"].reads > 0
+    assert nics["b0"].reads > 0
 
 
 def test_it_does_not_where_the_gpu_orders_them(
@@ -139,4 +139,4 @@ def test_it_does_not_where_the_gpu_orders_them(
     with opened(EmulatedDriver(nics), monkeypatch) as links:
         assert carries(links)
         assert links[0].detail.endswith("by the GPU itself")
-    assert nics.reads("b0") == 0
+    assert nics["b0"].reads == 0

@@ -16,7 +16,7 @@ from tests.hetero.link.joined import (
     cross_and_compare,
     stream,
     threads_named,
-    wait_until,
+    wait_for,
 )
 from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
 from tests.loopback_nic.library import Fault, LoopbackNics
@@ -29,7 +29,7 @@ def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
     """Of small entries several are under way at once, sooner or later."""
     with Setup(nics, chunk_bytes=4096).links() as (one, other):
         stream(one, other, nbytes=NBYTES)
-    assert min(nics.writes("b0"), nics.writes("b1")) > 0
+    assert min(nics["b0"].writes, nics["b1"].writes) > 0
 
 
 @pytest.mark.parametrize("name", ["a0", "b0"], ids=["at-the-sender", "at-the-receiver"])
@@ -46,11 +46,11 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         lost = [line for line in caplog.messages if "is lost" in line]
         return all(any(rail in line for line in lost) for rail in ("(a0:1)", "(b0:1)"))
 
-    strike = at(MESSAGES // 3, lambda: nics.break_with(name, fault))
+    strike = at(MESSAGES // 3, lambda: setattr(nics[name], "fault", fault))
     with caplog.at_level(logging.WARNING), Setup(nics, read_back=read_back).links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
         # A rail that was slow for a moment, on a busy machine, is not asked again at once.
-        wait_until(
+        assert wait_for(
             lambda: said() or (stream(*links, nbytes=NBYTES) == MESSAGES and said()), seconds=60
         )
 
@@ -66,17 +66,17 @@ def test_a_port_that_goes_down_is_a_lost_rail_at_once(
 
 def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
     for name in ("b0", "b1"):
-        nics.hold_writes(name)
+        nics[name].holds_writes = True
     with Setup(nics, read_back=True).links() as links:
         assert stream(*links, nbytes=NBYTES) == MESSAGES
-    assert nics.reads("b0") + nics.reads("b1") > 0
+    assert nics["b0"].reads + nics["b1"].reads > 0
 
 
 def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: LoopbackNics) -> None:
     """The sender's NIC has said that it arrived: only the receiver's end knows better."""
     for name in ("b0", "b1"):
-        nics.hold_writes(name)
-    strike = at(MESSAGES // 2, lambda: nics.break_reads("b0"))
+        nics[name].holds_writes = True
+    strike = at(MESSAGES // 2, lambda: setattr(nics["b0"], "cannot_read", True))
     with Setup(nics, read_back=True).links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
 
@@ -89,15 +89,15 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
     name = chance.choice("ab") + chance.choice("01")
     strike = chance.choice(
         [
-            lambda: nics.break_with(name, Fault.CUT),
-            lambda: nics.break_with(name, Fault.SILENT),
+            lambda: setattr(nics[name], "fault", Fault.CUT),
+            lambda: setattr(nics[name], "fault", Fault.SILENT),
             lambda: nics.take_port_down(name),
-            lambda: nics.break_reads(name),
+            lambda: setattr(nics[name], "cannot_read", True),
         ]
     )
     when = chance.randrange(MESSAGES)
     if read_back:
-        nics.hold_writes(name)
+        nics[name].holds_writes = True
     chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
     with Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
         cross_and_compare(links, chance, sizes=SIZES, before=at(when, strike))

@@ -17,8 +17,8 @@ from hetero.device.driver import driver_for
 from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
 from hetero.link.verbs import DEVICE, HOST
+from hetero.native.binding import native
 from tests.gpus import gpu_of
-from tests.hetero.device.copying import copy
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
@@ -43,10 +43,12 @@ def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
     """NICs that reach the memory of all GPUs, by a stream that waits for nothing else."""
     device = torch.device("cuda", 0)
     driver, stream = driver_for(device), torch.cuda.Stream(device)
+    entry = driver.entry_points
 
     def copy_between_gpus(target: int, source: int, nbytes: int) -> None:
         with driver.on_device(0):
-            copy(driver, target, source, nbytes, stream.cuda_stream)
+            numbers = entry.vendor, entry.copy, target, source, nbytes
+            assert native().driver_copy(*numbers, stream.cuda_stream) == 0
             stream.synchronize()
 
     nics.copy_with(copy_between_gpus)
@@ -85,7 +87,7 @@ def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
         nics,
         memory=memory,
         read_back=read_back,
-        ring_bytes=(RING_BYTES, RING_BYTES),
+        ring_bytes=RING_BYTES,
         chunk_bytes=CHUNK_BYTES,
         devices=tuple(GpuDevice(gpu) for gpu in gpus),
         tensors_on=gpus,
@@ -125,5 +127,5 @@ def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
     with setup(gpu_nics, memory=DEVICE, read_back=True).links() as (one, other):
         for number in range(MESSAGES):
             if number == MESSAGES // 3:
-                gpu_nics.break_with("b0", Fault.CUT)
+                gpu_nics["b0"].fault = Fault.CUT
             assert cross(one, other, nbytes=3 * CHUNK_BYTES + 1, source=0), number

@@ -8,25 +8,25 @@ import pytest
 
 from hetero.errors import LinkError
 from hetero.link import verbs as joining
-from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
+from tests.hetero.link.verbs.ends import CHUNK_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 
 
 def test_host_memory_that_cannot_be_registered_says_what_may_be_locked(nics: LoopbackNics) -> None:
-    nics.refuse_memory("a0")
+    nics["a0"].refuses_memory = True
     own, told = Setup(nics).errors()
     assert "ulimit -l" in own
     assert "rank 0 says" in told
 
 
 def test_a_chunk_larger_than_a_port_carries_is_an_error(nics: LoopbackNics) -> None:
-    nics.limit("b0", max_message=CHUNK_BYTES - 1)
+    nics["b0"].max_message = CHUNK_BYTES - 1
     for error in Setup(nics).errors():
         assert "choose smaller chunks" in error
 
 
 def test_a_nic_with_too_short_queues_is_an_error(nics: LoopbackNics) -> None:
-    nics.limit("b0", max_requests=20)
+    nics["b0"].max_requests = 20
     _, own = Setup(nics).errors()
     assert "b0:1 cannot be used for RDMA: it takes 20 requests at once" in own
 
@@ -63,8 +63,3 @@ def test_one_end_with_fewer_nics_uses_as_many_rails(
         pass
     rails = [line.partition(": over ")[2] for line in caplog.messages if ": over " in line]
     assert sorted(rails) == ["a0:1 (by address)", "b1:1 (by address)"]
-
-
-def test_ends_with_different_rings_are_told_what_differs(nics: LoopbackNics) -> None:
-    for error in replace(Setup(nics), ring_bytes=(RING_BYTES, 2 * RING_BYTES)).errors():
-        assert "ring_bytes is" in error

@@ -20,6 +20,7 @@ from hetero.link.rdma_ports import (
     pair_ports,
     read_gids,
 )
+from tests.hetero.device.fake_sysfs import CONNECTX7, H200, FakeSysfs
 from tests.loopback_nic.library import GID, GID_INDEX, LoopbackNics
 
 IB, V1, V2 = "IB/RoCE v1", "IB/RoCE v1", "RoCE v2"
@@ -64,32 +65,20 @@ def test_infiniband_has_one_kind_of_address() -> None:
     assert chosen(entry(0, IB, LINK_LOCAL), on_ethernet=False) == 0
 
 
-def lay_out(root: Path, places: dict[str, str]) -> None:
-    """A sysfs tree of PCIe devices: their paths below the root complex, by class entry."""
-    for entry, place in places.items():
-        folder = root / "devices/pci0000:00" / place
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "numa_node").write_text("0\n")
-        on_bus = root / "bus/pci/devices" / folder.name
-        on_bus.parent.mkdir(parents=True, exist_ok=True)
-        on_bus.symlink_to(folder)
-        if entry.startswith("mlx"):
-            device = root / "class/infiniband" / entry
-            device.mkdir(parents=True)
-            (device / "device").symlink_to(folder)
+GPU = "pci0000:00/0000:00:02.0/0000:11:00.0/0000:12:02.0/0000:15:00.0"
+NICS = {
+    "mlx5_0": "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0/0000:03:00.0",
+    "mlx5_1": "pci0000:00/0000:00:02.0/0000:11:00.0/0000:12:00.0/0000:13:00.0",
+    "mlx5_2": "pci0000:00/0000:00:02.0/0000:11:00.0/0000:12:01.0/0000:14:00.0",
+}
 
 
 @pytest.fixture
 def sys_root(tmp_path: Path) -> Path:
-    lay_out(
-        tmp_path,
-        {
-            "mlx5_0": "0000:00:01.0/0000:01:00.0/0000:02:00.0/0000:03:00.0",
-            "mlx5_1": "0000:00:02.0/0000:11:00.0/0000:12:00.0/0000:13:00.0",
-            "mlx5_2": "0000:00:02.0/0000:11:00.0/0000:12:01.0/0000:14:00.0",
-            "gpu": "0000:00:02.0/0000:11:00.0/0000:12:02.0/0000:15:00.0",
-        },
-    )
+    tree = FakeSysfs(tmp_path)
+    tree.add_pci(GPU, H200, numa_node=0)
+    for name, path in NICS.items():
+        tree.add_rdma(name, tree.add_pci(path, CONNECTX7, numa_node=0))
     return tmp_path
 
 
@@ -153,14 +142,14 @@ def found_ports(nics: LoopbackNics, *names: str) -> list[Port]:
 
 
 def test_a_port_is_described_by_what_its_device_says(nics: LoopbackNics) -> None:
-    nics.limit("a0", max_message=1 << 20)
+    nics["a0"].max_message = 1 << 20
     (found,) = found_ports(nics, "a0")
     assert (found.kind, found.gid, found.gid_index) == (ROCE, GID.format(0), GID_INDEX)
     assert (found.mtu, found.max_message) == (5, 1 << 20)
 
 
 def test_ports_that_cannot_be_used_are_named_with_the_reason(nics: LoopbackNics) -> None:
-    nics.activate("a0", is_active=False)
+    nics["a0"].is_down = True
     with pytest.raises(LinkError, match="a0:1 is not active; mlx5_9:1 the device cannot be opened"):
         found_ports(nics, "a0", "mlx5_9")
     assert [str(found) for found in found_ports(nics, "a0", "a1")] == ["a1:1"]

@@ -1,7 +1,6 @@
 """argparse's converters of a word to a value.
 
-They check ranges of single flags, so that an error names the flag and the word as typed. `checks`
-has the conditions on several flags.
+They check ranges of single flags, so that an error names the flag and the word as typed.
 """
 
 import argparse

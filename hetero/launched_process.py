@@ -1,0 +1,49 @@
+"""What a script does for `hetero.run`, which has started it: ends with it, and says why it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from hetero.errors import HeteroError, write_error_file
+from hetero.parent_process import end_with_parent
+
+LAUNCHER_VARIABLE = "HETERO_LAUNCHER_PID"
+"""Set by `hetero.run` for the processes that it starts."""
+
+
+def serve_launcher() -> None:
+    """End with `hetero.run`, and tell it of an exception that ends this process.
+
+    A no-op in any process but those that `hetero.run` itself has started.
+    """
+    if os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid()):
+        return
+    end_with_parent(signal.SIGTERM)
+    previous = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        if isinstance(error, Exception):
+            _write(error)
+
+    sys.excepthook = report
+
+
+def _write(error: Exception) -> None:
+    from torch.distributed import DistError
+
+    if Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).is_file():
+        return  # torchelastic's `record` has written it
+    own = isinstance(error, HeteroError)
+    first_line = (str(error).splitlines() or [""])[0]
+    text = str(error) if own else f"{type(error).__name__}: {first_line}".rstrip(": ")
+    # Where groups or links fail another rank may have ended before. Our own errors name the ranks.
+    write_error_file(
+        text, printed=False, known_to_all=own, consequence=own or isinstance(error, DistError)
+    )

@@ -1,0 +1,51 @@
+"""A group is built on all of its ranks or on none, which are told why."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hetero import cluster
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks
+
+
+def be_of_an_unknown_vendor() -> None:
+    os.environ["HETERO_VENDOR"] = "unheard-of"
+
+
+def be_of_another_version() -> None:
+    cluster.PROTOCOL_VERSION = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (be_of_an_unknown_vendor, "rank 2: HETERO_VENDOR='unheard-of'"),
+        (be_of_another_version, "ranks 0-1, 3 [^;]* with protocol 4; rank 2 [^;]* protocol 0"),
+    ],
+)
+def test_a_group_that_one_rank_cannot_build_is_built_by_none(change, told):
+    outcomes = run_ranks(build_where_rank_2_differs, TWO_AND_TWO, backend=None, change=change)
+    for text in values(outcomes):
+        assert re.search(told, text), text
+
+
+def build_where_rank_2_differs(side: Side) -> str:
+    if side.rank == 2:
+        side.options["change"]()
+    try:
+        dist.init_process_group(
+            "hetero",
+            store=dist.PrefixStore("group", side.store),
+            rank=side.rank,
+            world_size=side.size,
+            timeout=timedelta(seconds=30),
+        )
+    except Exception as error:
+        return str(error)
+    return "nothing"
