@@ -94,8 +94,6 @@ def test_a_right_run_passes_and_a_mixed_one_is_identical(trained, name, layout, 
     assert judged(trained, run, "--identical") == identical
 
 
-
-
 def test_a_further_seed_lies_inside_the_envelopes(trained):
     further = trained.train("seed4", seed=4)
     criteria = ("--criteria", "envelope", "grad-norm-envelope")
