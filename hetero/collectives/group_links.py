@@ -162,7 +162,7 @@ def clone(store: dist.Store) -> dist.Store:
         store.check(["clone"])
     except RuntimeError as error:
         raise LinkError(
-            "the process that hosts the store, rank 0 or the launcher, has ended, and no more links "
-            "can be opened; keep it until all ranks have ended"
+            "the process that hosts the store, rank 0 or the launcher, has ended, and no more "
+            "links can be opened; keep it until all ranks have ended"
         ) from error
     return store.clone()  # type: ignore[attr-defined]
