@@ -174,11 +174,14 @@ class CpuP2P:
         )
         if nbytes:
             link.recv(memory).wait()
-        if posted is not None:
-            self._deliver(posted, memory, rank)
-            return
-        with self._changed:
-            self._unexpected.setdefault(rank, []).append(_UnexpectedMessage(tag, memory))
+        if posted is None:
+            with self._changed:
+                # Its receive may have been posted while the message was read.
+                posted = self._take_posted(rank, tag)
+                if posted is None:
+                    self._unexpected.setdefault(rank, []).append(_UnexpectedMessage(tag, memory))
+                    return
+        self._deliver(posted, memory, rank)
 
     def _await_posted_recv(self, rank: int) -> bool:
         """Wait until a receive that accepts this source is posted; False once closed."""
@@ -191,21 +194,26 @@ class CpuP2P:
             return not self._closed.is_set() and any(p.accepts(rank) for p in self._posted)
 
     def _match(self, rank: int, tag: int) -> _PostedRecv | None:
-        """The receive posted for this message; None if this source has receives of other tags only.
+        """The receive posted for this message; None if those of this source have other tags.
 
         Without any receive for this source it waits: the next may be for this message.
         """
         with self._changed:
             while not self._closed.is_set():
-                self._drop_timed_out()
-                for posted in self._posted:
-                    if posted.accepts(rank) and posted.tag == tag:
-                        self._posted.remove(posted)
-                        return posted
-                if any(posted.source == rank for posted in self._posted):
+                if posted := self._take_posted(rank, tag):
+                    return posted
+                if any(posted.accepts(rank) for posted in self._posted):
                     return None
                 self._changed.wait(1.0)
         raise LinkError(_CLOSED)
+
+    def _take_posted(self, rank: int, tag: int) -> _PostedRecv | None:
+        self._drop_timed_out()
+        for posted in self._posted:
+            if posted.accepts(rank) and posted.tag == tag:
+                self._posted.remove(posted)
+                return posted
+        return None
 
     def _drop_timed_out(self) -> None:
         """A receive that timed out has given up its memory, and may be posted again."""

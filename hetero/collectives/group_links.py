@@ -157,4 +157,12 @@ def _nic_names() -> list[str]:
 
 def clone(store: dist.Store) -> dist.Store:
     """The same store over a new connection: a wait blocks all other users of its connection."""
+    try:
+        # PyTorch tries for minutes to connect to a store that has gone.
+        store.check(["clone"])
+    except RuntimeError as error:
+        raise LinkError(
+            "the process that hosts the store, rank 0 or the launcher, has ended, and no more "
+            "links can be opened; keep it until all ranks have ended"
+        ) from error
     return store.clone()  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -31,12 +32,12 @@ class End:
         self._peer = 1 - rank
         self._p2p = CpuP2P(layout=Layout(MEMBERS, rank), links=links, store=dist.HashStore())
 
-    def send(self, tensor: torch.Tensor) -> None:
-        self._p2p.send(tensor, self._peer, 0, self._work(tensor, 20.0))
+    def send(self, tensor: torch.Tensor, tag: int = 0) -> None:
+        self._p2p.send(tensor, self._peer, tag, self._work(tensor, 20.0))
 
-    def recv(self, tensor: torch.Tensor, *, seconds: float) -> CollectiveWork:
+    def recv(self, tensor: torch.Tensor, tag: int = 0, *, seconds: float = 20.0) -> CollectiveWork:
         work = self._work(tensor, seconds)
-        self._p2p.recv(tensor, self._peer, 0, work, lambda: None)
+        self._p2p.recv(tensor, self._peer, tag, work, lambda: None)
         return work
 
     def close(self) -> list[threading.Thread]:
@@ -55,11 +56,33 @@ def test_a_receive_whose_time_is_over_takes_no_message_from_the_next() -> None:
         given_up, again = torch.zeros(3), torch.zeros(3)
         with pytest.raises(LinkError, match=r"was not done within 0\.1 s"):
             right.recv(given_up, seconds=0.1).wait()
-        work = right.recv(again, seconds=20.0)
+        work = right.recv(again)
         left.send(torch.ones(3))
         work.wait()
         assert (given_up == 0).all()
         assert (again == 1).all()
+
+
+def test_a_receive_posted_while_its_message_is_read_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as pair:
+        left, right = End(0, pair.sender), End(1, pair.receiver)
+        early, late, read = torch.zeros(3), torch.zeros(2), pair.receiver.recv
+        works: list[CollectiveWork] = []
+
+        def recv(memory: torch.Tensor) -> Any:
+            if memory.numel() == late.nbytes:
+                works.append(right.recv(late, tag=1))
+            return read(memory)
+
+        monkeypatch.setattr(pair.receiver, "recv", recv)
+        works.append(right.recv(early, tag=2, seconds=5.0))
+        left.send(torch.ones(2), tag=1)
+        left.send(torch.ones(3), tag=2)
+        works[0].wait()
+        works[1].wait(timedelta(seconds=5))
+        assert (late == 1).all()
 
 
 def test_the_end_leaves_no_thread_and_begins_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +95,7 @@ def test_the_end_leaves_no_thread_and_begins_no_read(monkeypatch: pytest.MonkeyP
             pair.receiver, "recv", lambda tensor: (reads.append(tensor), read(tensor))[1]
         )
         message = torch.zeros(3)
-        work = right.recv(message, seconds=20.0)
+        work = right.recv(message)
         left.send(torch.ones(3))
         work.wait()
         assert right.close() == []

@@ -9,9 +9,12 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.collectives.group_links import clone
+from hetero.errors import LinkError
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, run_ranks
 
@@ -78,3 +81,11 @@ def test_a_group_is_made_again_with_the_store_of_one_that_has_ended() -> None:
         assert deadlines
         assert set(deadlines) == {9.0}
         assert threads_left == []
+
+
+def test_a_store_whose_host_has_ended_is_told_at_once() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
+    with pytest.raises(LinkError, match="the process that hosts the store"):
+        clone(client)

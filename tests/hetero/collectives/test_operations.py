@@ -286,13 +286,17 @@ def _point_to_point(side: Side) -> None:
         work.wait()
     assert (received == before).all()
     if side.rank:
-        dist.send(torch.tensor([side.rank]), 0)
+        sent = [dist.isend(torch.tensor([side.rank + tag]), 0, tag=tag) for tag in (3, 4)]
+        for work in sent:
+            work.wait()
         return
-    sources, number = [], torch.zeros(1, dtype=torch.int64)
-    for _ in range(side.size - 1):
-        sources.append(dist.recv(number))
-        assert number.item() == sources[-1]
-    assert sorted(sources) == list(range(1, side.size))
+    number = torch.zeros(1, dtype=torch.int64)
+    for tag in (4, 3):
+        sources = []
+        for _ in range(side.size - 1):
+            sources.append(dist.recv(number, tag=tag))
+            assert number.item() == sources[-1] + tag
+        assert sorted(sources) == list(range(1, side.size))
 
 
 def _from_any_rank_of_a_part(side: Side) -> None:
