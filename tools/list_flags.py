@@ -7,11 +7,11 @@ python -m tools.list_flags --check    # exit 1 if one is out of date
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -22,16 +22,9 @@ if __name__ == "__main__":
     leave_on_interrupt()
 
 from hetero.errors import HeteroError
-from megatron.training.arguments.listing import (
-    OURS,
-    SAME,
-    Entry,
-    describe_parser,
-    describe_refused,
-)
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.unknown import REPLACED
-from megatron.training.arguments.unsupported_flags import Feature, features
+from megatron.training.arguments.unsupported_flags import OTHERS, Feature, feature_of, features
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from tools.public_commands import by_source, shares, verdicts
 from tools.tool_command_line import Parser, run
@@ -41,6 +34,31 @@ DOCUMENT = ROOT / "docs" / "flags.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 TABLE_BEGINS = "<!-- written by python -m tools.list_flags -->\n"
 TABLE_ENDS = "<!-- end of what is written -->\n"
+
+SAME, OURS = "same", "ours"
+# Flags that Megatron-LM does not have, beside those that begin with --hetero-.
+OURS_BY_NAME = frozenset({"--metrics-file", "--keep-last", "--exit-on-save-failure"})
+# How flags differ from Megatron-LM's of the same name.
+DEPARTURES = {
+    "--yaml-cfg": "Megatron's replaces the command line; here the file's flags come before it",
+    "--transformer-impl": "the default is local, which exists for every vendor",
+    "--attention-backend": "chooses among torch's kernels with --transformer-impl local",
+    "--padded-vocab-size": "checked against the tokenizer and the tensor-parallel size",
+    "--eval-interval": "the default of Megatron up to core 0.15; None, no evaluation, since",
+    "--rampup-batch-size": "goes with --train-iters too, which Megatron refuses",
+    "--fim-data": (
+        "what is drawn for a sample follows from its index and --seed, in any layout and after a "
+        "restart, and not from the order of reading; end tokens stay where they are; a token that "
+        "the tokenizer lacks is refused and not taken for the unknown one"
+    ),
+    "--fim-rate": "0 is taken too",
+    "--fim-spm-rate": "0 is taken too",
+    "--tokenizer-type": "ByteLevelTokenizer is an addition, from megatron-core",
+    "--pipeline-model-parallel-size": "1 and the sum of --hetero-pipeline-sizes are the same there",
+    "--step-batch-size-schedule": "of core 0.18 and later",
+    "--eval-global-batch-size": "of core 0.18 and later",
+    "--eval-micro-batch-size": "of core 0.18 and later",
+}
 
 HEAD = """# Flags
 
@@ -72,30 +90,52 @@ _TREATMENT = {
 
 def render() -> str:
     """All of docs/flags.md."""
-    entries = describe_parser()
-    parts = [HEAD, _counts(entries)]
-    for group, members in groupby(entries, key=lambda entry: entry.group):
-        parts.append(f"## {group[0].upper()}{group[1:]}\n\n{_table(members)}")
+    groups = {
+        group.title or "": [a for a in group._group_actions if _names(a) and a.dest != "help"]
+        for group in build_parser()._action_groups
+    }
+    actions = [action for members in groups.values() for action in members]
+    kinds = Counter(map(_kind, actions))
+    parts = [HEAD, f"{len(actions)} flags: {kinds[SAME]} {SAME}, {kinds[OURS]} {OURS}.\n"]
+    for group, members in groups.items():
+        if members:
+            parts.append(f"## {group[0].upper()}{group[1:]}\n\n{_table(members)}")
     parts.append(_left_out())
-    parts.append(_public_commands(entries))
+    parts.append(_public_commands(actions))
     return "\n".join(parts)
 
 
-def _counts(entries: Sequence[Entry]) -> str:
-    counts = [f"{sum(entry.kind == kind for entry in entries)} {kind}" for kind in (SAME, OURS)]
-    return f"{len(entries)} flags: {', '.join(counts)}.\n"
+def _names(action: argparse.Action) -> list[str]:
+    return [name for name in action.option_strings if name.startswith("--")]
 
 
-def _table(entries: Iterable[Entry]) -> str:
+def _kind(action: argparse.Action) -> str:
+    names = _names(action)
+    is_ours = any(name[2:].startswith("hetero-") or name in OURS_BY_NAME for name in names)
+    return OURS if is_ours else SAME
+
+
+def _table(actions: Iterable[argparse.Action]) -> str:
     lines = ["| flag | | default | |", "|---|---|---|---|"]
-    for entry in entries:
-        flags = ", ".join(f"`{flag}`" for flag in entry.flags)
-        default = f"`{entry.default}`" if entry.default else ""
-        text = entry.help
-        if entry.choices:
-            text += ": " + ", ".join(f"`{choice}`" for choice in entry.choices)
-        lines.append(f"| {flags} | {entry.kind} | {default} | {_cell(text)} |")
+    for action in actions:
+        flags = ", ".join(f"`{name}`" for name in _names(action))
+        default = f"`{text}`" if (text := _default(action)) else ""
+        departures = [DEPARTURES[name] for name in _names(action) if name in DEPARTURES]
+        text = " ".join([action.help or "", *(f"({departure})" for departure in departures)])
+        if action.choices:
+            text += ": " + ", ".join(f"`{choice}`" for choice in action.choices)
+        lines.append(f"| {flags} | {_kind(action)} | {default} | {_cell(text)} |")
     return "\n".join(lines) + "\n"
+
+
+def _default(action: argparse.Action) -> str:
+    if action.nargs == 0 or action.default in (None, argparse.SUPPRESS):
+        return ""
+    if isinstance(action.default, list | tuple):
+        return " ".join(map(str, action.default))
+    if isinstance(action.default, float):
+        return f"{action.default:g}"
+    return str(action.default)
 
 
 def _cell(text: str) -> str:
@@ -126,7 +166,7 @@ def _condition(feature: Feature) -> str:
     return f"with {' or '.join(f'`{flag}`' for flag in feature.switches)}"
 
 
-def _public_commands(entries: Sequence[Entry]) -> str:
+def _public_commands(actions: Iterable[argparse.Action]) -> str:
     """Which public command lines are accepted, and every flag of them with its worth here."""
     lines = [
         "## Public command lines\n",
@@ -149,7 +189,7 @@ def _public_commands(entries: Sequence[Entry]) -> str:
             name = f"{command.repository} `{command.path}`"
             name += f", {command.variant}" if command.variant else ""
             lines.append(f"| {name} | `{command.revision}` | {_answer(verdict.refusal)} |")
-    kinds = {name: entry.kind for entry in entries for name in entry.flags}
+    kinds = {name: _kind(action) for action in actions for name in _names(action)}
     used = Counter(name for verdict in verdicts() for name in verdict.command.flags)
     lines += ["\n| flag of these commands | | commands |", "|---|---|---|"]
     for flag, count in sorted(used.items()):
@@ -169,6 +209,21 @@ def _verdict(flag: str, kinds: dict[str, str]) -> str:
         return kinds[flag]
     word, reason = describe_refused(flag)
     return f"{word}: {reason}"
+
+
+def describe_refused(flag: str) -> tuple[str, str]:
+    """Whether a flag that the parser does not have is `taken` or `refused`, and why."""
+    feature = feature_of(flag)
+    if feature is None:
+        return "refused", "not a flag of this program"
+    option = feature.options.get(flag)
+    if option is not None and option.asks_for_nothing(("1",)):
+        return "taken", "nothing is asked for"
+    if feature.kind == "idle":
+        return "taken", feature.detail
+    if option is None or flag in feature.switches or feature.kind == "each":
+        return "refused", "a flag of Megatron-LM" if feature.name == OTHERS else feature.name
+    return "taken", feature.asks_for_nothing_alone
 
 
 def render_model_flags() -> str:

@@ -111,9 +111,8 @@ class GpuDriver(ABC):
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
         """Make a stream wait until the 32-bit word at `address` is at least `value`.
 
-        `address` is a `device_address` of registered host memory. A counter may wrap around on
-        CUDA, which compares (int32)(word - value) >= 0. AMD compares
-        without wrapping, so there a value of 3 * 2**30 or more is refused.
+        `address` is a `device_address` of registered host memory. A value of `counter_limit` or
+        more is refused.
         """
         failed = native().native_wait_value(byref(self.entry_points), stream, address, value)
         if failed:

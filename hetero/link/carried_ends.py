@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -14,22 +13,15 @@ from hetero.link.handshake import Rendezvous
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds
-from hetero.link.shared_memory import SharedMemory, make_memory
+from hetero.link.shared_memory import SharedMemory, make_memory, pin
 
 _CREDIT_SECONDS = 5.0
 
 
 def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:
     """Pinned host memory and the device's address of it, freed when the stack unwinds."""
-    descriptor = make_memory(nbytes)
-    try:
-        memory = SharedMemory(descriptor, nbytes)
-    finally:
-        os.close(descriptor)
-    stack.callback(memory.close)
-    address = device.register(memory.address, nbytes)
-    stack.callback(device.unregister, memory.address)
-    return memory, address
+    memory = SharedMemory(make_memory(nbytes), nbytes)
+    return memory, pin(memory, device, stack)
 
 
 def host_rings(options: RingOptions, stack: ExitStack, *, reads_back: bool = False) -> RingMemory:

@@ -1,7 +1,6 @@
 """Rail failover, and control messages of the peer, for links with a carrier.
 
-The end that loses a rail stops it and tells the peer, which stops its own half and answers.
-Retransmit the rail's unfinished entries only when both ends have stopped it: until then a late
+Retransmit a lost rail's unfinished entries only when both ends have stopped it: until then a late
 packet could overwrite a slot that is in use again.
 """
 
@@ -57,7 +56,7 @@ class RailMonitor:
         """An error flag set in `peer_state` breaks the link; `wake_link` makes it check that."""
         self._carrier = carrier
         self._control = control
-        self._rail_count = [RailState(name) for name in rails]
+        self._rails = [RailState(name) for name in rails]
         self._peer_state = peer_state
         self._wake_link = wake_link
         self._name = name
@@ -82,11 +81,9 @@ class RailMonitor:
 
     def send_fault(self, reason: str) -> None:
         """Send this end's error to the peer. From any thread."""
-        try:
+        # If it fails the peer has ended, and has no link left to break.
+        with contextlib.suppress(OSError):
             self._send({"fault": reason})
-        except OSError:
-            # The peer has ended, and has no link left to break.
-            return
 
     def close(self) -> None:
         """End the thread and the control connections, which tells the peer that this end has."""
@@ -160,7 +157,7 @@ class RailMonitor:
                 self._handle_peer_loss(int(message["lost"]), str(message["reason"]))
 
     def _handle_peer_loss(self, index: int, reason: str) -> None:
-        rail = self._rail_count[index]
+        rail = self._rails[index]
         rail.peer_has_stopped = True
         if rail.live:
             self._lose(index, f"rank {self._peer} says: {reason}")
@@ -169,7 +166,7 @@ class RailMonitor:
 
     def _lose(self, index: int, reason: str) -> None:
         """Stop a rail at this end and have the peer stop it too."""
-        rail = self._rail_count[index]
+        rail = self._rails[index]
         if not rail.live:
             return
         rail.live = False
@@ -177,10 +174,10 @@ class RailMonitor:
         self._unregister(self._carrier.async_fd(index))
         if self._peer_has_ended:
             return
-        left = sum(other.live for other in self._rail_count)
+        left = sum(other.live for other in self._rails)
         _log.warning(
             "%s: rail %d (%s) is lost: %s; %d of %d rails go on",
-            *(self._name, index, rail.name, reason, left, len(self._rail_count)),
+            *(self._name, index, rail.name, reason, left, len(self._rails)),
         )
         try:
             self._send({"lost": index, "reason": reason})

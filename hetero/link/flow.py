@@ -1,10 +1,6 @@
 """One direction of one end of a link: the transfers to be enqueued, and those in flight.
 
-One call into C (hetero/native/flow.c) enqueues as many entries of a message as possible: Python
-spends more on an entry than a GPU's driver and, for a few MiB, than the GPU itself.
-
-Large messages go to streams of the link, beside the caller's own work. A small one goes to the
-caller's stream if order allows: for a few bytes, joining two streams costs more than the copy.
+One call into C (hetero/native/flow.c) enqueues as many entries of a message as possible.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Rendezvous of two ends of a link: one listens, the other connects, and both authenticate.
 
-The listener's address and the secret behind the tokens are in the job's store: whoever can read it
-may join. The tokens keep out everyone else, such as another job that was given the same port, or a
-port scanner: the listener closes such connections and goes on listening. Then the ends compare
-their parameters; a difference is an error at both. docs/wire.md specifies the protocol.
+docs/wire.md specifies the protocol. The tokens keep out everyone who cannot read the job's store,
+such as another job that was given the same port: the listener closes such connections and goes on.
 """
 
 from __future__ import annotations

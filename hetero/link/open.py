@@ -1,8 +1,7 @@
 """Transport selection: which paths two ends can use, and opening a link over one.
 
-Both ends try the paths of a family in the same order, fastest first. A path is chosen when both
-have opened it and verified a few messages of several chunks. Otherwise both record why not, and try
-the next.
+Both ends try the paths of a family in the same order, fastest first, and take the first that both
+have opened and verified.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hetero.link.same_host import open_same_host
 from hetero.link.shared_memory import host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
-from hetero.link.verbs import DEVICE, HOST, VerbsOptions, open_verbs
+from hetero.link.verbs import VerbsOptions, open_verbs
 from hetero.native.binding import native
 
 _log = logging.getLogger(__name__)
@@ -290,9 +289,5 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
     if path == "tcp":
         paths = TcpPaths(addresses=options.addresses, connections=options.connections)
         return open_tcp(rendezvous, ring, paths)
-    verbs = VerbsOptions(
-        memory=DEVICE if path == "verbs" and device.type != "cpu" else HOST,
-        nics=options.rdma_devices,
-        address=options.addresses[0],
-    )
+    verbs = VerbsOptions(nics=options.rdma_devices, address=options.addresses[0])
     return open_verbs(rendezvous, ring, verbs, device=device)

@@ -11,7 +11,7 @@ from hetero.link.handshake import Rendezvous, has_ended, receive_exactly, receiv
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_link import RingEnds, RingLink
 from hetero.link.ring_options import RingOptions
-from hetero.link.shared_memory import SharedMemory, connect_on_host, share_memory
+from hetero.link.shared_memory import connect_on_host, pin, share_memory
 
 
 def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
@@ -26,7 +26,7 @@ def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
         options.agree(control, rendezvous)
         sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if is_shm else (CONTROL_BYTES,)
         segments = share_memory(control, rendezvous, sizes=sizes)
-        addresses = [_map(stack, device, segment) for segment in segments]
+        addresses = [pin(segment, device, stack) for segment in segments]
         side = rendezvous.side
         if is_shm:
             outgoing_ring, incoming_ring = addresses[1 + side], addresses[2 - side]
@@ -46,13 +46,6 @@ def open_same_host(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
             close=stack.pop_all().close,
         )
     return RingLink(rendezvous.description, options, ends)
-
-
-def _map(stack: ExitStack, device: Device, segment: SharedMemory) -> int:
-    stack.callback(segment.close)
-    address = device.register(segment.address, segment.nbytes)
-    stack.callback(device.unregister, segment.address)
-    return address
 
 
 def _share_device_memory(

@@ -10,11 +10,12 @@ import mmap
 import os
 import secrets
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
+from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, accept, connect, look_up, publish
 
 PAGE = 4096
@@ -61,14 +62,7 @@ def share_memory(
             for descriptor in descriptors:
                 os.close(descriptor)
             raise ConnectionError(f"the peer handed over {len(descriptors)} pieces of memory")
-    try:
-        return [
-            SharedMemory(descriptor, nbytes)
-            for descriptor, nbytes in zip(descriptors, sizes, strict=True)
-        ]
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    return [SharedMemory(*piece) for piece in zip(descriptors, sizes, strict=True)]
 
 
 def make_memory(nbytes: int) -> int:
@@ -78,11 +72,23 @@ def make_memory(nbytes: int) -> int:
     return descriptor
 
 
+def pin(memory: SharedMemory, device: Device, stack: ExitStack) -> int:
+    """Map memory for a device, until the stack unwinds; returns the device's address of it."""
+    stack.callback(memory.close)
+    address = device.register(memory.address, memory.nbytes)
+    stack.callback(device.unregister, memory.address)
+    return address
+
+
 class SharedMemory:
     """One mapping, as bytes, 32-bit words and a tensor; `close` invalidates all of them."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._map = mmap.mmap(descriptor, nbytes)
+        """Closes the descriptor."""
+        try:
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("I")
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -1,12 +1,8 @@
 """Links over torch.distributed: the baselines `gloo` and `nccl` (NCCL, or RCCL on a ROCm build).
 
-`gloo` moves every byte through host memory and gloo's TCP. Each direction has a thread, so that
-the caller waits only for a tensor that has not arrived. GPU tensors are staged through pinned host
-memory on a side stream.
-
-`nccl` is the vendor library's own p2p, for stages of one vendor and as a baseline. The library
-matches transfers by order alone, so each direction of a link has a communicator of its own.
-Messages carry no header and so no tag: reading one would make the host wait for the GPU.
+`gloo` has a thread a direction, and stages GPU tensors through pinned host memory. `nccl` matches
+transfers by order alone, so each direction has a communicator. Its messages carry no header and so
+no tag: reading one would make the host wait for the GPU.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.tcp_connections import TcpPaths, open_connections
 
 T = TypeVar("T")
-DEVICE, HOST = "device", "host"
 _MAX_STALL_SECONDS = 20.0
 
 _log = logging.getLogger(__name__)
@@ -38,8 +37,6 @@ _log = logging.getLogger(__name__)
 class VerbsOptions:
     """Options of one end, independent of the other's."""
 
-    memory: str = HOST
-    """Where this side's rings are: DEVICE, which the NIC then reads and writes, or HOST."""
     nics: tuple[str, ...] = ()
     """RDMA devices, each with all its ports unless it ends in `:PORT`; else the nearest ones."""
     address: str = "127.0.0.1"
@@ -185,7 +182,8 @@ def _connect(carrier: Carrier, connections: list[dict[str, Any]]) -> None:
 def _make_memory(
     ring: RingOptions, options: VerbsOptions, device: torch.device, stack: ExitStack
 ) -> RingMemory:
-    if options.memory == HOST:
+    """The rings in the device's memory, which the NIC then reads and writes, or in the host's."""
+    if ring.transport == "verbs-host" or device.type == "cpu":
         return host_rings(ring, stack, reads_back=options.read_back)
     driver, index = driver_for(device), index_of(device)
     control, control_on_device = host_memory(CONTROL_BYTES, ring.device, stack)

@@ -1,12 +1,13 @@
 #include "carrier.h"
 
 #include "tcp.h"
-#include "watchdog.h"
 
 #include <errno.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -23,6 +24,16 @@
 #define POLL_NANOSECONDS 200000
 /* Between two checks for overdue acknowledgements. */
 #define ACK_POLL_MILLISECONDS 250
+
+bool set_reason(char *reason, const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(reason, RAIL_TEXT_BYTES, format, arguments);
+    va_end(arguments);
+    return false;
+}
 
 static void sleep_for(long nanoseconds)
 {
@@ -146,7 +157,6 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
 static bool add_rail(struct carrier *carrier, struct rail *rail)
 {
     rail->index = (uint8_t)carrier->engine.rail_count;
-    carrier->engine.losses[rail->index].is_reported = true;
     carrier->engine.rails[carrier->engine.rail_count++] = rail;
     return true;
 }
@@ -267,9 +277,9 @@ int carrier_next_loss(struct carrier *carrier, char *reason)
     lock(carrier);
     eventfd_read(engine->loss_fd, &value);
     for (int index = 0; index < engine->rail_count && found < 0; index++)
-        if (!engine->rails[index]->live && !engine->losses[index].is_reported) {
-            memcpy(reason, engine->losses[index].reason, RAIL_TEXT_BYTES);
-            engine->losses[index].is_reported = true;
+        if (engine->rails[index]->has_unreported_loss) {
+            memcpy(reason, engine->rails[index]->loss, RAIL_TEXT_BYTES);
+            engine->rails[index]->has_unreported_loss = false;
             found = index;
         }
     unlock(carrier);
@@ -282,7 +292,7 @@ void carrier_stop_rail(struct carrier *carrier, int index)
 
     lock(carrier);
     engine_lose_rail(&carrier->engine, rail, "");
-    carrier->engine.losses[index].is_reported = true;
+    rail->has_unreported_loss = false;
     unlock(carrier);
     rail->operations->join(rail);
     /* Discard what was being received while it was stopped. */

@@ -2,23 +2,10 @@
 
 #include "native.h"
 #include "speed.h"
-#include "watchdog.h"
 
 #include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
-
-bool set_reason(char *reason, const char *format, ...)
-{
-    va_list arguments;
-
-    va_start(arguments, format);
-    vsnprintf(reason, RAIL_TEXT_BYTES, format, arguments);
-    va_end(arguments);
-    return false;
-}
 
 double engine_now(void)
 {
@@ -83,16 +70,14 @@ static uint64_t entry_span(struct engine *engine, struct ring_direction *directi
 
 void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reason)
 {
-    struct loss *loss = &engine->losses[rail->index];
-
     if (!rail->live)
         return;
     rail->live = false;
     rail->operations->stop(rail);
     rail->can_read_back = rail->is_reading_back = false;
     incoming_discard(&engine->incoming, rail->index);
-    loss->is_reported = false;
-    set_reason(loss->reason, "%s", reason);
+    rail->has_unreported_loss = true;
+    set_reason(rail->loss, "%s", reason);
     eventfd_write(engine->loss_fd, 1);
 }
 

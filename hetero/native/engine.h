@@ -22,11 +22,6 @@ struct engine_options {
     uint64_t dmabuf_offset;
 };
 
-struct loss {
-    bool is_reported;
-    char reason[RAIL_TEXT_BYTES];
-};
-
 struct engine {
     struct engine_options options;
     struct ring_control *control;
@@ -34,7 +29,6 @@ struct engine {
     struct outgoing outgoing;
     struct incoming incoming;
     struct rail *rails[ENGINE_RAILS];
-    struct loss losses[ENGINE_RAILS];
     int rail_count;
     bool device_notifies;           /* carrier_progress is called after each word a device writes */
     double last_checked;            /* by the watchdog */
@@ -59,6 +53,12 @@ bool engine_check_post(struct engine *engine, struct rail *rail, int code);
 bool engine_post_credit(struct engine *engine, struct rail *rail, uint32_t released);
 /* Request a notification of the next event from every rail. */
 void engine_request_notifications(struct engine *engine);
+
+/* Lose rails on which something in flight completes too late. Call often: it checks several times in a
+ * stall timeout. */
+void watchdog_check_rails(struct engine *engine);
+/* Whether a rail awaits acknowledgements whose absence raises no event, so that somebody has to check. */
+bool watchdog_awaits_ack(const struct engine *engine);
 
 /* What a rail reports. A number that was received may lack its top bit. */
 void engine_send_completed(struct engine *engine, struct rail *rail, enum message message,

@@ -53,8 +53,8 @@ enum step {
     STEP_CHECKSUM
 };
 
-/* Copies go to one stream. The waits and writes of messages of several chunks may go to two side streams,
- * joined with it by an event, so that copies run back to back. All three may be one. */
+/* Where copies go and, joined with it by an event, the waits and writes of messages of several chunks. All
+ * three may be one. */
 struct streams {
     struct entry_points driver;
     uint64_t copies;

@@ -78,6 +78,8 @@ struct rail {
     double bytes_per_second; /* 0 while unknown */
     double last_completion;
     double suspected_since; /* kept by watchdog.c: late while another rail is acknowledged; else 0 */
+    bool has_unreported_loss;
+    char loss[RAIL_TEXT_BYTES]; /* why it was lost */
 };
 
 #endif

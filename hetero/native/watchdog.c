@@ -1,4 +1,4 @@
-#include "watchdog.h"
+#include "engine.h"
 
 #include "speed.h"
 

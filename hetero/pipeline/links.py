@@ -152,8 +152,7 @@ class _Opener:
         )
         transport = options.boundary_transport if edge.is_boundary else options.vendor_backend
         if transport == "nccl":
-            groups = _direction_groups(description, edge, options.timeout)
-            return _open_vendor(description, side, groups)
+            return _open_vendor(description, side, edge, options.timeout)
         if transport == "gloo":
             return _open_gloo(description, side, edge)
         choice = open_link(
@@ -182,42 +181,7 @@ def _is_direct(plan: Plan, edge: Edge) -> bool:
     return splits or not edge.is_boundary
 
 
-def _open_vendor(
-    description: LinkDescription,
-    side: str,
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-) -> Link:
-    forward, backward = groups
-    send, recv = (forward, backward) if side == "downstream" else (backward, forward)
-    return VendorLink(description, send_group=send, recv_group=recv)
-
-
-def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
-    # Two tags an edge, so that the two edges of an interleaved pipeline of two never meet.
-    forward_tag, backward_tag = 2 * edge.index + 1, 2 * edge.index + 2
-    if side == "downstream":
-        return GlooLink(description, send_tag=forward_tag, recv_tag=backward_tag)
-    return GlooLink(description, send_tag=backward_tag, recv_tag=forward_tag)
-
-
-def _rendezvous(
-    description: LinkDescription, side: str, edge: Edge, options: LinkOptions
-) -> Rendezvous:
-    source, target = description.rank, description.peer
-    if side == "upstream":
-        source, target = target, source
-    return Rendezvous(
-        store=options.store,
-        description=description,
-        name=f"edge {edge.index}/{source}-{target}",
-        listens=side == "downstream",
-        secret=options.job.encode(),
-    )
-
-
-def _direction_groups(
-    description: LinkDescription, edge: Edge, timeout: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _open_vendor(description: LinkDescription, side: str, edge: Edge, timeout: float) -> Link:
     """A communicator for each direction between the two ranks of an edge.
 
     Only these two create them, in the order of the edges.
@@ -225,11 +189,33 @@ def _direction_groups(
     pair = sorted((description.rank, description.peer))
     forward, backward = (
         create_group(
-            f"edge {edge.index} {way} {pair[0]}-{pair[1]}",
+            f"edge {edge.source} {way} {pair[0]}-{pair[1]}",
             pair,
             backend="nccl",
             timeout=timedelta(seconds=timeout),
         )
         for way in ("forward", "backward")
     )
-    return forward, backward
+    send, recv = (forward, backward) if side == "downstream" else (backward, forward)
+    return VendorLink(description, send_group=send, recv_group=recv)
+
+
+def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
+    # Two tags an edge, so that the two edges of an interleaved pipeline of two never meet.
+    forward, backward = 2 * edge.source + 1, 2 * edge.source + 2
+    send, recv = (forward, backward) if side == "downstream" else (backward, forward)
+    return GlooLink(description, send_tag=send, recv_tag=recv)
+
+
+def _rendezvous(
+    description: LinkDescription, side: str, edge: Edge, options: LinkOptions
+) -> Rendezvous:
+    ends = (description.rank, description.peer)
+    source, target = ends if side == "downstream" else ends[::-1]
+    return Rendezvous(
+        store=options.store,
+        description=description,
+        name=f"edge {edge.source}/{source}-{target}",
+        listens=side == "downstream",
+        secret=options.job.encode(),
+    )

@@ -125,16 +125,12 @@ class _AllOf(Work):
             work.wait()
 
     def is_completed(self) -> bool:
-        return _all_completed(self._works)
+        # Poll all of them: polling requests progress.
+        completed = [work.is_completed() for work in self._works]
+        return all(completed)
 
 
-def _all_completed(works: Sequence[Work]) -> bool:
-    # Poll all of them: polling requests progress.
-    completed = [work.is_completed() for work in works]
-    return all(completed)
-
-
-class _Received(Work):
+class _Received(_AllOf):
     """Slab receives in flight, which `wait()` assembles."""
 
     def __init__(
@@ -144,6 +140,7 @@ class _Received(Work):
         whole: torch.Tensor,
         group: dist.ProcessGroup | None,
     ) -> None:
+        super().__init__([receive.work for receive in receives])
         self._receives, self._part, self._whole, self._group = receives, part, whole, group
 
     def wait(self) -> None:
@@ -154,10 +151,7 @@ class _Received(Work):
         if self._group is not None:
             _gather(self._part, self._whole, self._group)
         # Never run the collective twice: the other ranks take part once.
-        self._receives, self._group = [], None
-
-    def is_completed(self) -> bool:
-        return _all_completed([receive.work for receive in self._receives])
+        self._works, self._receives, self._group = [], [], None
 
 
 def _gather(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -98,13 +98,14 @@ def build_datasets(
     rank per node finish before the others start.
     """
     config = dataset_config(args, tokenizer=tokenizer)
+    samples = required_samples(args)
+    # megatron-core loops forever on an empty split, and indexes one that no evaluation reads.
+    unread = frozenset() if args.eval_iters else {"valid", "test"}
     if config.split_matrix is not None:
-        # megatron-core loops forever on an empty split.
         config.split_matrix = [
-            None if name in empty_splits else part
+            None if name in empty_splits | unread else part
             for name, part in zip(SPLITS, config.split_matrix, strict=True)
         ]
-    samples = required_samples(args)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     if args.fim_data:
         kind = TransformedDataset

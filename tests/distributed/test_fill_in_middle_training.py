@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed.harness import MIXED, TINY_LLAMA, launch, train
+from tests.distributed.harness import MIXED, TINY_LLAMA, train
 from tools.runs import SIMULATED
 
 # Bytes that the text does not hold stand for tokens that the tokenizer was not given.
@@ -30,13 +30,3 @@ def test_a_mixed_run_that_is_resumed_reads_what_a_homogeneous_run_reads(
     assert second.weights == plain.weights
     other = train(flags, 1, tmp_path / "other")
     assert other.losses[0] != plain.losses[0]
-
-
-def test_tokens_that_the_tokenizer_lacks_end_the_run_in_one_sentence(corpus) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--fim-data"]
-    outcomes = launch(flags, 2, environ=SIMULATED)
-    assert [outcome.code for outcome in outcomes] == [2, 2]
-    spoken = "".join(outcome.stderr for outcome in outcomes)
-    assert spoken.count("error: ") == 1
-    assert "the tokenizer has no token <fim_prefix> (--fim-prefix-token), " in spoken
-    assert "its documents end with </s>" in spoken

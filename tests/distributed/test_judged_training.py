@@ -80,16 +80,18 @@ def judged(trained: Trained, candidate: str, *flags: str) -> tuple[int, list[str
     return code, [f["criterion"] for f in findings if f["passed"] is False]
 
 
-def test_the_mixed_run_passes_and_is_identical(trained):
-    mixed = trained.train("mixed", MIXED, environ=SIMULATED)
-    assert judged(trained, mixed, "--same-seed") == (0, [])
-    assert judged(trained, mixed, "--identical") == (0, [])
-
-
-def test_a_run_that_adds_in_another_order_passes_and_is_not_identical(trained):
-    one_stage = trained.train("one_stage", [], nproc=1)
-    assert judged(trained, one_stage, "--same-seed") == (0, [])
-    assert judged(trained, one_stage, "--identical") == (1, ["identical"])
+@pytest.mark.parametrize(
+    ("name", "layout", "nproc", "identical"),
+    [
+        ("mixed", MIXED, 2, (0, [])),
+        # One stage adds in another order.
+        ("one_stage", [], 1, (1, ["identical"])),
+    ],
+)
+def test_a_right_run_passes_and_a_mixed_one_is_identical(trained, name, layout, nproc, identical):
+    run = trained.train(name, layout, nproc=nproc, environ=SIMULATED if layout else None)
+    assert judged(trained, run, "--same-seed") == (0, [])
+    assert judged(trained, run, "--identical") == identical
 
 
 def test_a_further_seed_lies_inside_the_envelopes(trained):

@@ -52,14 +52,6 @@ def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
     assert "hetero.run" not in err
 
 
-def test_bad_input_is_one_sentence_with_exit_code_2(corpus) -> None:
-    process = launched([*TINY_LLAMA, *corpus.flags, *MIXED, "--num-layer", "4"])
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2
-    (line,) = err.splitlines()
-    assert line.startswith("error: --num-layer is not a flag")
-
-
 def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     """Whatever the others say of the connection that it closed."""
     metrics = tmp_path / "metrics.jsonl"

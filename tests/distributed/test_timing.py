@@ -117,13 +117,10 @@ def test_the_parts_of_an_iteration_add_up_to_it(mixed: Run, interleaved: Run) ->
         assert row["timing"]["stages"][0]["iteration_ms"] <= row["elapsed_ms"]
 
 
-def test_losses_are_those_of_a_run_without_timers(
+def test_losses_are_those_of_a_run_without_timers_which_tells_none(
     untimed: Run, mixed: Run, interleaved: Run
 ) -> None:
     assert untimed.losses == mixed.losses == interleaved.losses
-
-
-def test_a_run_without_timers_tells_none(untimed: Run) -> None:
     assert all("timing" not in row for row in untimed.rows)
     assert "where the time of an iteration went" not in untimed.outputs[0]
 

@@ -162,16 +162,13 @@ def test_one_bar_shows_the_loss_on_a_terminal_of_any_size(monkeypatch, capsys, s
     assert capsys.readouterr().out == ""
 
 
-def test_lines_take_the_bar_s_place_without_a_terminal(capsys):
+def test_a_log_has_lines_whether_or_not_a_terminal_has_the_bar(monkeypatch, capsys):
     with Progress(8) as progress:
         records = [{"iteration": n, "loss": 3.0 - n / 4} for n in range(1, 9)]
         progress.advance("homogeneous", records, of=8)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == Progress.LINES_PER_RUN
     assert lines[-1] == "homogeneous: iteration 8/8, loss 1.0000"
-
-
-def test_a_log_has_the_lines_also_where_a_terminal_has_the_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with Progress(4) as progress:
         progress.announce("tokenizing")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -114,36 +113,29 @@ def test_too_few_gpus_and_an_interpreter_without_torch_are_refused(
 # Nodes.
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes and GPUs of two vendors, in the scripts' variables, and what a run makes of them."""
-
-    nodes: tuple[int, int]
-    gpus: tuple[int, int]
-    stages: tuple[int, int]
-    data_parallel: int
-    environ: dict[str, str]
-
-
-CLUSTERS = {
-    "as many of both": Cluster((2, 2), (8, 8), (1, 1), 16, {"NODES": "2 2"}),
-    "one number for both": Cluster((2, 2), (4, 4), (1, 1), 8, {"NODES": "2", "GPUS": "4"}),
-    "two nodes and one": Cluster(
-        (2, 1), (8, 8), (2, 1), 8, {"NODES": "2 1", "LAYERS": "10 10 {last}"}
+# What nodes and GPUs come to: vendor, stages, tensor- and data-parallel size, micro-batch.
+CLUSTERS: dict[str, tuple[dict[str, str], list[tuple[str, int, int, int, int]]]] = {
+    "as many of both": ({"NODES": "2 2"}, [("nvidia", 1, 1, 16, 2), ("amd", 1, 1, 16, 2)]),
+    "one number for both": (
+        {"NODES": "2", "GPUS": "4"},
+        [("nvidia", 1, 1, 8, 2), ("amd", 1, 1, 8, 2)],
     ),
-    "eight GPUs and four": Cluster(
-        (1, 1), (8, 4), (2, 1), 4, {"GPUS": "8 4", "LAYERS": "10 10 {last}"}
+    "two nodes and one": (
+        {"NODES": "2 1", "LAYERS": "10 10 {last}"},
+        [("nvidia", 2, 1, 8, 2), ("amd", 1, 1, 8, 2)],
     ),
-    "smaller nodes, more of them": Cluster(
-        (1, 2), (8, 4), (1, 1), 8, {"NODES": "1 2", "GPUS": "8 4"}
+    "eight GPUs and four": (
+        {"GPUS": "8 4", "LAYERS": "10 10 {last}"},
+        [("nvidia", 2, 1, 4, 2), ("amd", 1, 1, 4, 2)],
     ),
-    "more stages than need be": Cluster(
-        (1, 1), (8, 8), (2, 2), 4, {"SIZES": "2 2", "LAYERS": "5 5 10 {last}"}
+    "smaller nodes, more of them": (
+        {"NODES": "1 2", "GPUS": "8 4"},
+        [("nvidia", 1, 1, 8, 2), ("amd", 1, 1, 8, 2)],
     ),
-}
-
-
-UNEQUAL_CLUSTERS = {
+    "more stages than need be": (
+        {"SIZES": "2 2", "LAYERS": "5 5 10 {last}"},
+        [("nvidia", 2, 1, 4, 2), ("amd", 2, 1, 4, 2)],
+    ),
     "an uneven number of GPUs": (
         {"NODES": "2 1", "SIZES": "1 1"},
         [("nvidia", 1, 1, 16, 2), ("amd", 1, 1, 8, 4)],
@@ -153,31 +145,49 @@ UNEQUAL_CLUSTERS = {
         [("nvidia", 1, 1, 4, 2), ("amd", 1, 2, 4, 2)],
     ),
     "a vendor that appears twice": (
-        {"VENDORS": "nvidia amd nvidia", "NODES": "1 2 1", "SIZES": "1", "LAYERS": "10 12 10"},
+        {"VENDORS": "nvidia amd nvidia", "NODES": "1 2 1", "SIZES": "1", "LAYERS": "10 {last} 10"},
         [("nvidia", 1, 1, 8, 4), ("amd", 1, 1, 16, 2), ("nvidia", 1, 1, 8, 4)],
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("environ", "meshes"), UNEQUAL_CLUSTERS.values(), ids=list(UNEQUAL_CLUSTERS)
-)
-def test_each_mesh_has_the_shape_that_its_nodes_come_to(
-    environ: dict[str, str], meshes: list[tuple[str, int, int, int, int]]
+@pytest.mark.parametrize(("environ", "meshes"), CLUSTERS.values(), ids=list(CLUSTERS))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_node_runs_the_same_plan_and_its_ranks_are_its_vendors(
+    model: str, environ: dict[str, str], meshes: list[tuple[str, int, int, int, int]]
 ) -> None:
-    first_rank = 0
-    ranks = sum(stages * tensor * data for _, stages, tensor, data, _ in meshes)
-    for rank in range(sum(map(int, environ.get("NODES", "1 1").split()))):
+    last = PARAMETERS[model][0] - 20
+    environ = {name: value.format(last=last) for name, value in environ.items()}
+
+    def of_each_vendor(name: str, default: str) -> list[int]:
+        numbers = [int(number) for number in environ.get(name, default).split()]
+        return numbers if len(numbers) == len(meshes) else numbers * len(meshes)
+
+    shapes = zip(meshes, of_each_vendor("NODES", "1"), of_each_vendor("GPUS", "8"), strict=True)
+    nodes = [(mesh[0], gpus) for mesh, count, gpus in shapes for _ in range(count)]
+    ranks = sum(gpus for _, gpus in nodes)
+    first_rank, known = 0, None
+    for number, (vendor, gpus) in enumerate(nodes):
         command = printed(
-            "llama3_8b/node.sh", str(rank), world_size=ranks, MASTER_ADDR="node0", **environ
+            f"{model}/node.sh", str(number), world_size=ranks, MASTER_ADDR="node0", **environ
         )
-        shapes = [
+        assert command.launcher == {
+            "--nnodes": str(len(nodes)),
+            "--node-rank": str(number),
+            "--nproc-per-node": str(gpus),
+            "--master-addr": "node0",
+            "--master-port": "29500",
+        }
+        assert "HETERO_VENDOR" not in command.environ
+        known = known or vars(command.args)
+        assert vars(command.args) == known
+        assert [
             (mesh.vendor, mesh.stages, mesh.tensor, mesh.data, mesh.micro_batch_size)
             for mesh in command.plan.meshes
-        ]
-        assert shapes == meshes
-        first_rank += int(command.launcher["--nproc-per-node"])
-    assert first_rank == ranks
+        ] == meshes
+        own = range(first_rank, first_rank + gpus)
+        assert {command.plan.vendor_of_rank(rank) for rank in own} == {vendor}
+        first_rank = own.stop
 
 
 def test_a_plan_stands_for_the_sizes_of_all_meshes(tmp_path: Path) -> None:
@@ -196,43 +206,6 @@ def test_a_plan_stands_for_the_sizes_of_all_meshes(tmp_path: Path) -> None:
         )
         assert command.args.hetero_plan == str(plan)
         assert [(mesh.tensor, mesh.data) for mesh in command.plan.meshes] == [(2, 2), (1, 4)]
-
-
-@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
-@pytest.mark.parametrize("model", MODELS)
-def test_every_node_runs_the_same_plan_and_its_ranks_are_its_vendors(
-    model: str, cluster: Cluster
-) -> None:
-    last = PARAMETERS[model][0] - 20
-    environ = {name: value.format(last=last) for name, value in cluster.environ.items()}
-    per_node = [cluster.gpus[0]] * cluster.nodes[0] + [cluster.gpus[1]] * cluster.nodes[1]
-    commands = [
-        printed(
-            f"{model}/node.sh",
-            str(rank),
-            world_size=sum(per_node),
-            MASTER_ADDR="node0",
-            **environ,
-        )
-        for rank in range(len(per_node))
-    ]
-    first_rank = 0
-    for rank, command in enumerate(commands):
-        assert command.launcher == {
-            "--nnodes": str(len(per_node)),
-            "--node-rank": str(rank),
-            "--nproc-per-node": str(per_node[rank]),
-            "--master-addr": "node0",
-            "--master-port": "29500",
-        }
-        assert "HETERO_VENDOR" not in command.environ
-        assert vars(command.args) == vars(commands[0].args)
-        assert tuple(mesh.stages for mesh in command.plan.meshes) == cluster.stages
-        assert command.args.data_parallel_size == cluster.data_parallel
-        ranks = range(first_rank, first_rank + per_node[rank])
-        vendors = {command.plan.vendor_of_rank(rank) for rank in ranks}
-        assert vendors == {"nvidia" if rank < cluster.nodes[0] else "amd"}
-        first_rank = ranks.stop
 
 
 def test_a_node_of_the_wrong_vendor_is_refused(tmp_path: Path, data: str) -> None:

@@ -186,9 +186,3 @@ def test_the_vendors_library_joins_simulated_vendors_but_no_real_ones() -> None:
     assert "cannot join amd and nvidia" in _refusal(identities, MIXED, transport="nccl")
     identities = [replace(i, actual_vendor="cpu") for i in identities]
     assert "needs GPUs" in _refusal(identities, MIXED, transport="nccl")
-
-
-def test_a_mixed_run_of_one_mesh_still_runs_on_the_vendor_it_names() -> None:
-    one = Plan(meshes=(Mesh(vendor="amd", stages=1, data=4),), layers=((1,),))
-    with pytest.raises(UserError, match=r"rank 0 on .* is nvidia but the plan puts stage 0 on amd"):
-        check_identities(_identities(["nvidia"] * 4), one, boundary_transport="gloo")

@@ -23,9 +23,7 @@ NEVER_ONE = (
     ("number", "words", "text"),
     [
         (1, ("rank",), "1 rank"),
-        (2, ("rank",), "2 ranks"),
         (0, ("rank",), "0 ranks"),
-        (1, ("process", "processes"), "1 process"),
         (3, ("process", "processes"), "3 processes"),
     ],
 )

@@ -72,17 +72,13 @@ def test_every_operation_is_measured_in_and_out_of_place_and_right(outcome, back
         assert point["samples"] >= 3
 
 
-def test_all_backends_are_measured_at_one_size_before_the_next(outcome) -> None:
+def test_backends_are_measured_size_by_size_and_the_bare_links_in_the_same_run(outcome) -> None:
     points = outcome.record["points"]
     assert [p["nbytes"] for p in points] == sorted(p["nbytes"] for p in points)
     assert [p["backend"] for p in points[:2]] == ["gloo", "hetero"]
-
-
-def test_the_bare_links_are_measured_in_the_same_run(outcome) -> None:
-    record = outcome.record
-    boundary = {p["nbytes"]: p for p in record["boundary"]}
+    boundary = {p["nbytes"]: p for p in outcome.record["boundary"]}
     assert set(boundary) == {4092, 16380}
-    for point in record["points"]:
+    for point in points:
         bare = boundary[point["nbytes"]]
         if point["operation"] == "all_reduce":
             assert point["boundary_us"] == bare["both_ways_us"]
@@ -90,7 +86,7 @@ def test_the_bare_links_are_measured_in_the_same_run(outcome) -> None:
             assert point["of_boundary"] == pytest.approx(share)
         if point["operation"] == "broadcast":
             assert point["boundary_us"] == bare["one_way_us"]
-    assert record["boundary_transport"] == "shm"
+    assert outcome.record["boundary_transport"] == "shm"
 
 
 def test_what_cannot_run_here_and_what_is_simulated_is_a_line(outcome) -> None:

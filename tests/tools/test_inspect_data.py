@@ -129,25 +129,23 @@ def test_damage_is_told_in_one_sentence(data, capsys, suffix, damaged, sentence)
     assert sentence in refusal(capsys, main, [data])
 
 
-def test_a_token_beyond_the_vocabulary_is_found_wherever_it_is(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("documents", "dtype", "sentence"),
+    [
+        ([[[1] * 1000], [[101]]], numpy.uint16, "data.bin holds token 101 but the tokenizer has"),
+        ([[[1, -1]]], numpy.int32, "holds token -1"),
+        ([[[]], [[]]], numpy.uint16, "holds no token"),
+    ],
+)
+def test_tokens_that_no_tokenizer_made_are_refused(
+    tmp_path, capsys, monkeypatch, documents, dtype, sentence
+):
     monkeypatch.setattr("tools.inspect_data.BLOCK", 64)
-    data = build(tmp_path / "data", [[[1] * 1000], [[101]]])
-    assert "data.bin holds token 101 but the tokenizer has 101" in refusal(
-        capsys, main, [data, *NULL]
-    )
-
-
-def test_a_negative_token_is_refused(tmp_path, capsys):
-    data = build(tmp_path / "data", [[[1, -1]]], dtype=numpy.int32)
-    assert "holds token -1" in refusal(capsys, main, [data, *NULL])
+    data = build(tmp_path / "data", documents, dtype=dtype)
+    assert sentence in refusal(capsys, main, [data, *NULL])
 
 
 def test_missing_files_and_a_wrong_tokenizer_are_named(tmp_path, data, capsys):
     assert "nothing.idx does not exist" in refusal(capsys, main, [f"{tmp_path}/nothing"])
     model = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{tmp_path}/no"]
     assert f"{tmp_path}/no cannot be read" in refusal(capsys, main, [data, *model])
-
-
-def test_documents_without_any_token_are_refused(tmp_path, capsys):
-    data = build(tmp_path / "data", [[[]], [[]]])
-    assert "holds no token" in refusal(capsys, main, [data])

@@ -36,29 +36,20 @@ def packed(request, tmp_path):
     return path
 
 
-def test_packed_text_reads_as_plain_text_does(packed):
-    assert texts(packed) == TEXT.rstrip(b"\n").split(b"\n\n")
-
-
-def test_reading_goes_on_behind_any_document(packed):
+def test_packed_text_reads_as_plain_text_does_and_goes_on_behind_any_document(packed):
     whole = texts(packed)
+    assert whole == TEXT.rstrip(b"\n").split(b"\n\n")
     (file,) = open_inputs([str(packed)], "auto")
     documents = file.documents("blank-line")
     for _ in range(2500):
         document = next(documents)
     assert document.line == 3 * 2499 + 1
+    # The position is that of the documents, and not of what is buffered.
+    assert file.position == pytest.approx(file.size / 2, rel=0.1)
     (again,) = open_inputs([str(packed)], "auto")
     rest = list(again.documents("blank-line", file.place))
     assert [document.data for document in rest] == whole[2500:]
     assert rest[0].line == 3 * 2500 + 1
-
-
-def test_the_position_follows_the_documents_and_not_what_is_buffered(packed):
-    (file,) = open_inputs([str(packed)], "auto")
-    documents = file.documents("blank-line")
-    for _ in range(2500):
-        next(documents)
-    assert file.position == pytest.approx(file.size / 2, rel=0.1)
     assert len(list(documents)) == 2500
     assert file.position == file.size
 
@@ -69,6 +60,9 @@ def test_zstd_frames_follow_one_another(tmp_path):
     path = tmp_path / "text.txt.zst"
     path.write_bytes(pack(b"one\n\nt") + pack(b"") + pack(b"wo") + b"")
     assert texts(path) == [b"one", b"two"]
+    # JSON lines are told by the name under the packing.
+    lines = path.rename(tmp_path / "records.jsonl.zst")
+    assert open_inputs([str(lines)], "auto")[0].format == "jsonl"
 
 
 def test_a_window_as_wide_as_zstd_allows_is_read(tmp_path):
@@ -85,11 +79,11 @@ def test_a_window_as_wide_as_zstd_allows_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".txt.gz", ".txt.zst"])
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.999])
-def test_a_packed_file_that_was_cut_short_is_never_taken_for_whole(tmp_path, suffix, share):
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.999, None])
+def test_what_is_no_whole_packed_file_is_never_taken_for_one(tmp_path, suffix, share):
     packed = PACKERS[suffix](TEXT)
     path = tmp_path / f"text{suffix}"
-    path.write_bytes(packed[: int(len(packed) * share)])
+    path.write_bytes(packed[: int(len(packed) * share)] if share else b"not packed at all")
     with pytest.raises(UserError, match=r"is a damaged (gzip|zstd) file"):
         texts(path)
 
@@ -109,19 +103,6 @@ def test_a_packed_file_of_another_name_is_not_taken_for_text(tmp_path, pack, wor
     path.write_bytes(pack(TEXT))
     with pytest.raises(UserError, match=words):
         texts(path)
-
-
-def test_plain_text_named_zst_is_refused(tmp_path):
-    path = tmp_path / "text.txt.zst"
-    path.write_bytes(b"not packed at all")
-    with pytest.raises(UserError, match="is a damaged zstd file"):
-        texts(path)
-
-
-def test_json_lines_are_told_by_the_name_under_the_packing(tmp_path):
-    path = tmp_path / "records.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(b'{"text": "a"}\n'))
-    assert open_inputs([str(path)], "auto")[0].format == "jsonl"
 
 
 @pytest.mark.parametrize("suffix", PACKERS)

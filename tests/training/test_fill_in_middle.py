@@ -117,6 +117,13 @@ def test_at_rate_0_nothing_moves(ids, index) -> None:
     assert by.reorder(sample, index).tolist() == sample.tolist()
 
 
+def test_documents_are_reordered_as_often_as_asked_for() -> None:
+    by = made(**BYTES, fim_rate=0.3)
+    sample = joined(by, ["some text"], room=3)
+    moved = sum(by.reorder(sample, index)[0] == by.prefix for index in range(1000))
+    assert 250 < moved < 350
+
+
 def test_the_order_is_drawn_by_seed_and_index_alone(reorder) -> None:
     sample = joined(reorder, ["abba baab" * 3, "baab abba" * 3], room=9)
     first = [reorder.reorder(sample, index).tolist() for index in range(20)]
@@ -145,13 +152,6 @@ def test_the_suffix_comes_first_as_often_as_asked_for(reorder, rate, first) -> N
     # With an empty prefix both orders begin in the same way.
     share = sum(ids[1] == by.suffix for ids in seen) / len(seen)
     assert share == 1 if first else share < 0.1
-
-
-def test_documents_are_reordered_as_often_as_asked_for() -> None:
-    by = made(**BYTES, fim_rate=0.3)
-    sample = joined(by, ["some text"], room=3)
-    moved = sum(by.reorder(sample, index)[0] == by.prefix for index in range(1000))
-    assert 250 < moved < 350
 
 
 def test_what_does_not_fit_is_cut_off_and_what_is_missing_is_padding() -> None:
@@ -193,14 +193,6 @@ def test_text_with_a_certain_beginning_stays_as_it_is() -> None:
         assert all(document[0] == by.prefix for document in moving)
 
 
-def test_the_tokenizers_own_end_of_a_document_is_one_too() -> None:
-    """Token files end documents with it, whatever --fim-eod-token says."""
-    by = made(**BYTES)
-    named = by.tokenizer.library_tokenizer.tokens_to_ids(["<|endoftext|>"])[0]
-    assert by.ends == {by.tokenizer.eod, named}
-    assert by.tokenizer.eod != named
-
-
 def test_tokens_that_the_tokenizer_lacks_are_named_together(tmp_path) -> None:
     model = train_sentencepiece(tmp_path / "tiny")
     kind = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}
@@ -224,7 +216,12 @@ def test_tokens_that_the_tokenizer_lacks_are_named_together(tmp_path) -> None:
 PARTS = ("prefix", "middle", "suffix", "pad")
 
 
-def test_a_tokenizer_without_text_is_refused() -> None:
+def test_the_tokenizers_own_end_of_a_document_is_one_too() -> None:
+    """Token files end documents with it, whatever --fim-eod-token says."""
+    by = made(**BYTES)
+    named = by.tokenizer.library_tokenizer.tokens_to_ids(["<|endoftext|>"])[0]
+    assert by.ends == {by.tokenizer.eod, named}
+    assert by.tokenizer.eod != named
     with pytest.raises(UserError, match="turns tokens into text and back, and --tokenizer-type N"):
         made(tokenizer_type="NullTokenizer", vocab_size=100)
 

@@ -45,18 +45,21 @@ def _device() -> torch.device:
 # Norms.
 
 
+@pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
 )
-def test_a_norm_is_torchs(ours: Any, theirs: Any) -> None:
-    norm = ours(_config(), 32, eps=1e-3)
+def test_a_norm_is_torchs(ours: Any, theirs: Any, zero_centred: bool) -> None:
+    """--apply-layernorm-1p: a zero-centred norm stores its weight minus one."""
+    norm = ours(_config(layernorm_zero_centered_gamma=zero_centred), 32, eps=1e-3)
     reference = theirs(32, eps=1e-3, device=_device())
     with torch.no_grad():
         for mine, other in zip(norm.parameters(), reference.parameters(), strict=True):
             mine.copy_(torch.randn(32))
             other.copy_(mine)
+        reference.weight.add_(zero_centred)
     x = torch.randn(5, 2, 32, device=_device())
-    assert torch.equal(norm(x), reference(x))
+    torch.testing.assert_close(norm(x), reference(x), atol=1e-6 * zero_centred, rtol=0)
 
 
 @pytest.mark.parametrize("ours", [RMSNorm, LayerNorm])
@@ -70,24 +73,12 @@ def test_a_norm_marks_its_weights_for_sequence_parallelism(
     assert marks == {sequence_parallel}
 
 
-def test_a_norm_has_the_models_dtype_and_takes_megatron_cores_arguments() -> None:
-    config = _config(params_dtype=torch.bfloat16)
-    norm = RMSNorm(config=config, hidden_size=32, eps=1e-6, persist_layer_norm=True)  # type: ignore[call-arg]
+def test_the_norm_is_chosen_by_the_configuration_and_has_the_models_dtype() -> None:
+    assert norm_class(_config(normalization="RMSNorm")) is RMSNorm
+    assert norm_class(_config(normalization="LayerNorm")) is LayerNorm
+    arguments = {"eps": 1e-6, "persist_layer_norm": True}  # megatron-core's
+    norm = RMSNorm(config=_config(params_dtype=torch.bfloat16), hidden_size=32, **arguments)
     assert norm.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
-)
-def test_a_zero_centred_norm_stores_its_weight_minus_one(ours: Any, theirs: Any) -> None:
-    """--apply-layernorm-1p"""
-    norm = ours(_config(layernorm_zero_centered_gamma=True), 32, eps=1e-3)
-    reference = theirs(32, eps=1e-3, device=_device())
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(32))
-        reference.weight.copy_(norm.weight + 1)
-    x = torch.randn(5, 2, 32, device=_device())
-    assert torch.allclose(norm(x), reference(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("ours", [RMSNorm, LayerNorm])
@@ -98,11 +89,6 @@ def test_a_norm_of_half_precision_takes_a_residual_in_float32(ours: Any) -> None
     normed = norm(x)
     assert normed.dtype == torch.bfloat16, "matrices are in half precision too"
     assert torch.equal(normed, ours(_config(), 32, eps=1e-3)(x).bfloat16())
-
-
-def test_the_norm_is_chosen_by_the_configuration() -> None:
-    assert norm_class(_config(normalization="RMSNorm")) is RMSNorm
-    assert norm_class(_config(normalization="LayerNorm")) is LayerNorm
 
 
 # Attention.
@@ -222,10 +208,7 @@ def test_a_kernel_that_does_not_take_it_is_one_sentence() -> None:
     ) as error:
         attention(*_inputs(4, 4), None)
     assert "use --attention-backend auto" in str(error.value)
-
-
-def test_what_no_kernel_computes_is_not_blamed_on_the_backend() -> None:
-    attention = _attention(_config(attention_backend=AttnBackend.flash))
+    # What no kernel computes is not blamed on the backend.
     query, key, value = _inputs(4, 4)
     with pytest.raises(RuntimeError, match="dtype"):
-        attention(query, key.double(), value, None)
+        _attention(_config(attention_backend=AttnBackend.flash))(query, key.double(), value, None)

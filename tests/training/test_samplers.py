@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,3 +148,11 @@ def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_rea
     partial = next(index for index, mask in forwards.items() if 0.0 in mask)
     assert masks([partial, *forwards]) == forwards
     assert any(0.0 not in mask for mask in forwards.values())
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_splits_that_no_evaluation_reads_are_not_built(rounds: int) -> None:
+    args = parse_args(command_line(f"--eval-iters {rounds}", ""), world_size=1)
+    tokenizer = build_tokenizer(args)
+    built = build_datasets(args, tokenizer=tokenizer, empty_splits=frozenset())
+    assert [split is not None for split in built] == [True, rounds > 0, rounds > 0]

@@ -31,16 +31,12 @@ def test_rate_and_weight_decay_follow_their_flags_from_step_to_step() -> None:
     decay = [_between(1e-3, 1e-4, 1 - n / 5) for n in range(1, 6)]
     assert wsd["rates"] == pytest.approx([*[1e-3] * 5, *decay])
     assert wsd["decays"] == pytest.approx([_between(0.3, 0.1, n / 10) for n in STEPS])
+    warm = _schedule("--lr-decay-style constant --lr-warmup-iters 4 --lr-warmup-init 2e-4")
+    assert warm["rates"][:4] == pytest.approx([_between(1e-3, 2e-4, n / 4) for n in range(1, 5)])
 
 
 def _between(high: float, low: float, share: float) -> float:
     return low + (high - low) * share
-
-
-def test_the_warm_up_begins_where_it_is_told_to() -> None:
-    flags = "--lr-decay-style constant --lr-warmup-iters 4 --lr-warmup-init 2e-4"
-    expected = [_between(1e-3, 2e-4, step / 4) for step in range(1, 5)]
-    assert _schedule(flags)["rates"][:4] == pytest.approx(expected)
 
 
 def _lengths(flags: str, without: str = "") -> Any:
@@ -52,6 +48,9 @@ def test_phases_are_counted_in_samples() -> None:
         "--lr-decay-iters 8 --lr-warmup-iters 3 --lr-decay-style WSD --lr-wsd-decay-iters 2"
     )
     assert (lengths.warmup, lengths.decay, lengths.wsd, lengths.whole) == (6, 16, 4, 20)
+    # A share of the decay can warm up.
+    assert _lengths("--lr-warmup-fraction 0.25 --lr-decay-iters 8").warmup == 4
+    assert _lengths("--train-samples 40 --lr-warmup-fraction 0.25", "--train-iters").warmup == 10
 
 
 def test_steps_of_a_ramp_up_count_for_the_samples_that_they_take() -> None:
@@ -59,8 +58,3 @@ def test_steps_of_a_ramp_up_count_for_the_samples_that_they_take() -> None:
     ramp = "--global-batch-size 6 --rampup-batch-size 2 2 8 --lr-decay-style WSD"
     lengths = _lengths(f"{ramp} --lr-warmup-iters 4 --lr-wsd-decay-iters 2")
     assert (lengths.warmup, lengths.decay, lengths.wsd, lengths.whole) == (14, 50, 12, 50)
-
-
-def test_a_share_of_the_decay_can_warm_up() -> None:
-    assert _lengths("--lr-warmup-fraction 0.25 --lr-decay-iters 8").warmup == 4
-    assert _lengths("--train-samples 40 --lr-warmup-fraction 0.25", "--train-iters").warmup == 10

@@ -87,8 +87,7 @@ def test_the_shards_of_any_tensor_parallel_size_make_up_the_same_whole(
 
 def test_without_a_gated_unit_fc1_is_split_like_any_column() -> None:
     how = replace(HOW, gated_linear_unit=False)
-    parameter = _parameter(12, 8, split=0)
-    shards = [how.draw(FC1, parameter, tp_rank=rank, tp_size=2) for rank in range(2)]
+    shards = [how.draw(FC1, _parameter(12, 8, split=0), tp_rank=r, tp_size=2) for r in range(2)]
     assert torch.equal(torch.cat(shards), _draw(FC1, (24, 8), how=how))
 
 
@@ -124,22 +123,6 @@ def test_the_two_copies_of_a_tied_embedding_start_alike_with_a_width_of_their_ow
     assert embedding.std().item() == pytest.approx(0.5, rel=0.02)
     untied = _draw(OUTPUT, (256, 64), how=replace(how, tied_embeddings=False))
     assert untied.std().item() == pytest.approx(0.02, rel=0.02)
-
-
-def test_neither_the_order_nor_the_threads_matter() -> None:
-    def weights(names: list[str], threads: int) -> dict[str, torch.Tensor]:
-        parameters = [(name, _parameter(16, 16)) for name in names]
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            initialize(parameters, HOW, tp_rank=0, tp_size=1)
-        finally:
-            torch.set_num_threads(before)
-        return {name: parameter.detach() for name, parameter in parameters}
-
-    names = [f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(20)]
-    serial, shuffled = weights(names, 1), weights(names[::-1], 4)
-    assert all(torch.equal(serial[name], shuffled[name]) for name in names)
 
 
 def test_names_seeds_and_layers_draw_differently_and_the_global_state_is_left_alone() -> None:
@@ -194,11 +177,22 @@ def test_xavier_looks_at_the_whole_tensor_not_at_the_shard() -> None:
     assert whole.abs().max().item() <= math.sqrt(6 / (32 + 16))
 
 
-def test_initialize_keeps_the_dtype_of_each_parameter() -> None:
-    parameter = torch.nn.Parameter(torch.empty(8, 8, dtype=torch.bfloat16))
-    initialize([(COLUMN, parameter)], HOW, tp_rank=0, tp_size=1)
-    assert parameter.dtype == torch.bfloat16
-    assert torch.equal(parameter.detach(), _draw(COLUMN, (8, 8)).bfloat16())
+def test_neither_the_order_nor_the_threads_matter_and_dtypes_stay() -> None:
+    def weights(names: list[str], threads: int) -> dict[str, torch.Tensor]:
+        parameters = [(name, _parameter(16, 16)) for name in names]
+        half = torch.nn.Parameter(torch.empty(8, 8, dtype=torch.bfloat16))
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            initialize([*parameters, (COLUMN, half)], HOW, tp_rank=0, tp_size=1)
+        finally:
+            torch.set_num_threads(before)
+        return {name: parameter.detach() for name, parameter in [*parameters, (COLUMN, half)]}
+
+    names = [f"decoder.layers.{n}.mlp.linear_fc2.weight" for n in range(20)]
+    serial, shuffled = weights(names, 1), weights(names[::-1], 4)
+    assert all(torch.equal(serial[name], shuffled[name]) for name in names)
+    assert torch.equal(serial[COLUMN], _draw(COLUMN, (8, 8)).bfloat16())
 
 
 # Digests.
@@ -220,13 +214,11 @@ def test_one_bit_changes_the_digest(dtype: torch.dtype, position: int, bit: int)
     )
 
 
-def test_the_digest_of_a_shard_is_kept_under_its_place() -> None:
+def test_the_combined_digest_does_not_depend_on_who_held_what() -> None:
     parameters = [(COLUMN, _parameter(4, 4, split=0)), ("norm", _parameter(4))]
     assert set(digest(parameters, tp_rank=1, tp_size=2)) == {f"{COLUMN}[1/2]", "norm"}
     assert set(digest(parameters, tp_rank=0, tp_size=1)) == {COLUMN, "norm"}
-
-
-def test_the_combined_digest_does_not_depend_on_who_held_what() -> None:
-    assert combine_digests({"a": "1", "b": "2"}) == combine_digests({"b": "2", "a": "1"})
-    assert combine_digests({"a": "1", "b": "2"}) != combine_digests({"a": "2", "b": "1"})
-    assert combine_digests({"a": "1"}) != combine_digests({"a": "1", "b": "2"})
+    whole = combine_digests({"a": "1", "b": "2"})
+    assert whole == combine_digests({"b": "2", "a": "1"})
+    assert whole != combine_digests({"a": "2", "b": "1"})
+    assert whole != combine_digests({"a": "1"})

@@ -99,9 +99,6 @@ def test_a_process_leaves_word_in_the_error_file_that_it_is_given(
     exited = exit_of(7, "a", failure)
     assert (exited.text, exited.printed, exited.consequence) == ("out of luck", True, True)
     assert not exited.known_to_all
+    silent = ProcessFailure(local_rank=0, pid=1, exitcode=3, error_file=str(tmp_path / "none"))
+    assert exit_of(0, "a", silent).text == ""
     assert exited.time == int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
-
-
-def test_a_process_without_a_word_has_none(tmp_path: Path) -> None:
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=3, error_file=str(tmp_path / "none"))
-    assert exit_of(0, "a", failure).text == ""

@@ -45,6 +45,9 @@ from tools.link_bench.opened_links import host_bytes
 
 CPU = torch.device("cpu")
 
+
+FOUR = sockets_name(4)
+
 PERFTEST_OUTPUT = """
                     RDMA_Write BW Test
  Dual-port       : OFF          Device         : mlx5_0
@@ -96,12 +99,16 @@ def test_sizes_are_written_with_a_binary_unit(text, nbytes):
             parse_size(other)
 
 
-def test_p99_is_the_slow_end():
+def test_p99_is_the_slow_end_and_a_share_is_taken_at_the_same_size():
     many = Timing.of([float(value) for value in range(200, 0, -1)])
     assert (many.median, many.p99, many.samples) == (100.5, 198.0, 200)
     few = Timing.of([3.0, 1.0, 2.0])
     assert (few.median, few.p99) == (2.0, 3.0)
     assert few.gb_s(6_000_000_000) == (3.0, 2.0)
+    # Without a limit there is none.
+    tcp = (Point("tcp", False, n, bandwidth_gb_s=3.0, limit=FOUR) for n in (MIB, 2 * MIB))
+    points = share_of_limits([*tcp, Point(FOUR, True, MIB, bandwidth_gb_s=4.0)])
+    assert [point.share_of_limit for point in points] == [0.75, None, None]
 
 
 def test_each_transport_has_the_limit_of_its_own_path():
@@ -111,17 +118,6 @@ def test_each_transport_has_the_limit_of_its_own_path():
     assert limit_of("gloo", on_gpu=True, connections=3) == sockets_name(1)
     assert limit_of("ipc", on_gpu=True, connections=4) == PEER_COPY
     assert limit_of("verbs", on_gpu=True, connections=4) == perftest.RDMA_WRITE
-
-
-def test_the_share_is_taken_at_the_same_size_and_left_out_without_a_limit():
-    points = share_of_limits(
-        [
-            Point("tcp", False, MIB, bandwidth_gb_s=3.0, limit=sockets_name(4)),
-            Point("tcp", False, 2 * MIB, bandwidth_gb_s=3.0, limit=sockets_name(4)),
-            Point(sockets_name(4), True, MIB, bandwidth_gb_s=4.0),
-        ]
-    )
-    assert [point.share_of_limit for point in points] == [0.75, None, None]
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 4096, 100_003])

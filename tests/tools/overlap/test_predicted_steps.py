@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.refusals import refusal
 from tools.measure_overlap import main, phases_of, rows_of
 from tools.overlap.phases import as_variable, from_variable, phase_of
 from tools.overlap.predicted_steps import Passes, predict
@@ -13,19 +14,14 @@ from tools.overlap.predicted_steps import Passes, predict
 PASSES = Passes(forward=(1.0, 1.0), backward=(2.0, 2.0), micro_batches=8, step=28.0)
 
 
-def test_without_a_wire_all_predictions_are_the_step_that_was_measured() -> None:
-    predicted = predict(PASSES, crossing=0.0)
-    assert predicted.nothing == predicted.overlapped == predicted.hidden == PASSES.step
-
-
 def test_two_stages_of_1f1b_wait_once_a_micro_batch_and_hide_the_other_crossing() -> None:
+    without = predict(PASSES, crossing=0.0)
+    assert without.nothing == without.overlapped == without.hidden == PASSES.step
     predicted = predict(PASSES, crossing=0.5)
     assert predicted.hidden == PASSES.step + 2 * 0.5
     assert predicted.overlapped == PASSES.step + 8 * 0.5
     assert predicted.nothing == PASSES.step + 16 * 0.5
-
-
-def test_a_wire_that_is_slower_than_the_stages_sets_the_pace() -> None:
+    # A wire that is slower than the stages sets the pace.
     assert predict(PASSES, crossing=10.0).hidden > 80.0
 
 
@@ -53,6 +49,6 @@ def test_without_a_gpu_a_large_model_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["--out", str(tmp_path / "out")]) == 2
-    assert "llama3_8b would fill its memory" in capsys.readouterr().err
+    said = refusal(capsys, main, f"--out {tmp_path / 'out'}")
+    assert "llama3_8b would fill its memory" in said
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from tools.preflight_checks.path_bandwidth import End, PathResult, measure_paths
 FIGURES = "latency_us", "there_gb_s", "back_gb_s", "both_gb_s"
 
 
-def ends(secrets: tuple[str, str] = ("s", "s")) -> list[list[PathResult]]:
+def ends() -> list[list[PathResult]]:
     """Both ends in threads of this process."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=60))
@@ -23,7 +23,7 @@ def ends(secrets: tuple[str, str] = ("s", "s")) -> list[list[PathResult]]:
         end = End(
             number=number,
             store=store,
-            secret=secrets[number],
+            secret="secret",
             addresses=("127.0.0.1", "127.0.0.2"),
             device=torch.device("cpu"),
         )

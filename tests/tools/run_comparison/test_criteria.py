@@ -32,14 +32,11 @@ def scaled(factor: float, positions: slice, *, column: str = "loss") -> Curve:
     return replace(REFERENCE, **{column: values})
 
 
-def test_identical_counts_the_iterations_that_differ_by_a_bit():
+def test_identical_counts_bits_and_schedule_compares_learning_rates_and_weight_decays():
     assert finding("identical", REFERENCE).passed
     found = finding("identical", scaled(1 + 1e-15, slice(30, 33)))
     assert (found.passed, found.value) == (False, 3)
     assert "the first is 31" in found.detail
-
-
-def test_schedule_compares_learning_rates_and_weight_decays():
     assert finding("schedule", REFERENCE).passed
     found = finding("schedule", scaled(1.1, slice(50, 51), column="learning_rate"))
     assert (found.passed, found.value) == (False, pytest.approx(0.1))
@@ -60,14 +57,11 @@ def test_first_steps_look_at_the_first_iterations_alone(name, column):
     assert not finding(f"{name}=0.01", later, first=11).passed
 
 
-def test_final_relative_compares_the_means_of_the_last_window():
+def test_final_relative_compares_the_last_window_and_smoothed_relative_takes_the_worst():
     found = finding("final-relative", scaled(1.01, slice(90, 100)))
     assert (found.passed, found.value) == (False, pytest.approx(0.01))
     assert finding("final-relative", scaled(1.01, slice(0, 90))).value == 0.0
     assert finding("final-relative=0.011", scaled(1.01, slice(90, 100))).passed
-
-
-def test_smoothed_relative_takes_the_worst_window_anywhere():
     found = finding("smoothed-relative", scaled(0.98, slice(30, 40)))
     assert (found.passed, found.value) == (False, pytest.approx(0.02))
     assert "up to 40" in found.detail

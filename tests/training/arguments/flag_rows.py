@@ -390,7 +390,7 @@ ELSEWHERE = {
         ),
         "distributed/test_meshes.py": "--delay-wgrad-compute",
         "distributed/test_parity.py": "--hetero-pipeline --hetero-transport",
-        "training/arguments/test_arguments_training.py": (
+        "training/arguments/refusals.txt": (
             "--use-precision-aware-optimizer --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"
         ),
         "training/test_layout.py": (

@@ -9,29 +9,6 @@ import pytest
 REAL = {"without": "--mock-data"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("", "no data is named; add --data-path or --mock-data"),
-        ("--data-path", "--data-path names no file"),
-        ("--mock-data --data-path a", "--mock-data and --data-path exclude each other"),
-        ("--data-path a --train-data-path b", "--data-path and --train-data-path exclude"),
-        ("--train-data-path a --split 99,1,0", "--split cannot go with --train-data-path"),
-        ("--valid-data-path a", "nothing is named to train on; add --train-data-path"),
-        ("--data-path 1 a b", "--data-path mixes weights and prefixes"),
-        ("--data-path nan a 1 b", "the weights of --data-path must be"),
-        ("--train-data-path 1 a 2", "--train-data-path mixes weights and prefixes"),
-    ],
-)
-def test_source_that_cannot_be_used_is_refused(refusal, flags, words):
-    assert words in refusal(flags, **REAL)
-
-
-@pytest.mark.parametrize("split", ["0,0,0", "a,b,c", "1,2,3,4", "1,,1", "nan,1,1", "''"])
-def test_split_that_cannot_be_read_is_refused(refusal, split):
-    assert "must be up to three shares" in refusal(f"--data-path a --split {split}", **REAL)
-
-
 def test_split_without_a_share_to_train_on_is_refused_unless_nothing_is_trained(parse, refusal):
     flags = "--data-path a --split 0,1,0"
     assert "leaves nothing to train on" in refusal(flags, **REAL)
@@ -46,29 +23,6 @@ def test_split_is_kept_as_it_was_written(parse, split):
 def test_split_of_real_data_defaults_to_that_of_megatron(parse):
     assert parse("--data-path a", **REAL).split == "969, 30, 1"
     assert parse("--train-data-path a", **REAL).split is None
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "needs"),
-    [
-        ("NullTokenizer", "--vocab-size"),
-        ("SentencePieceTokenizer", "--tokenizer-model"),
-        ("GPT2BPETokenizer --vocab-file v", "--merge-file"),
-    ],
-)
-def test_tokenizer_needs_its_files(refusal, tokenizer, needs):
-    sentence = refusal(f"--tokenizer-type {tokenizer}", without="--tokenizer-type --vocab-size")
-    assert sentence == f"--tokenizer-type {tokenizer.split()[0]} needs {needs}; add it"
-    # Megatron's pretrain_gpt.py falls back on GPT-2's, and its oldest scripts count on that.
-    assert "GPT2BPETokenizer needs --vocab-file and --merge-file" in refusal(
-        "", without="--tokenizer-type --vocab-size"
-    )
-
-
-def test_padded_vocabulary_cannot_be_smaller(refusal):
-    assert "--padded-vocab-size 99 must be at least --vocab-size 100" in refusal(
-        "--padded-vocab-size 99"
-    )
 
 
 def test_blend_can_be_read_from_a_file(parse, tmp_path: Path):
@@ -104,14 +58,6 @@ def test_file_of_a_blend_that_cannot_be_used_is_refused(refusal, tmp_path, flag,
     if text is not None:
         path.write_text(text)
     assert words in refusal(f"{flag} {path}", **REAL)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--data-path a --data-args-path b", "--train-data-path a --per-split-data-args-path b"],
-)
-def test_a_list_is_given_once(refusal, flags):
-    assert "exclude each other" in refusal(flags, **REAL)
 
 
 def test_all_that_is_wrong_with_fill_in_the_middle_is_told_together(refusal):

@@ -19,61 +19,6 @@ def test_pipeline_size_follows_from_the_meshes(parse):
     assert args.hetero_timeout == 30.0
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            "--hetero-pipeline --hetero-pipeline-sizes 1 1",
-            "--hetero-pipeline needs --hetero-vendors, or a --hetero-plan",
-        ),
-        (
-            "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1 1",
-            "--hetero-vendors names 1 mesh and --hetero-pipeline-sizes 2",
-        ),
-        (f"{TWO} --hetero-pipeline-layers 3 4", "adds up to 7, but --num-layers is 8"),
-        (
-            f"{TWO} --hetero-pipeline-layers 3 3 2",
-            "--hetero-pipeline-layers has 3 numbers and there are 2 pipeline stages; give 2",
-        ),
-        (
-            f"{TWO} --hetero-pipeline-layers 3 3 2 --num-virtual-stages-per-pipeline-rank"
-            " 2 --global-batch-size 8",
-            "there are 2 pipeline stages; give 2 (or 4, one a chunk)",
-        ),
-        (
-            f"{TWO} --hetero-pipeline-layers 3 5 --num-layers-per-virtual-pipeline-stage 2",
-            "--num-layers-per-virtual-pipeline-stage cannot go with --hetero-pipeline-layers",
-        ),
-        (
-            f"{TWO} --pipeline-model-parallel-size 4",
-            "--hetero-pipeline-sizes adds up to 2 stages, but --pipeline-model-parallel-size is 4",
-        ),
-        (
-            f"{TWO} --hetero-pipeline-layers 3 5 --decoder-first-pipeline-num-layers 3",
-            "cannot go with --hetero-pipeline-layers",
-        ),
-        (
-            f"{TWO} --hetero-plan p.yaml",
-            "--hetero-plan and --hetero-vendors and --hetero-pipeline-sizes exclude each other",
-        ),
-    ],
-)
-def test_shorthand_that_does_not_add_up_is_refused(refusal, flags, words):
-    assert words in refusal(flags, world_size=2)
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--hetero-plan plan.yaml",
-        "--hetero-transport auto",  # also when it names the default
-        "--hetero-timeout 600",
-    ],
-)
-def test_flag_without_the_pipeline_is_refused(refusal, flag):
-    assert refusal(flag).startswith(f"{flag.split()[0]} needs --hetero-pipeline")
-
-
 def test_layers_of_an_interleaved_pipeline_are_given_for_every_chunk(parse):
     args = parse(
         f"{TWO} --hetero-pipeline-layers 1 3 2 2 --num-virtual-stages-per-pipeline-rank 2"
@@ -103,62 +48,6 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
 
 
 # Meshes of their own sizes.
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            f"{TWO} --hetero-tensor-sizes 1 2 2",
-            "--hetero-tensor-sizes has 3 values and --hetero-vendors names 2 meshes; give one",
-        ),
-        (
-            f"{TWO} --hetero-tensor-sizes 1 2 --tensor-model-parallel-size 4",
-            "--tensor-model-parallel-size 4 contradicts --hetero-tensor-sizes 1 2; remove the",
-        ),
-        (
-            f"{TWO} --hetero-tensor-sizes 3 1",
-            "--num-attention-heads 4 must be a multiple of mesh 0's (amd) tensor-parallel size 3; "
-            "the nearest sizes that work are 2 and 4",
-        ),
-        (
-            f"{TWO} --hetero-tensor-sizes 1 4 --sequence-parallel --seq-length 30",
-            "with sequence parallelism, --seq-length 30 must be a multiple of mesh 1's (nvidia) "
-            "tensor-parallel size 4; the nearest size that works is 2",
-        ),
-        (
-            f"{TWO} --hetero-tensor-sizes 1 4",
-            "the world size 4 must be a multiple of the stages times tensor-parallel sizes of all "
-            "meshes, 1 x 1 + 1 x 4",
-        ),
-        (
-            f"{TWO} --hetero-data-sizes 4 2",
-            "the plan needs 6 ranks (amd 1 stage x TP 1 x DP 4 + nvidia 1 stage x TP 1 "
-            "x DP 2) but 4 were started; change the number of processes or the plan: with "
-            "data-parallel sizes 2 1 it needs 3",
-        ),
-        (f"{TWO} --hetero-data-sizes 99999999999 1", "needs 100000000000 ranks"),
-        (
-            f"{TWO} --hetero-data-sizes 3 1 --hetero-micro-batch-sizes 1 2",
-            "mesh 1 (nvidia) has 1 data-parallel rank of micro-batch size 2 and cannot take the 3 "
-            "sequences of a step of the pipeline, which every mesh takes; the nearest that all can "
-            "take is 3, with micro-batch sizes 1 3 for the data-parallel sizes 3 1",
-        ),
-        (
-            f"{TWO} --hetero-data-sizes 3 1 --global-batch-size 8",
-            "a global batch of 8 must be a multiple of the 6 sequences that every mesh takes in a "
-            "step of the pipeline; change --global-batch-size",
-        ),
-    ],
-)
-def test_meshes_that_do_not_fit_are_refused(refusal, flags, words):
-    assert words in refusal(flags, world_size=4)
-
-
-def test_an_evaluation_that_the_meshes_cannot_share_is_refused(refusal):
-    flags = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
-    flags += "--hetero-data-sizes 3 2 --micro-batch-size 2 --eval-micro-batch-size 3"
-    assert "makes 9 sequences a step" in refusal(flags, world_size=5)
 
 
 @pytest.mark.parametrize(
@@ -224,51 +113,6 @@ def test_replicas_share_the_batch_equally_or_as_the_shares_say(parse):
     assert args.global_batch_size == 42
     assert parse("", world_size=3).data_shares == (1, 1, 1)
     assert parse(f"{REPLICAS} --hetero-data-shares auto", world_size=3).data_shares == (1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            f"{REPLICAS} --tensor-model-parallel-size 2",
-            "gives 3 replicas of 2 ranks each, 6 in all, but 4 were started; change the number",
-        ),
-        (f"{REPLICAS} {TWO}", "--hetero-data-parallel and --hetero-pipeline exclude each other"),
-        ("--hetero-data-parallel nvidia:4", "names nvidia alone; name a second vendor"),
-        ("--hetero-data-parallel nvidia,amd", "must be VENDOR:REPLICAS pairs with commas between"),
-        ("--hetero-data-shares 3,1", "needs --hetero-data-parallel; add it or remove the shares"),
-        (
-            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3",
-            "has 1 number and --hetero-data-parallel names 2 vendors; give one number for each",
-        ),
-        (
-            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,0",
-            "--hetero-data-shares must be a whole number of at least 1, not '0'",
-        ),
-        (
-            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,1 --global-batch-size 8",
-            "a global batch of 8 must be a multiple of --micro-batch-size 2 times 8, the sum of "
-            "the replicas' shares (3 + 3 + 1 + 1); change --global-batch-size or "
-            "--hetero-data-shares",
-        ),
-        (
-            "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares auto "
-            "--dataloader-type cyclic",
-            "let the order of --dataloader-type cyclic depend on a measurement; give the shares",
-        ),
-        (
-            "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares auto "
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-            "fewer micro batches than interleaving needs; give the shares as numbers",
-        ),
-        (
-            "--hetero-data-parallel nvidia:2,amd:2 --hetero-transport shm",
-            "--hetero-transport needs --hetero-pipeline",
-        ),
-    ],
-)
-def test_replicas_that_do_not_add_up_are_refused(refusal, flags, words):
-    assert words in refusal(flags, world_size=4)
 
 
 def test_all_that_is_wrong_with_replicas_is_said_at_once(refusal):

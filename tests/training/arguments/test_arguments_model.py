@@ -6,55 +6,6 @@ from hetero.errors import UserError
 from megatron.training.arguments.pipeline_layout import parse_layout
 
 
-@pytest.mark.parametrize(
-    "flag", ["--num-layers", "--max-position-embeddings", "--micro-batch-size", "--lr"]
-)
-def test_required_flag(refusal, flag):
-    assert refusal(without=flag) == f"{flag} is required; add it"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--max-position-embeddings 16", "--max-position-embeddings 16 must be at least"),
-        ("--hidden-size 66", "--hidden-size 66 must be a multiple of --num-attention-heads 4"),
-        (
-            "--group-query-attention --num-query-groups 3",
-            "--num-attention-heads 4 must be a multiple of --num-query-groups 3",
-        ),
-        ("--swiglu --squared-relu", "exclude each other"),
-        ("--hidden-size 16 --swiglu", "give --ffn-hidden-size"),
-        ("--no-position-embedding", "--no-position-embedding is deprecated"),
-        ("--position-embedding-type rope --kv-channels 7", "the width of a head must be even"),
-        ("--rotary-percent 1.5", "--rotary-percent must be at most 1"),
-    ],
-)
-def test_shape_that_does_not_fit_is_refused(refusal, flags, words):
-    assert words in refusal(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("", "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 3"),
-        (
-            "--num-attention-heads 6 --hidden-size 66 --group-query-attention --num-query-groups 2",
-            "--num-query-groups 2 must be a multiple of --tensor-model-parallel-size 3",
-        ),
-        (
-            "--num-attention-heads 6 --hidden-size 66 --ffn-hidden-size 100",
-            "--ffn-hidden-size 100 must be a multiple of --tensor-model-parallel-size 3",
-        ),
-        (
-            "--num-attention-heads 6 --hidden-size 66 --sequence-parallel",
-            "--seq-length 32 must be a multiple of --tensor-model-parallel-size 3",
-        ),
-    ],
-)
-def test_shape_that_three_tensor_parallel_ranks_cannot_share_is_refused(refusal, flags, words):
-    assert words in refusal(f"{flags} --tensor-model-parallel-size 3", world_size=3)
-
-
 def test_head_width_frees_the_hidden_size(parse):
     assert parse("--hidden-size 66 --kv-channels 8").kv_channels == 8
     assert parse().kv_channels == 16

@@ -17,40 +17,6 @@ def test_the_rest_of_the_world_is_data_parallel(parse):
 
 
 @pytest.mark.parametrize(
-    ("flags", "world_size", "words"),
-    [
-        (PP2, 3, "the world size 3 must be a multiple"),
-        ("--tensor-model-parallel-size 4", 2, "the world size 2 must be a multiple"),
-        (f"{PP2} --num-layers 7", 2, "the 7 layers cannot be shared evenly by 2 pipeline stages"),
-        (f"{PP2} --num-layers 1", 2, "the 1 layer cannot be shared evenly by 2 pipeline stages"),
-        (f"{PP2} {VPP2} --num-layers 6 --global-batch-size 8", 2, "2 pipeline stages of 2 chunks"),
-        (
-            f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
-            2,
-            "leave 1 of --num-layers 8 for the other 0 stages",
-        ),
-        (f"{PP2} --decoder-last-pipeline-num-layers 9", 2, "leave -1 of --num-layers 8"),
-        (
-            f"{PP2} --decoder-first-pipeline-num-layers 3 --pipeline-model-parallel-layout"
-            " 'Ettt|tttttL'",
-            2,
-            "cannot go with --pipeline-model-parallel-layout",
-        ),
-        (
-            f"{PP2} --pipeline-model-parallel-layout 'Ettt|ttt|ttL'",
-            2,
-            "has 3 stages, which is no multiple of --pipeline-model-parallel-size 2",
-        ),
-        ("--distributed-backend gloo --overlap-grad-reduce", 1, "leave --overlap-grad-reduce out"),
-        ("--overlap-param-gather", 1, "--overlap-param-gather needs --use-distributed-optimizer"),
-        ("--ddp-num-buckets 2 --ddp-bucket-size 9", 1, "exclude each other"),
-    ],
-)
-def test_division_that_does_not_come_out_is_refused(refusal, flags, world_size, words):
-    assert words in refusal(flags, world_size=world_size)
-
-
-@pytest.mark.parametrize(
     "flags",
     [
         f"{PP2} --decoder-first-pipeline-num-layers 3",
@@ -82,52 +48,6 @@ def test_model_chunks_on_a_rank(parse, flags, virtual):
     assert args.align_param_gather is (virtual is not None)
 
 
-@pytest.mark.parametrize(
-    ("flags", "world_size", "words"),
-    [
-        (VPP2, 1, "interleaving needs --pipeline-model-parallel-size above 1"),
-        (
-            f"{PP2} {VPP2} --num-layers-per-virtual-pipeline-stage 2",
-            2,
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
-        ),
-        (
-            f"{PP2} --num-virtual-stages-per-pipeline-rank {10**12}",
-            2,
-            "is more than there are layers",
-        ),
-        (
-            f"{PP2} --num-layers-per-virtual-pipeline-stage 3",
-            2,
-            "--num-layers 8 must be a multiple",
-        ),
-        (
-            f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
-            " --decoder-first-pipeline-num-layers 2",
-            2,
-            "use --num-virtual-stages-per-pipeline-rank",
-        ),
-        (
-            f"{PP2} {VPP2} --no-overlap-p2p-communication",
-            2,
-            "would mix up activations and gradients; remove that flag",
-        ),
-        (
-            f"{PP4} {VPP2} --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
-            4,
-            "exclude each other",
-        ),
-        (
-            "--overlap-p2p-communication-warmup-flush",
-            1,
-            "--overlap-p2p-communication-warmup-flush needs interleaving",
-        ),
-    ],
-)
-def test_interleaving_that_cannot_run_is_refused(refusal, flags, world_size, words):
-    assert words in refusal(f"{flags} --global-batch-size 16", world_size=world_size)
-
-
 def test_interleaving_over_four_stages_may_wait_for_its_transfers(parse):
     args = parse(f"{PP4} {VPP2} --no-overlap-p2p-communication --global-batch-size 8", world_size=4)
     assert (args.virtual_pipeline_model_parallel_size, args.overlap_p2p_comm) == (2, False)
@@ -155,20 +75,6 @@ def test_interleaved_micro_batches_come_in_groups(parse, refusal, microbatches, 
 
 
 MESHES = "--hetero-pipeline --hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1"
-
-
-@pytest.mark.parametrize(
-    ("flags", "other"),
-    [
-        ("--num-virtual-stages-per-pipeline-rank 2", "interleaving"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce"),
-        ("--no-gradient-accumulation-fusion", "--no-gradient-accumulation-fusion"),
-    ],
-)
-def test_weight_gradients_are_not_delayed_where_nothing_waits_for_them(refusal, flags, other):
-    sentence = refusal(f"{MESHES} --delay-wgrad-compute {flags}", world_size=2)
-    assert f"--delay-wgrad-compute and {other}" in sentence
-    assert "exclude each other" in sentence
 
 
 def test_weight_gradients_are_delayed_across_vendors_alone(parse):

@@ -7,39 +7,6 @@ from megatron.training.arguments.batch_sizes import batch_size_at, samples_after
 SAMPLES = {"without": "--train-iters"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "without", "words"),
-    [
-        ("", "--train-iters", "--train-iters or --train-samples is required"),
-        ("--train-samples 100", "", "--train-iters and --train-samples exclude each other"),
-        ("--train-samples 1", "--train-iters", "--train-samples 1 is less than one global batch"),
-        ("--global-batch-size 3", "", "a global batch of 3 must be a multiple"),
-        (
-            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 2 2 0",
-            "--train-iters",
-            "--rampup-batch-size must be a whole number of at least 1",
-        ),
-        (
-            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 2 4 10",
-            "--train-iters",
-            "must reach --global-batch-size 8 from 2 in steps of 4",
-        ),
-        (
-            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 8 2 10",
-            "--train-iters",
-            "must reach --global-batch-size 8 from 8",
-        ),
-        (
-            "--train-samples 99 --global-batch-size 8 --rampup-batch-size 2 1 10",
-            "--train-iters",
-            "a global batch of 3 must be a multiple of --micro-batch-size 2",
-        ),
-    ],
-)
-def test_length_and_batch_that_do_not_fit_are_refused(refusal, flags, without, words):
-    assert words in refusal(flags, without=without)
-
-
 def test_global_batch_defaults_to_one_micro_batch_on_every_replica(parse):
     assert parse(world_size=3).global_batch_size == 6
     assert parse("--global-batch-size 12", world_size=3).global_batch_size == 12
@@ -77,82 +44,6 @@ def test_steps_of_a_growing_batch_are_those_of_megatron_core(parse, samples, ram
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other"),
-        ("--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy needs --fp16"),
-        ("--fp32-residual-connection", "--fp32-residual-connection needs --bf16 or --fp16"),
-        ("--fp16 --initial-loss-scale 1 --min-loss-scale 2", "--min-loss-scale 2 must be at most"),
-        (
-            "--deterministic-mode --cross-entropy-loss-fusion",
-            "--cross-entropy-loss-fusion is not deterministic",
-        ),
-        ("--recompute-granularity full", "needs --recompute-method"),
-        (
-            "--recompute-activations --recompute-num-layers 1",
-            "--recompute-num-layers needs --recompute-granularity full",
-        ),
-        (
-            "--recompute-activations --recompute-granularity full --recompute-method block"
-            " --recompute-num-layers 1",
-            "--recompute-activations means selective",
-        ),
-        ("--recompute-activations --recompute-modules xyz", "--recompute-modules cannot be 'xyz'"),
-        (
-            "--hetero-pipeline --hetero-vendors amd --hetero-pipeline-sizes 1"
-            " --hetero-recompute selective --recompute-modules xyz",
-            "--recompute-modules cannot be 'xyz'",
-        ),
-        ("--optimizer sgd --use-distributed-optimizer", "shares out Adam's state alone"),
-        ("--main-grads-dtype bf16 --use-precision-aware-optimizer", "needs --bf16"),
-        ("--bf16 --main-grads-dtype bf16", "needs --use-precision-aware-optimizer"),
-        (
-            "--bf16 --main-grads-dtype bf16 --use-precision-aware-optimizer"
-            " --accumulate-allreduce-grads-in-fp32",
-            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other",
-        ),
-        (
-            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
-            " --main-params-dtype fp16",
-            "--exp-avg-dtype bf16 needs an optimizer of TransformerEngine's",
-        ),
-        ("--step-batch-size-schedule 0:4,1K:2,1000:6", "must be TOKENS:BATCH pairs"),
-        ("--step-batch-size-schedule 0:4,1K:3", "a global batch of 3 must be a multiple"),
-        ("--step-batch-size-schedule 0:4,5:6", "twice within one sequence of 32 tokens"),
-        (
-            "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 6",
-            "ends with a batch of 8, but --global-batch-size is 6",
-        ),
-        (
-            "--step-batch-size-schedule 0:4,1K:8 --rampup-batch-size 2 2 8",
-            "--step-batch-size-schedule and --rampup-batch-size exclude each other",
-        ),
-        ("--eval-global-batch-size 3", "a global batch of 3 in evaluation must be a multiple"),
-        ("--log-memory-interval 150", "--log-memory-interval 150 must be a multiple of"),
-        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler needs --tensorboard-dir"),
-        ("--profile --profile-step-start 5 --profile-step-end 5", "5 must be less than"),
-        ("--profile --profile-ranks 0 1", "--profile-ranks 1 is none of the run's 1 rank"),
-        (
-            "--distribute-saved-activations",
-            "--distribute-saved-activations needs --recompute-granularity full",
-        ),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-            " --distribute-saved-activations",
-            "--distribute-saved-activations needs --tensor-model-parallel-size above 1",
-        ),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-            " --distribute-saved-activations --sequence-parallel",
-            "--distribute-saved-activations and --sequence-parallel exclude each other",
-        ),
-    ],
-)
-def test_precision_and_recomputation_that_contradict_are_refused(refusal, flags, words):
-    assert words in refusal(flags)
-
-
-@pytest.mark.parametrize(
     ("flags", "dtype", "fp32_gradients", "nan_check"),
     [
         ("", "float32", False, True),
@@ -167,54 +58,6 @@ def test_what_follows_from_the_precision(parse, flags, dtype, fp32_gradients, na
     assert args.params_dtype == dtype
     assert args.accumulate_allreduce_grads_in_fp32 is fp32_gradients
     assert args.check_for_nan_in_loss_and_grad is nan_check
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--min-lr 1e-2", "--min-lr 0.01 must be at most --lr 0.001"),
-        ("--decoupled-min-lr 1e-5", "--decoupled-min-lr needs --decoupled-lr"),
-        ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", "must be at most --decoupled-lr"),
-        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the 10 iters"),
-        (
-            "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
-            "--lr-warmup-fraction and --lr-warmup-iters exclude each other",
-        ),
-        ("--lr-decay-samples 5", "--lr-decay-samples cannot go with --train-iters"),
-        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
-        (
-            "--lr-decay-style WSD --lr-wsd-decay-iters 11",
-            "--lr-wsd-decay-iters 11 must be at most the 10 iters",
-        ),
-        ("--start-weight-decay 0.1", "--start-weight-decay needs --weight-decay-incr-style"),
-        (
-            "--weight-decay-incr-style cosine --start-weight-decay 0.1",
-            "needs both --start-weight-decay and --end-weight-decay",
-        ),
-        (
-            "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
-            "--start-weight-decay 0.2 must be at most --end-weight-decay 0.1",
-        ),
-        (
-            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
-            "exclude each other",
-        ),
-    ],
-)
-def test_schedule_that_does_not_fit_is_refused(refusal, flags, words):
-    assert words in refusal(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--lr-warmup-iters 2", "--lr-warmup-iters cannot go with --train-samples"),
-        ("--lr-warmup-samples 100", "--lr-warmup-samples 100 must be less than the 100 samples"),
-        ("--lr-decay-style WSD", "needs --lr-wsd-decay-samples"),
-    ],
-)
-def test_schedule_of_a_run_counted_in_samples_is_counted_in_samples(refusal, flags, words):
-    assert words in refusal(f"--train-samples 100 {flags}", **SAMPLES)
 
 
 def test_a_run_counted_in_steps_can_ramp_up_too(parse):

@@ -99,26 +99,25 @@ def test_sentencepiece_ends_documents_with_its_end_of_sentence_token(kind, sente
     assert (tokenizer.eod, tokenizer.pad, tokenizer.vocab_size) == (2, NO_PAD, 280)
 
 
-def test_sentencepiece_uses_the_pad_token_of_the_model_and_writes_nothing_beside_it(tmp_path):
+def test_sentencepiece_uses_the_special_tokens_of_the_model(tmp_path, sentencepiece_model):
     model = train_sentencepiece(tmp_path / "padded", pad_id=3)
     assert build("SentencePieceTokenizer", tokenizer_model=model).pad == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["padded.model"]
+    assert [path.name for path in tmp_path.iterdir()] == ["padded.model"], "nothing beside it"
+    model = train_sentencepiece(tmp_path / "endless", eos_id=-1)
+    with pytest.raises(UserError, match=r"endless\.model has no end-of-document token"):
+        build("SentencePieceTokenizer", tokenizer_model=model)
+    own = {"tokenizer_sentencepiece_legacy": True, "tokenizer_special_tokens": ["<tool>"]}
+    legacy = build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model, **own)
+    assert (legacy.eod, legacy.vocab_size) == (2, 281)
 
 
-def test_sentencepiece_legacy_mode_still_knows_the_end_of_a_document(sentencepiece_model):
-    tokenizer = build(
-        "SentencePieceTokenizer",
-        tokenizer_model=sentencepiece_model,
-        tokenizer_sentencepiece_legacy=True,
-        tokenizer_special_tokens=["<tool>"],
-    )
-    assert (tokenizer.eod, tokenizer.vocab_size) == (2, 281)
-
-
-def test_huggingface_directory_is_read_without_a_network(huggingface_directory):
+def test_huggingface_directory_is_read_without_a_network(monkeypatch, huggingface_directory):
     tokenizer = build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
     assert_fits_datasets(tokenizer)
     assert tokenizer.eod == 0
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install '\.\[hf\]'"):
+        build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
 
 
 def test_gpt2_takes_its_vocabulary_and_merges(gpt2_files, huggingface_directory):
@@ -169,20 +168,6 @@ def test_a_damaged_file_is_named(tmp_path, sentencepiece_model, gpt2_files):
         build("GPT2BPETokenizer", **gpt2_files | {"vocab_file": str(damaged)})
     with pytest.raises(UserError, match=f"cannot be loaded from {tmp_path}: "):
         build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-
-
-def test_a_model_without_an_end_token_is_refused(tmp_path):
-    model = train_sentencepiece(tmp_path / "endless", eos_id=-1)
-    with pytest.raises(UserError, match=r"endless\.model has no end-of-document token"):
-        build("SentencePieceTokenizer", tokenizer_model=model)
-
-
-def test_missing_transformers_names_the_install_command(monkeypatch, huggingface_directory):
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install '\.\[hf\]'"):
-        build("HuggingFaceTokenizer", tokenizer_model=huggingface_directory)
 
 
 @pytest.mark.parametrize(

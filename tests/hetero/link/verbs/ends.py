@@ -9,7 +9,7 @@ import torch
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
-from hetero.link.verbs import HOST, VerbsOptions, open_verbs
+from hetero.link.verbs import VerbsOptions, open_verbs
 from tests.hetero.link.joined import CPU, JoinedEnds
 from tests.loopback_nic.library import LoopbackNics
 
@@ -26,16 +26,15 @@ class Setup(JoinedEnds):
     ring_bytes: int = RING_BYTES
     chunk_bytes: int = CHUNK_BYTES
     read_back: bool = False
-    memory: str = HOST
+    transport: str = "verbs"
     tensors_on: tuple[torch.device, ...] = (CPU, CPU)
 
     def open(self, rendezvous: Rendezvous) -> RingLink:
         rank = rendezvous.description.rank
         return open_verbs(
             rendezvous,
-            RingOptions("verbs", self.ring_bytes, self.chunk_bytes, self.devices[rank]),
+            RingOptions(self.transport, self.ring_bytes, self.chunk_bytes, self.devices[rank]),
             VerbsOptions(
-                memory=self.memory,
                 nics=self.names[rank],
                 stall_seconds=STALL,
                 read_back=self.read_back,

@@ -16,12 +16,12 @@ import torch
 from hetero.errors import LinkError
 from hetero.link import verbs as opening
 from hetero.link.ring_link import RingLink
-from hetero.link.verbs import DEVICE
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.verbs.ends import RING_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 
 OFFSET = 4096
+GPU = torch.device("cuda", 0)
 
 
 @dataclass
@@ -66,7 +66,7 @@ def on_emulated_gpus(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(opening, "driver_for", lambda device: driver)
     monkeypatch.setattr(opening, "index_of", lambda device: 0)
     devices = EmulatedDevice(), EmulatedDevice()
-    return Setup(driver.nics, memory=DEVICE, devices=devices)
+    return Setup(driver.nics, tensors_on=(GPU, GPU), devices=devices)
 
 
 def carries(links: tuple[RingLink, RingLink]) -> bool:

@@ -16,7 +16,6 @@ import torch
 from hetero.device.driver import driver_for
 from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
-from hetero.link.verbs import DEVICE, HOST
 from hetero.native.binding import native
 from tests.gpus import gpu_of
 from tests.hetero.link.verbs.ends import Setup
@@ -69,7 +68,7 @@ def opened_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
     with (
         reaching_gpus(LoopbackNics(tmp_path_factory.mktemp("nics") / "sys")) as nics,
         nics.in_place(),
-        setup(nics, memory=DEVICE, read_back=False).links() as (one, other),
+        setup(nics, read_back=False).links() as (one, other),
     ):
         assert cross(one, other, nbytes=3 * CHUNK_BYTES, source=0)
         assert cross(other, one, nbytes=3 * CHUNK_BYTES, source=1)
@@ -81,11 +80,11 @@ def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
         yield nics
 
 
-def setup(nics: LoopbackNics, *, memory: str, read_back: bool) -> Setup:
+def setup(nics: LoopbackNics, *, read_back: bool, transport: str = "verbs") -> Setup:
     gpus = gpu_of(0), gpu_of(1)
     return Setup(
         nics,
-        memory=memory,
+        transport=transport,
         read_back=read_back,
         ring_bytes=RING_BYTES,
         chunk_bytes=CHUNK_BYTES,
@@ -114,17 +113,19 @@ def cross(sender: RingLink, receiver: RingLink, *, nbytes: int, source: int) -> 
     return same
 
 
-@pytest.mark.parametrize("memory", [DEVICE, HOST])
+@pytest.mark.parametrize("transport", ["verbs", "verbs-host"])
 @pytest.mark.parametrize("read_back", [False, True], ids=["in-order", "read-back"])
-def test_every_byte_crosses_both_ways(gpu_nics: LoopbackNics, memory: str, read_back: bool) -> None:
-    with setup(gpu_nics, memory=memory, read_back=read_back).links() as (one, other):
+def test_every_byte_crosses_both_ways(
+    gpu_nics: LoopbackNics, transport: str, read_back: bool
+) -> None:
+    with setup(gpu_nics, transport=transport, read_back=read_back).links() as (one, other):
         for nbytes in SIZES:
             assert cross(one, other, nbytes=nbytes, source=0), nbytes
             assert cross(other, one, nbytes=nbytes, source=1), nbytes
 
 
 def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
-    with setup(gpu_nics, memory=DEVICE, read_back=True).links() as (one, other):
+    with setup(gpu_nics, read_back=True).links() as (one, other):
         for number in range(MESSAGES):
             if number == MESSAGES // 3:
                 gpu_nics["b0"].fault = Fault.CUT
