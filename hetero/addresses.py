@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,3 +126,16 @@ def listen_everywhere(*, backlog: int) -> socket.socket:
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
         )
     return socket.create_server(("", 0), backlog=backlog)
+
+
+def close_in_child(connection: socket.socket) -> socket.socket:
+    """Close it in a child that forks: it would be open for as long as the child runs."""
+    # Python keeps these handlers for ever, so hold no socket in one.
+    reference = weakref.ref(connection)
+
+    def close() -> None:
+        if (inherited := reference()) is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
+    return connection

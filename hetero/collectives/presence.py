@@ -6,11 +6,9 @@ refuses new ones. So a rank that waits for another one to open a link learns of 
 
 from __future__ import annotations
 
-import os
 import socket
-import weakref
 
-from hetero.addresses import is_loopback, listen_everywhere
+from hetero.addresses import close_in_child, is_loopback, listen_everywhere
 from hetero.collectives.vendor_layout import Member
 from hetero.errors import LinkError
 
@@ -29,7 +27,7 @@ class Presence:
     def __init__(self, *, size: int, store_host: str) -> None:
         # A rank's two kinds of devices wait for each peer twice each: calls and messages.
         self._listener = listen_everywhere(backlog=min(4 * size, _LARGEST_BACKLOG))
-        _close_in_child(self._listener)
+        close_in_child(self._listener)
         self.store_host = store_host
         self.port: int = self._listener.getsockname()[1]
         self._connections: dict[int, socket.socket] = {}
@@ -64,18 +62,6 @@ class Presence:
         """Stop listening. The others' `require` raises from now on."""
         for connection in (self._listener, *self._connections.values()):
             connection.close()
-
-
-def _close_in_child(listener: socket.socket) -> None:
-    """Close it in a child that forks: it would listen for as long as the child runs."""
-    # Python keeps these handlers for ever, so hold no socket in one.
-    reference = weakref.ref(listener)
-
-    def close() -> None:
-        if (inherited := reference()) is not None:
-            inherited.close()
-
-    os.register_at_fork(after_in_child=close)
 
 
 def _is_lost(connection: socket.socket) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hetero.addresses import family_of
+from hetero.addresses import close_in_child, family_of
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.store import Store, WaitAborted
@@ -115,7 +115,7 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
                 if key.fileobj is not listener:
                     selector.unregister(key.fileobj)
                     if _authenticates(key.data, rendezvous):
-                        return key.data.dup()
+                        return close_in_child(key.data.dup())
                     key.data.close()
                     continue
                 connection = pending.enter_context(listener.accept()[0])
@@ -164,7 +164,7 @@ def connect(
             connection.settimeout(max(0.1, min(_TOKEN_SECONDS, deadline - time.monotonic())))
             connection.connect(address)
             exchange_tokens(connection, rendezvous)
-            return connection
+            return close_in_child(connection)
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline or isinstance(error, AuthenticationError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import threading
 from collections.abc import Callable
@@ -103,3 +104,19 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:
     with pytest.raises(LinkError, match="rank 1 said nothing about its address within 2 s"):
         look_up(rendezvous(0, dist.HashStore()), "address")
+
+
+def test_a_fork_keeps_no_connection_open(server: socket.socket) -> None:
+    """Else the peer of a rank that was killed would take it for alive while a child of it runs."""
+    store = dist.HashStore()
+    ours, theirs = both(lambda: accept(server, rendezvous(0, store)), lambda: dial(server, store))
+    child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+    child.start()
+    try:
+        ours.close()
+        theirs.settimeout(10.0)
+        assert theirs.recv(1) == b""
+        theirs.close()
+    finally:
+        child.kill()
+        child.join()
