@@ -113,13 +113,17 @@ class TrainingError(HeteroError):
     known_to_all = True
 
 
-def print_error(text: str) -> None:
-    """Print `error: text` on stderr in a single write.
+def print_line(text: str) -> None:
+    """Print a line on stderr in a single write.
 
     The ranks of a node share one stderr, and with PYTHONUNBUFFERED, which container images set,
     `print` writes the end of the line by itself: two ranks' sentences would run into one line.
     """
-    print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
+def print_error(text: str) -> None:
+    print_line(f"error: {text}")
 
 
 def write_error_file(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from hetero.errors import print_line
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class WaitReporter:
     ) -> None:
         self._intervals = intervals or WaitIntervals()
         self._clock = clock
-        self._say = say or _print
+        self._say = say or print_line
         self._began = clock()
         self._due = self._intervals.first
 
@@ -41,8 +42,3 @@ class WaitReporter:
         self._due = again * (waited // again + 1)
         if text := whom if isinstance(whom, str) else whom():
             self._say(f"waiting for {text}, {waited:.0f} s so far")
-
-
-def _print(line: str) -> None:
-    """To stderr in a single write, for the reason given at hetero.errors.print_error."""
-    print(f"{line}\n", end="", file=sys.stderr, flush=True)

@@ -111,7 +111,7 @@ def _names(action: argparse.Action) -> list[str]:
 
 def _kind(action: argparse.Action) -> str:
     names = _names(action)
-    is_ours = any(name.startswith("--hetero-") or name in OURS_BY_NAME for name in names)
+    is_ours = any(name[2:].startswith("hetero-") or name in OURS_BY_NAME for name in names)
     return OURS if is_ours else SAME
 
 

@@ -189,7 +189,7 @@ def _open_vendor(description: LinkDescription, side: str, edge: Edge, timeout: f
     pair = sorted((description.rank, description.peer))
     forward, backward = (
         create_group(
-            f"edge {edge.index} {way} {pair[0]}-{pair[1]}",
+            f"edge {edge.source} {way} {pair[0]}-{pair[1]}",
             pair,
             backend="nccl",
             timeout=timedelta(seconds=timeout),
@@ -202,7 +202,7 @@ def _open_vendor(description: LinkDescription, side: str, edge: Edge, timeout: f
 
 def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
     # Two tags an edge, so that the two edges of an interleaved pipeline of two never meet.
-    forward, backward = 2 * edge.index + 1, 2 * edge.index + 2
+    forward, backward = 2 * edge.source + 1, 2 * edge.source + 2
     send, recv = (forward, backward) if side == "downstream" else (backward, forward)
     return GlooLink(description, send_tag=send, recv_tag=recv)
 
@@ -215,7 +215,7 @@ def _rendezvous(
     return Rendezvous(
         store=options.store,
         description=description,
-        name=f"edge {edge.index}/{source}-{target}",
+        name=f"edge {edge.source}/{source}-{target}",
         listens=side == "downstream",
         secret=options.job.encode(),
     )

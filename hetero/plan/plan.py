@@ -49,7 +49,6 @@ class Block:
 class Edge:
     """Two stages that exchange activations (source to target) and gradients (back)."""
 
-    index: int
     source: int
     target: int
     is_boundary: bool
@@ -153,11 +152,6 @@ class Plan:
         return tuple(found)
 
     @cached_property
-    def _first_ranks(self) -> tuple[int, ...]:
-        """The first rank of every block."""
-        return tuple(block.ranks.start for block in self.blocks)
-
-    @cached_property
     def _by_stage(self) -> tuple[tuple[Block, ...], ...]:
         found: list[list[Block]] = [[] for _ in range(self.stages)]
         for block in self.blocks:
@@ -173,7 +167,9 @@ class Plan:
     def coordinate(self, rank: int) -> Coordinate:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is outside the plan's {self.world_size} ranks")
-        block = self.blocks[bisect_right(self._first_ranks, rank) - 1]
+        block = self.blocks[
+            bisect_right(self.blocks, rank, key=lambda block: block.ranks.start) - 1
+        ]
         mesh, offset = self.meshes[block.mesh], rank - block.ranks.start
         return Coordinate(
             rank=rank,
@@ -210,7 +206,6 @@ class Plan:
         for source in range(self.stages if self.chunks > 1 else self.stages - 1):
             target = (source + 1) % self.stages
             yield Edge(
-                index=source,
                 source=source,
                 target=target,
                 # With whole replicas, every stage starts with a block of the same mesh.

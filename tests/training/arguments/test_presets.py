@@ -12,12 +12,12 @@ from megatron.training.model_size import model_shape
 PRESETS = Path(__file__).resolve().parents[3] / "examples" / "presets"
 REST = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
-# What the publishers' own files hold.
+# What the publishers' own files hold: parameters, factor of the scaled positions, rotary base.
 PUBLISHED = {
-    "llama3.1_8b": 8_030_261_248,
-    "llama3.2_1b": 1_235_814_400,
-    "qwen2_7b": 7_615_616_512,
-    "qwen2_0.5b": 494_032_768,
+    "llama3.1_8b": (8_030_261_248, 8, 500000),
+    "llama3.2_1b": (1_235_814_400, 32, 500000),
+    "qwen2_7b": (7_615_616_512, None, 1000000),
+    "qwen2_0.5b": (494_032_768, None, 1000000),
 }
 
 
@@ -26,28 +26,14 @@ def test_every_large_preset_is_checked() -> None:
 
 
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
-def test_a_preset_has_the_parameters_of_the_published_model(name: str, published: int) -> None:
+def test_a_preset_has_the_size_and_the_positions_of_the_published_model(name, published) -> None:
     args = parse_args(["--yaml-cfg", str(PRESETS / f"{name}.yaml"), *REST], world_size=1)
-    assert model_shape(args).parameters == published
+    parameters, factor, base = published
+    assert model_shape(args).parameters == parameters
     assert args.params_dtype == "bfloat16"
     assert args.ignored_flags == []
-
-
-@pytest.mark.parametrize(
-    ("name", "factor", "base"),
-    [
-        ("llama3.1_8b", 8, 500000),
-        ("llama3.2_1b", 32, 500000),
-        ("qwen2_7b", None, 1000000),
-        ("qwen2_0.5b", None, 1000000),
-    ],
-)
-def test_a_preset_has_the_positions_of_the_published_model(name, factor, base) -> None:
-    args = parse_args(["--yaml-cfg", str(PRESETS / f"{name}.yaml"), *REST], world_size=1)
-    assert args.use_rope_scaling is (factor is not None)
-    assert factor is None or args.rope_scaling_factor == factor
-    assert args.rotary_base == base
-    assert args.max_position_embeddings == 131072
+    assert (args.rope_scaling_factor if args.use_rope_scaling else None) == factor
+    assert (args.rotary_base, args.max_position_embeddings) == (base, 131072)
 
 
 def test_the_tiny_preset_is_complete() -> None:
