@@ -128,7 +128,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, monkeypatch
         monkeypatch.delenv(name, raising=False)
     assert expected in refusal(capsys, preflight.main, flags.format(folder=tmp_path))
     monkeypatch.setenv("RANK", "two")
-    assert "RANK must be a whole number" in refusal(capsys, preflight.main, "--no-bandwidth")
+    assert "RANK='two', which must be" in refusal(capsys, preflight.main, "--no-bandwidth")
 
 
 def test_a_wrong_nic_on_all_nodes_is_said_once():
