@@ -25,6 +25,7 @@ from hetero.link.base import LinkDescription
 from hetero.store import Store, WaitAborted
 
 _TOKEN_BYTES = 32
+_CONFIRMATION = b"\0"
 _TOKEN_SECONDS = 10.0
 """To connect once, and for the token of either side to arrive."""
 _LENGTH = struct.Struct("<I")
@@ -91,7 +92,8 @@ def _token(rendezvous: Rendezvous, *, of_listener: bool) -> bytes:
 def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
     """Authenticate both ends. Raises AuthenticationError if the other side's token is wrong.
 
-    The caller sends its token first, so that a listener reveals none to strangers.
+    The caller sends its token first, so that a listener reveals none to strangers. It confirms the
+    listener's, so that none takes a connection that the caller has meanwhile given up.
     """
     if not rendezvous.listens:
         connection.sendall(_token(rendezvous, of_listener=False))
@@ -100,6 +102,9 @@ def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
         raise AuthenticationError("the other side does not belong to this job")
     if rendezvous.listens:
         connection.sendall(_token(rendezvous, of_listener=True))
+        receive_exactly(connection, len(_CONFIRMATION))
+    else:
+        connection.sendall(_CONFIRMATION)
 
 
 def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
@@ -129,14 +134,14 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
 
 
 def _authenticates(connection: socket.socket, rendezvous: Rendezvous) -> bool:
-    """Whether it is the peer's, which has not given it up meanwhile and called again."""
+    """Whether it is the peer's."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     connection.settimeout(_TOKEN_SECONDS)
     try:
         exchange_tokens(connection, rendezvous)
     except (OSError, ValueError):
         return False
-    return not has_ended(connection)
+    return True
 
 
 def has_ended(connection: socket.socket) -> bool:

@@ -187,10 +187,12 @@ class Peer:
         both.write(hmac.digest(secret, b"caller" + name.encode(), "sha256"))
         both.flush()
         assert both.read(32) == hmac.digest(secret, b"listener" + name.encode(), "sha256")
+        both.write(b"\0")
+        both.flush()
         return both
 
     def _open(self, device: str) -> None:
-        agreed = {"protocol": 4, "transport": "verbs", "checksum_bytes": 0}
+        agreed = {"protocol": 5, "transport": "verbs", "checksum_bytes": 0}
         agreed |= {"ring_bytes": self.ring, "chunk_bytes": self.chunk}
         assert self._exchange(agreed) == agreed
         port = self._port(device)

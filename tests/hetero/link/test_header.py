@@ -81,7 +81,7 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 
 def test_the_codes_of_dtypes_never_change() -> None:
     """Both ends of a boundary may run different builds of one protocol version."""
-    assert PROTOCOL_VERSION == 4
+    assert PROTOCOL_VERSION == 5
     assert _DTYPES[:5] == (
         torch.float32,
         torch.bfloat16,
@@ -89,7 +89,7 @@ def test_the_codes_of_dtypes_never_change() -> None:
         torch.float64,
         torch.int64,
     )
-    assert A_HEADER.pack()[:8] == b"HTRO\x04\x00\x01\x00"
+    assert A_HEADER.pack()[:8] == b"HTRO\x05\x00\x01\x00"
 
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:
