@@ -32,7 +32,7 @@ def rendezvous(
         name="edge 0/0-1",
         listens=rank == 0,
         secret=SECRET,
-        timeout=2.0,
+        timeout=60.0,
     )
     return replace(one, **changes)
 
@@ -72,7 +72,8 @@ def dial(server: socket.socket, store: dist.Store, **changes: Any) -> socket.soc
 def test_a_stranger_is_turned_away_and_told(server: socket.socket, changes: dict) -> None:
     store = dist.HashStore()
     refused, error = both(
-        lambda: accept(server, rendezvous(0, store)), lambda: dial(server, store, **changes)
+        lambda: accept(server, rendezvous(0, store, timeout=2.0)),
+        lambda: dial(server, store, timeout=2.0, **changes),
     )
     assert isinstance(error, LinkError)
     assert isinstance(refused, LinkError)
@@ -103,7 +104,7 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
 
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:
     with pytest.raises(LinkError, match="rank 1 said nothing about its address within 2 s"):
-        look_up(rendezvous(0, dist.HashStore()), "address")
+        look_up(rendezvous(0, dist.HashStore(), timeout=2.0), "address")
 
 
 def test_a_fork_keeps_no_connection_open(server: socket.socket) -> None:
