@@ -366,8 +366,9 @@ class Evaluator:
         loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
         loss = loss_sum / tokens if tokens else math.nan
         perplexity = math.exp(min(20.0, loss))
+        # Megatron's words, which call the test set's loss one of validation too.
         self._console.line(
-            f" {name} loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+            f" validation loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
         self._metrics_logger.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)
         return loss

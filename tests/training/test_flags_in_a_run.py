@@ -15,7 +15,7 @@ import pytest
 
 from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
-from megatron.training import overview
+from megatron.training import overview, run_job
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.batch_sizes import batch_size_at, steps_of
 from megatron.training.trainer import Trainer
@@ -97,10 +97,9 @@ def test_norms_and_zeros_are_counted(ramp: Run, cyclic: Run) -> None:
 
 def test_evaluation_comes_when_asked(ramp: Run, cyclic: Run) -> None:
     """--eval-interval, --eval-iters"""
-    lines = ramp.containing("validation loss")
-    assert [("at iteration 4" in line, "end of training" in line) for line in lines] == [
-        (True, False),
-        (False, True),
+    lines = ramp.containing(" validation loss at ")
+    assert [line.split(" | ")[0].split(" at ")[1] for line in lines] == [
+        *("iteration 4", "iteration 6 on validation set", "iteration 6 on test set"),
     ]
     assert cyclic.containing("validation loss") == []
 
@@ -124,7 +123,6 @@ def test_a_run_stops_where_it_is_told_to(ramp: Run, cyclic: Run) -> None:
     """--exit-interval, before the five steps of --train-samples."""
     assert [row["consumed_samples"] for row in cyclic.rows] == [2, 4, 6]
     assert cyclic.containing("stopping at iteration 3, as --exit-interval asks")
-    assert cyclic.containing("at the end of training") == []
     # --dataloader-type, --seed: the same first batch would give the same loss.
     assert ramp.rows[0]["loss"] != cyclic.rows[0]["loss"]
 
@@ -154,6 +152,24 @@ def _trainer(flags: str, **known: Any) -> Any:
     """Something with the attributes of a Trainer that its smaller methods read."""
     args = build_parser().parse_args(flags.split())
     return SimpleNamespace(args=args, console=mock.Mock(), **known)
+
+
+@pytest.mark.parametrize(("flags", "consumed"), [("", 12), ("--skip-train", 0)])
+def test_every_evaluation_takes_the_samples_after_those_of_the_last(
+    flags: str, consumed: int
+) -> None:
+    trainer = _trainer("", iteration=5, consumed_valid_samples=12)
+    args = parse_args([*TINY, *flags.split(), "--eval-iters", "2"], world_size=1)
+    job: Any = SimpleNamespace(args=args, datasets=mock.Mock(), plan=None, coordinate=None)
+    job.datasets.sizes.valid, job.device, evaluator = 100, None, mock.Mock()
+    with mock.patch.object(run_job, "build_data_iterators") as built:
+        validate = run_job._validation(job, trainer, evaluator)
+    assert built.call_args.kwargs["consumed"] == consumed
+    assert validate is not None
+    validate()
+    validate(" on validation set")
+    assert {call.args for call in evaluator.run.call_args_list} == {(built.return_value,)}
+    assert trainer.consumed_valid_samples == 12 + 2 * 2 * 8
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ ROWS = [
     ),
     Row("--eval-iters -1", see.datasets, 0, "valid"),
     Row("--eval-interval 5", see.datasets, 600, "valid", base="--eval-iters 100"),
+    Row("--skip-train", see.datasets, 200, "valid", base="--eval-interval 5"),
     Row("--seed 7", see.weights, 7),
     Row("--seed 7", see.datasets, 7, "random_seed"),
     Row("--deterministic-mode", see.transformer, True),
@@ -400,7 +401,7 @@ ELSEWHERE = {
         "distributed/test_flags_together.py": (
             "--check-weight-hash-across-dp-replicas-interval --eval-micro-batch-size"
         ),
-        "distributed/test_bad_input.py": "--distributed-timeout-minutes --skip-train",
+        "distributed/test_bad_input.py": "--distributed-timeout-minutes",
         "training/arguments/test_arguments_data.py": "--data-args-path --per-split-data-args-path",
         "training/tokenizer/test_tokenizer_build.py": "--tokenizer-model --vocab-file --merge-file",
         "training/tokenizer/test_flags.py": (
