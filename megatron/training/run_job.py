@@ -32,16 +32,19 @@ from megatron.training.timing.timers import Timers
 from megatron.training.trainer import Evaluator, Trainer
 
 
-def run_job(job: Job) -> None:
-    """Train to the end of the run, or until the exit signal."""
+def run_job(job: Job, *, began: float) -> None:
+    """Train to the end of the run, or until the exit signal.
+
+    `began` is when the program did, by `time.monotonic`, for --exit-duration-in-mins.
+    """
     with ExitStack() as stack:
         stop_signal = None
         if job.args.exit_signal_handler:
             stop_signal = stack.enter_context(StopSignal(job.args.exit_signal))
-        _run(job, stack, stop_signal)
+        _run(job, stack, stop_signal, began)
 
 
-def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
+def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: float) -> None:
     args = job.args
     start = expected_train_state(job.checkpoint).iteration
     console = Console(is_logger=job.rank == 0, total_iterations=args.train_iters, start=start)
@@ -100,6 +103,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         progress=checkpointer.resume(),
         stop_signal=stop_signal,
         timers=timers,
+        began=began,
     )
     evaluator = Evaluator(
         job, model=model, schedule=schedule, console=console, metrics_logger=metrics_logger

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ import pytest
 
 from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
-from megatron.training import overview, run_job
+from megatron.training import overview, pretrain, run_job
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.batch_sizes import batch_size_at, steps_of
 from megatron.training.trainer import Trainer
@@ -202,18 +204,35 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
     assert bool(Trainer._should_stop(trainer)) is stops
 
 
+def test_the_time_of_a_run_begins_with_its_program() -> None:
+    """--exit-duration-in-mins counts the time until training begins, as a job's time limit does."""
+    reading: list[float] = []
+    with (
+        mock.patch.object(pretrain, "read_command_line", lambda argv: reading.append(monotonic())),
+        mock.patch.object(pretrain, "import_megatron_core"),
+        mock.patch.object(pretrain, "_run") as run,
+    ):
+        assert pretrain.pretrain([]) == 0
+    assert run.call_args.kwargs["began"] <= reading[0]
+
+
 @pytest.mark.parametrize(
-    ("flags", "raises"), [("", True), ("--no-check-for-nan-in-loss-and-grad", False)]
+    ("flags", "loss", "norm", "error"),
+    [
+        ("", math.nan, 1.0, "the loss of iteration 5 is nan"),
+        ("", 1.0, math.nan, "the gradient norm of iteration 5 is nan"),
+        ("--fp16 --loss-scale 8", 1.0, None, "norm of iteration 5 is inf; .* --lr or --loss-scale"),
+        ("--no-check-for-nan-in-loss-and-grad", math.nan, 1.0, None),
+    ],
 )
-def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(flags: str, raises: bool) -> None:
-    outcome: Any = SimpleNamespace(loss=math.nan, grad_norm=1.0)
-    trainer = _trainer(flags, iteration=5, consumed_samples=10, nan=0)
-    if raises:
-        with pytest.raises(TrainingError, match="pass --no-check-for-nan-in-loss-and-grad"):
-            Trainer._require_finite(trainer, outcome, 2)
-    else:
+def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(
+    flags: str, loss: float, norm: float | None, error: str | None
+) -> None:
+    outcome: Any = SimpleNamespace(loss=loss, grad_norm=norm, updated=False)
+    trainer = _trainer(flags, iteration=5, consumed_samples=10)
+    expected = contextlib.nullcontext()
+    with pytest.raises(TrainingError, match=error) if error else expected:
         Trainer._require_finite(trainer, outcome, 2)
-    assert trainer.nan == 1
 
 
 @pytest.mark.parametrize(("level", "released"), [(0, False), (1, True), (2, True)])
