@@ -206,14 +206,18 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
 
 def test_the_time_of_a_run_begins_with_its_program() -> None:
     """--exit-duration-in-mins counts the time until training begins, as a job's time limit does."""
-    reading: list[float] = []
+
+    def read(argv: list[str]) -> None:
+        read_at.append(monotonic())
+
+    read_at: list[float] = []
     with (
-        mock.patch.object(pretrain, "read_command_line", lambda argv: reading.append(monotonic())),
+        mock.patch.object(pretrain, "read_command_line", read),
         mock.patch.object(pretrain, "import_megatron_core"),
         mock.patch.object(pretrain, "_run") as run,
     ):
         assert pretrain.pretrain([]) == 0
-    assert run.call_args.kwargs["began"] <= reading[0]
+    assert run.call_args.kwargs["began"] <= read_at[0]
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,12 @@ def test_the_iteration_line_averages_over_the_iterations_since_the_last(
 ) -> None:
     """Its throughput is the work over the time, and its loss that of the updates."""
     first = record(
-        **{"iteration": 2, "consumed_samples": 16, "loss": 4.0, "grad_norm": 9.0},
-        **{"elapsed_ms": 300.0, "tflops_per_gpu": 0.25},
+        iteration=2,
+        consumed_samples=16,
+        loss=4.0,
+        grad_norm=9.0,
+        elapsed_ms=300.0,
+        tflops_per_gpu=0.25,
     )
     skipped = [
         record(iteration=1, loss=loss, skipped=True, elapsed_ms=0.0) for loss in (math.nan, 9.0)
