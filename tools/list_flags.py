@@ -61,6 +61,10 @@ DEPARTURES = {
     "--no-check-for-nan-in-loss-and-grad": (
         "an update that is not finite is left out, also in bfloat16, where Megatron makes it"
     ),
+    "--override-opt_param-scheduler": (
+        "--lr and --min-lr too, which Megatron-LM 0.16.1 keeps as they are in the checkpoint"
+    ),
+    "--wandb-save-dir": "left out: W&B's own choice, not a folder in --save",
     "--log-interval": "Megatron logs the first step of a launch too",
     "--fim-data": (
         "what is drawn for a sample follows from its index and --seed, in any layout and after a "

@@ -23,7 +23,9 @@ def _add_save_flags(group: argparse._ArgumentGroup) -> None:
         help="steps between checkpoints",
     )
     group.add_argument(
-        "--save-retain-interval", type=interval, help="keep checkpoints at multiples of this step"
+        "--save-retain-interval",
+        type=interval,
+        help="keep checkpoints at multiples of this step, and of others the newest",
     )
     group.add_argument(
         "--keep-last",

@@ -208,16 +208,18 @@ def commit(temporary: Path) -> Path:
 def prune(save: Path, *, newest: int, keep_last: int | None, retain_interval: int | None) -> None:
     """Remove checkpoints older than `newest`, except those that one of the flags keeps.
 
-    `keep_last` counts complete ones, `newest` included. With `retain_interval` alone, the newest
-    and those at multiples of it stay, as in Megatron.
+    `keep_last` counts complete ones, `newest` included. With `retain_interval` alone, only the one
+    before `newest` may go: as in Megatron, what was kept without the flag stays, and so do links.
     """
     if keep_last is None and retain_interval is None:
         return
     older = [i for i in reversed(iterations(save)) if i < newest]
+    if keep_last is None:
+        del older[1:]
     kept = 1
     for iteration in older:
         folder = save / folder_name(iteration)
-        if retain_interval is not None and iteration % retain_interval == 0:
+        if folder.is_symlink() or (retain_interval and iteration % retain_interval == 0):
             continue
         if keep_last is not None and kept < keep_last and (folder / INDEX_FILE).exists():
             kept += 1

@@ -124,7 +124,8 @@ def test_a_released_model_is_committed_under_that_name(tmp_path: Path) -> None:
         (50, {}, [10, 20, 30, 40, 50]),
         (50, {"keep_last": 2}, [40, 50]),
         (40, {"keep_last": 2}, [30, 40, 50]),  # never one that is newer
-        (50, {"retain_interval": 20}, [20, 40, 50]),
+        (50, {"retain_interval": 30}, [10, 20, 30, 50]),  # only the one before
+        (50, {"retain_interval": 20}, [10, 20, 30, 40, 50]),
         (50, {"keep_last": 2, "retain_interval": 30}, [30, 40, 50]),
     ],
 )
@@ -132,6 +133,14 @@ def test_what_is_pruned(tmp_path: Path, newest: int, kept: dict[str, int], left:
     finished(tmp_path, 10, 20, 30, 40, 50)
     prune(tmp_path, newest, **kept)
     assert names(tmp_path) == [folder.folder_name(number) for number in left]
+
+
+def test_a_link_to_a_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    finished(tmp_path / "elsewhere", 10)
+    (tmp_path / "iter_0000010").symlink_to(tmp_path / "elsewhere" / "iter_0000010")
+    finished(tmp_path, 20)
+    prune(tmp_path, 20, keep_last=1)
+    assert names(tmp_path) == ["elsewhere", "iter_0000010", "iter_0000020"]
 
 
 def test_one_without_an_index_does_not_count(tmp_path: Path) -> None:
