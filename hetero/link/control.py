@@ -6,6 +6,7 @@ The ends have authenticated each other over them. When all are closed, the peer 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from hetero.addresses import is_unreachable
 from hetero.link.handshake import send_json
 
 _LENGTH = struct.Struct("<I")
-_SEND_SECONDS = 5.0
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)
+"""A `struct timeval`. With a timeout of Python's, `recv` would wait too."""
 # A host that disappears is noticed after about half a minute.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
@@ -44,7 +46,8 @@ class Control:
         self._sent = 0
         self._last_received = 0
         for connection in connections:
-            connection.settimeout(_SEND_SECONDS)
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -55,6 +58,13 @@ class Control:
 
     def filenos(self) -> list[int]:
         return [connection.fileno() for connection in self._connections]
+
+    def readable(self, seconds: float) -> list[int]:
+        """Wait until some connections can be read, for so many seconds at most."""
+        poller = select.poll()  # select() refuses descriptors above 1023
+        for descriptor in self.filenos():
+            poller.register(descriptor, select.POLLIN)
+        return [descriptor for descriptor, _ in poller.poll(1000 * seconds)]
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError when no connection accepts it."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from hetero.errors import LinkError
+from hetero.open_files import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
     at,
@@ -130,6 +133,16 @@ def test_a_link_survives_the_loss_of_any_of_its_paths(
         assert stream(*links, nbytes=NBYTES, before=at(MESSAGES // 3, cut)) == MESSAGES
         assert wait_for(lambda: len(lost_rails(caplog)) == 4)
         assert stream(*reversed(links), nbytes=NBYTES) == MESSAGES
+
+
+def test_a_rail_is_lost_in_a_process_with_thousands_of_open_files(network: Network) -> None:
+    allow_open_files()
+    with ExitStack() as files:
+        for _ in range(1024):
+            files.enter_context(open(os.devnull))
+        with Setup().links() as links:
+            strike = at(1, network.rails[1].close)
+            assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
 
 
 def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:
