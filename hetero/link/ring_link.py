@@ -259,10 +259,11 @@ class RingLink(RingLinkBase):
         """`piece`: offset and size of the bytes to transfer; None for the tensor as it is."""
         flow = self._in if is_receive else self._out
         sequence = flow.sequence
-        flow.sequence = sequence + 1
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
         header = self._headers.pack(dtype, shape, sequence=sequence, tag=tag)
+        # Not before: a message that cannot be packed takes no number.
+        flow.sequence = sequence + 1
         self._count(nbytes, is_receive=is_receive)
         # Positional: keywords cost a microsecond.
         return RingTransfer(
