@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
+from hetero.link import tcp
 from hetero.open_files import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
@@ -113,6 +114,16 @@ def test_rails_that_all_fall_silent_are_not_lost_and_go_on_when_they_can(
         assert stream(*links, nbytes=NBYTES, before=at(MESSAGES // 3, cut)) == MESSAGES
         back.join()
     assert caplog.messages == []
+
+
+def test_a_rail_that_stays_silent_is_lost_though_no_other_is_heard(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_MAX_STALL_SECONDS", 0.2)
+    with Setup(connections=1).links() as links:
+        (rail,) = network.rails
+        with pytest.raises(LinkError, match="nothing was answered for"):
+            stream(*links, nbytes=NBYTES, before=at(1, rail.silence))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
