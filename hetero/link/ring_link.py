@@ -273,7 +273,7 @@ class RingLink(RingLinkBase):
             ready,
             stream.key,
             is_receive,
-            time.monotonic() + self.description.timeout,
+            time.monotonic(),
             sequence,
             header,
             nbytes,

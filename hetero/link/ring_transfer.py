@@ -45,7 +45,7 @@ class RingTransfer(Work):
     """The end of the caller's earlier work; None while it may go to the same stream."""
     caller_stream: int
     is_receive: bool
-    deadline: float
+    begun_at: float
     sequence: int
     header: bytes
     nbytes: int

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,20 @@ def test_a_transfer_that_ended_may_be_asked_after_its_link_was_closed() -> None:
     for work in works:
         assert work.is_completed()
         work.wait()
+
+
+def test_a_receive_that_was_posted_long_ago_is_not_overdue_while_earlier_ones_arrive() -> None:
+    with opened() as pair:
+        targets = [torch.zeros(4) for _ in range(3)]
+        works: list[Any] = [pair.receiver.recv(target) for target in targets]
+        for work in works:
+            work.begun_at = 0.0
+        for work in works:
+            pair.sender.send(torch.ones(4))
+            work.wait()
+            with pair.receiver._lock:
+                pair.receiver._check_progress()
+        pair.receiver.check()
 
 
 def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadline() -> None:
