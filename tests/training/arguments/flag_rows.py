@@ -173,6 +173,7 @@ ROWS = [
     ),
     Row("--eval-iters -1", see.datasets, 0, "valid"),
     Row("--eval-interval 5", see.datasets, 600, "valid", base="--eval-iters 100"),
+    Row("--skip-train", see.datasets, 200, "valid", base="--eval-interval 5"),
     Row("--seed 7", see.weights, 7),
     Row("--seed 7", see.datasets, 7, "random_seed"),
     Row("--deterministic-mode", see.transformer, True),

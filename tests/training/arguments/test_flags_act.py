@@ -42,7 +42,7 @@ ELSEWHERE = {
         "distributed/test_flags_together.py": (
             "--check-weight-hash-across-dp-replicas-interval --eval-micro-batch-size"
         ),
-        "distributed/test_bad_input.py": "--distributed-timeout-minutes --skip-train",
+        "distributed/test_bad_input.py": "--distributed-timeout-minutes",
         "training/arguments/test_arguments_data.py": "--data-args-path --per-split-data-args-path",
         "training/tokenizer/test_tokenizer_build.py": "--tokenizer-model --vocab-file --merge-file",
         "training/tokenizer/test_flags.py": (
