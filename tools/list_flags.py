@@ -56,6 +56,7 @@ DEPARTURES = {
         "cyclic: all samples in one order, from --seed, in any layout; Megatron's shuffles each "
         "data-parallel rank's part, the same way for every seed"
     ),
+    "--init-method-xavier-uniform": "ends Megatron-LM 0.16.1 with an error",
     "--rotary-seq-len-interpolation-factor": "Megatron-LM's pretrain_gpt.py does not read it",
     "--rope-scaling-factor": "Megatron-LM's pretrain_gpt.py does not read it, and takes 8",
     "--no-check-for-nan-in-loss-and-grad": (
