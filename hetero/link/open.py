@@ -22,7 +22,7 @@ from hetero.link.names import FAMILIES
 from hetero.link.rdma_ports import rdma_missing
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
-from hetero.link.shared_memory import host_identity
+from hetero.link.shared_memory import PAGE, host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.tcp_connections import TcpPaths
 from hetero.link.verbs import VerbsOptions, open_verbs
@@ -46,7 +46,7 @@ class ChannelOptions:
     """A user's settings for a link: the same at both ends, except addresses and devices."""
 
     ring_bytes: int = 64 << 20
-    """Memory of one link, for both directions. The rings are its only buffers."""
+    """Memory of one link, for both directions; the rings have whole pages. Its only buffers."""
     chunk_bytes: int | None = None
     """The largest chunk; None for the path's default."""
     checksum: bool = False
@@ -56,6 +56,18 @@ class ChannelOptions:
     """This side's addresses for TCP, one a network interface."""
     rdma_devices: tuple[str, ...] = ()
     """This side's RDMA devices; empty for those nearest to the GPU."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values with which nothing could move."""
+        problems = []
+        if self.ring_bytes < 2 * PAGE:
+            problems.append(f"ring_bytes {self.ring_bytes} is below {2 * PAGE}, a page a direction")
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            problems.append(f"chunk_bytes {self.chunk_bytes} is below 1")
+        if self.connections < 1:
+            problems.append(f"connections {self.connections} is below 1")
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -263,7 +275,7 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
         if capabilities.stream_wait_missing is None
         else HostDevice(device, checksum=options.checksum)
     )
-    ring_bytes = options.ring_bytes // 2
+    ring_bytes = options.ring_bytes // 2 // PAGE * PAGE
     ring = RingOptions(
         path,
         ring_bytes=ring_bytes,

@@ -41,8 +41,13 @@ class RingLink(RingLinkBase):
     """A link over a ring; no thread is between the two devices."""
 
     def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
-        outgoing = Flow(options, ends, is_outgoing=True)
-        incoming = Flow(options, ends, is_outgoing=False)
+        """Owns the ends from here on, also on failure."""
+        try:
+            outgoing = Flow(options, ends, is_outgoing=True)
+            incoming = Flow(options, ends, is_outgoing=False)
+        except BaseException:
+            ends.close()
+            raise
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = options.transport
         self.c_rings_doorbell = outgoing.c_rings_doorbell

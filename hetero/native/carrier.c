@@ -161,9 +161,10 @@ static bool add_rail(struct carrier *carrier, struct rail *rail)
     return true;
 }
 
-static bool is_full(const struct carrier *carrier)
+static bool has_room(const struct carrier *carrier, char *error)
 {
-    return carrier->engine.rail_count == ENGINE_RAILS;
+    return carrier->engine.rail_count < ENGINE_RAILS ||
+           set_reason(error, "a link has %d rails at most", ENGINE_RAILS);
 }
 
 bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
@@ -171,8 +172,8 @@ bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port
 {
     struct verbs_rail *rail;
 
-    if (is_full(carrier))
-        return set_reason(error, "a link has %d rails at most", ENGINE_RAILS);
+    if (!has_room(carrier, error))
+        return false;
     rail = calloc(1, sizeof *rail);
     if (rail == NULL)
         return set_reason(error, "a rail cannot be made (%s)", strerror(ENOMEM));
@@ -205,13 +206,12 @@ void carrier_expect_acks(struct carrier *carrier)
 
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
-    int code = E2BIG;
-    struct rail *rail = is_full(carrier) ? NULL : tcp_open(carrier, fd, &code);
+    struct rail *rail = has_room(carrier, error) ? tcp_open(carrier, fd, error) : NULL;
 
     if (rail != NULL)
         return add_rail(carrier, rail);
     close(fd);
-    return set_reason(error, "a rail cannot be made (%s)", strerror(code));
+    return false;
 }
 
 bool carrier_start(struct carrier *carrier, char *error)

@@ -334,22 +334,21 @@ static const struct rail_operations operations = {
     .close = close_rail,
 };
 
-struct rail *tcp_open(struct carrier *carrier, int fd, int *code)
+struct rail *tcp_open(struct carrier *carrier, int fd, char *error)
 {
     struct tcp_rail *rail = calloc(1, sizeof *rail);
 
-    *code = ENOMEM;
-    if (rail == NULL)
+    if (rail != NULL)
+        rail->scratch = malloc(TCP_SCRATCH_BYTES);
+    if (rail == NULL || rail->scratch == NULL) {
+        free(rail);
+        set_reason(error, "a rail cannot be made (%s)", strerror(ENOMEM));
         return NULL;
+    }
     rail->rail.operations = &operations;
     rail->rail.event_fd = rail->rail.async_fd = -1;
     rail->carrier = carrier;
     rail->fd = fd;
-    rail->scratch = malloc(TCP_SCRATCH_BYTES);
-    if (rail->scratch == NULL) {
-        free(rail);
-        return NULL;
-    }
     pthread_cond_init(&rail->has_messages, NULL);
     return &rail->rail;
 }

@@ -46,8 +46,8 @@ struct tcp_rail {
     char *scratch;       /* the receiver's */
 };
 
-/* NULL, with an errno in `code`, on failure. */
-struct rail *tcp_open(struct carrier *carrier, int fd, int *code);
+/* NULL, with the reason in `error`, on failure. */
+struct rail *tcp_open(struct carrier *carrier, int fd, char *error);
 /* Handle the end or failure of the connection; ignored once the rail is stopped. Call with the lock. */
 void tcp_lose(struct tcp_rail *rail, const char *what, int code);
 /* The receiving thread; it ends with the connection. */

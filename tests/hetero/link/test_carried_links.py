@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hetero.errors import LinkError
 from tests.hetero.link.joined import (
@@ -24,6 +25,7 @@ from tests.hetero.link.joined import (
 )
 from tests.hetero.link.tcp import ends as tcp
 from tests.hetero.link.test_contract import soaked
+from tests.hetero.link.test_handshake import both, rendezvous
 from tests.hetero.link.verbs import ends as verbs
 from tests.loopback_nic.library import Fault, LoopbackNics
 
@@ -79,6 +81,26 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails(
         with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
             work.wait()
     assert caplog.messages == []
+
+
+def test_an_end_for_which_no_thread_can_be_started_leaves_nothing_behind(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+
+    def new_streams() -> None:
+        raise LinkError("no thread could be started for a link")
+
+    monkeypatch.setattr(setup.devices[0], "new_streams", new_streams)
+    failed, other = both(
+        *(
+            lambda rank=rank: setup.open(rendezvous(rank, store, link_timeout=20.0))
+            for rank in range(2)
+        )
+    )
+    assert "no thread" in str(failed)
+    with other, pytest.raises(LinkError, match="rank 0 has ended"):
+        other.recv(torch.zeros(5)).wait()
 
 
 def _lose_the_last(setup: Setup, strike: Callable[[], None], names: tuple[str, str]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hetero
+from hetero.link.open import ChannelOptions
 from hetero.native import binding
 from hetero.native.binding import native
 from tests.hetero.link.test_handshake import both
@@ -38,6 +39,18 @@ def test_two_ranks_send_each_other_tensors_of_any_shape_and_dtype() -> None:
             assert torch.equal(received, sent)
         assert one.transport == other.transport == "shm"
         assert str(one.description) == "link rank 3 - rank 7"
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_rings_of_any_size_have_whole_pages(transport: str) -> None:
+    """As where the memory of one link is split among three or six."""
+    options = ChannelOptions(ring_bytes=(1 << 20) // 6)
+    one, other = opened(dist.HashStore(), transport=transport, options=options)
+    with one, other:
+        received = torch.zeros(1 << 18)
+        one.send(torch.ones(1 << 18))
+        other.recv(received).wait()
+        assert received.all()
 
 
 def test_what_was_taken_and_why_nothing_faster_was_is_logged(

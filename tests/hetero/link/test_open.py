@@ -134,6 +134,11 @@ def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() 
     assert ends(here, there).unavailable_reason("tcp") is None
 
 
+def test_sizes_with_which_nothing_could_move_are_refused_all_at_once() -> None:
+    with pytest.raises(ValueError, match=r"ring_bytes 600 .*; chunk_bytes 0 .*; connections 0 "):
+        ChannelOptions(ring_bytes=600, chunk_bytes=0, connections=0)
+
+
 NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"
 OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
 
