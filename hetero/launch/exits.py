@@ -36,12 +36,21 @@ class ProcessExit:
     @property
     def is_cause(self) -> bool:
         """Whether it failed by itself, as far as this launcher can tell."""
-        return not self.consequence and -self.code not in _TERMINATION_SIGNALS
+        return not self.consequence and (bool(self.text) or not self._is_terminated)
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit code if this is the cause: 128 plus the number of a signal."""
+        """The launcher's exit code if this is the cause: 128 plus the number of a signal.
+
+        A process that failed may be terminated while it exits; its own code is lost then.
+        """
+        if self.text and self._is_terminated:
+            return 1
         return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def _is_terminated(self) -> bool:
+        return -self.code in _TERMINATION_SIGNALS
 
     def sentence(self, *, out_of_memory: bool = False) -> str:
         """What happened, for a user who sees nothing else."""

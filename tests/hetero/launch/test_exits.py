@@ -27,6 +27,7 @@ SHARED = ProcessExit(
     rank=3, host="a", code=2, time=100, text="bad", printed=True, known_to_all=True
 )
 TERMINATED = ProcessExit(rank=4, host="a", code=-15, time=100)
+STOPPED_WHILE_EXITING = ProcessExit(rank=6, host="a", code=-15, time=101, text="ValueError: x")
 SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
 
 
@@ -39,6 +40,7 @@ SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
         ([TERMINATED, SILENT], SILENT),
         ([TERMINATED, CONSEQUENCE], CONSEQUENCE),
         ([SHARED, TERMINATED], SHARED),
+        ([CONSEQUENCE, STOPPED_WHILE_EXITING], STOPPED_WHILE_EXITING),
     ],
 )
 def test_the_cause_is_who_ended_of_itself(exits: list[ProcessExit], cause: ProcessExit) -> None:
@@ -65,6 +67,7 @@ def test_who_is_killed_long_after_an_end_is_not_its_cause() -> None:
             "short or replaced, or is /dev/shm full?",
             135,
         ),
+        (STOPPED_WHILE_EXITING, "rank 6 on a: ValueError: x", 1),
         (TERMINATED, "rank 4 on a was ended by SIGTERM; see what it printed", 143),
     ],
 )
