@@ -145,9 +145,9 @@ class CollectiveWork(dist.Work):
             self._wait_on_current_stream()
         future.set_result(self._tensors)
 
-    def _result_or_raise(self, _: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
+    def _result_or_raise(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        if (error := self.exception()) is not None:
+            raise error
         return self._tensors
 
 
@@ -207,7 +207,8 @@ class Worker:
 
     def close(self, *, seconds: float) -> None:
         self._queue.put(None)
-        self._thread.join(seconds)
+        if threading.get_ident() != self._thread_id:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
@@ -267,4 +268,4 @@ class CoalescedWork(CollectiveWork):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda _: self.result())
+        return futures.then(self._result_or_raise)
