@@ -1,9 +1,10 @@
 """Python scripts as processes of their own, that start with torch and megatron-core imported.
 
 Importing them takes a process five seconds of a core, a tiny training one. A server imports them
-once; each process is a fork of it, with its own arguments, environment and open files. It does what
-`python SCRIPT`, `python -m MODULE` and `python -c CODE` would. Where importing starts threads, as a
-GPU's libraries do, a process cannot be forked, and each is started as any other.
+once (preloaded_server.py). Each process is a fork of it, with its own arguments, environment and
+open files. It does what `python SCRIPT`, `python -m MODULE` and `python -c CODE` would. Where
+importing starts threads, as a GPU's libraries do, a process cannot be forked, and is started as any
+other.
 
 A launcher's processes start so as well where PYTHON_EXEC names this file (see `as_interpreter`),
 and so does whatever such a process starts as `sys.executable` or spawns with `multiprocessing`.
@@ -12,7 +13,6 @@ and so does whatever such a process starts as `sys.executable` or spawns with `m
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import json
@@ -27,19 +27,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SERVER = ROOT / "tests" / "preloaded_server.py"
 ADDRESS = "PRELOADED_SERVER"
 """The variable that says where the server listens."""
-IMPORTED = (
-    "megatron.training.cpu_shim",
-    "megatron.training.pretrain",
-    "megatron.training.run_job",
-    "megatron.core.tokenizers.text.text_tokenizer",
-)
 LARGEST_REQUEST = 1 << 20
 STDIN = 0
-MOST_FILES = 200
-UNUSED = 1 << 9
-"""The first number of those that none of a process's open files has."""
 INTERPRETER = sys.executable
 IGNORED = ("-u", "-B")
 """Flags of the interpreter that are as good as given."""
@@ -156,7 +148,7 @@ def as_interpreter(folder: Path) -> dict[str, str]:
     """What to add to a launcher's environment for its processes to start so; writes a program."""
     program = folder / "python"
     if not program.exists():
-        program.write_text(f'#!/bin/sh\nexec {INTERPRETER} -SE {__file__} run "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {INTERPRETER} -SE {__file__} "$@"\n')
         program.chmod(0o755)
     return {"PYTHON_EXEC": str(program), ADDRESS: address(), "OMP_NUM_THREADS": "1"}
 
@@ -215,7 +207,7 @@ def address() -> str:
         return name
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.Popen(
-        [INTERPRETER, __file__, "serve", str(listening.fileno())],
+        [INTERPRETER, str(SERVER), str(listening.fileno())],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         pass_fds=[listening.fileno()],
         stdin=subprocess.PIPE,
@@ -231,181 +223,14 @@ def _fork_server(listening: socket.socket) -> None:
         listening.close()
         return
     try:
+        from tests.preloaded_server import serve
+
         os.dup2(its_stdin, STDIN)
         os.close(open_while_we_live)
-        _serve(listening)
+        serve(listening)
     finally:
         os._exit(1)
 
 
-def _read_at_import(environ: Mapping[str, str]) -> list[object]:
-    """What a process cannot be given any more once the modules are imported."""
-    paths = {*environ.get("PYTHONPATH", "").split(os.pathsep)} - {"", str(ROOT)}
-    return [paths, *map(environ.get, ("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH"))]
-
-
-class Server:
-    """Forks this process for whoever asks at a socket, until stdin ends."""
-
-    def __init__(self, listening: socket.socket) -> None:
-        self._own = _read_at_import(os.environ)
-        # A fork has its own thread alone: those that the libraries of a GPU start would be missing.
-        self._may_fork = len(os.listdir("/proc/self/task")) == 1
-        self._listening = listening
-        self._children: dict[int, socket.socket] = {}
-        self._selector = selectors.DefaultSelector()
-
-    def serve(self) -> None:
-        ended, woken = os.pipe()
-        os.set_blocking(woken, False)
-        signal.set_wakeup_fd(woken)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(self._listening, selectors.EVENT_READ)
-        self._selector.register(ended, selectors.EVENT_READ)
-        # Who started this one holds the other end of it.
-        self._selector.register(STDIN, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj == STDIN:
-                    for pid in self._children:
-                        os.kill(pid, signal.SIGKILL)
-                    return
-                if key.fileobj == ended:
-                    os.read(ended, 1 << 10)
-                    self._reap()
-                elif key.fileobj == self._listening:
-                    self._answer(self._listening.accept()[0])
-                else:
-                    self._end_child_of(key.fileobj)
-
-    def _answer(self, connection: socket.socket) -> None:
-        """Whoever asks may be killed before it has asked, or before it hears the answer."""
-        request, files, *_ = socket.recv_fds(connection, LARGEST_REQUEST, MOST_FILES)
-        if not request:
-            connection.close()
-            return
-        asked = json.loads(request)
-        if not self._may_fork or _read_at_import(asked["environ"]) != self._own:
-            with contextlib.suppress(OSError):
-                connection.sendall(b"0")
-            connection.close()
-        elif pid := os.fork():
-            with contextlib.suppress(OSError):
-                connection.sendall(str(pid).encode())
-            self._children[pid] = connection
-            self._selector.register(connection, selectors.EVENT_READ)
-        else:
-            _be_child(asked, files)
-        for file in files:
-            os.close(file)
-
-    def _reap(self) -> None:
-        """Tell how each child ended that has ended."""
-        while self._children:
-            pid, how = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            connection = self._children.pop(pid)
-            self._selector.unregister(connection)
-            with contextlib.suppress(OSError):
-                connection.sendall(str(os.waitstatus_to_exitcode(how)).encode())
-            connection.close()
-
-    def _end_child_of(self, closed: object) -> None:
-        for pid, connection in self._children.items():
-            if connection is closed:
-                os.kill(pid, signal.SIGKILL)
-
-
-def _be_child(asked: dict, files: list[int]) -> None:
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # A shell that runs the tests in the background has them ignore it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        kept = [fcntl.fcntl(file, fcntl.F_DUPFD, UNUSED) for file in files]
-        os.closerange(3, UNUSED)
-        for number, file in zip(asked["files"], kept, strict=True):
-            os.dup2(file, number)
-        os.closerange(UNUSED, 2 * UNUSED)
-        code = _run(asked)
-    finally:
-        os._exit(code)
-
-
-def _run(asked: dict) -> int:
-    """Run the script as the interpreter would; its exit code."""
-    import multiprocessing
-    import runpy
-    import types
-
-    from hetero.collectives.autoload import on_import_of_torch
-
-    os.chdir(asked["cwd"])
-    os.environ.clear()
-    os.environ.update(asked["environ"])
-    for name, stream in (("stdout", 1), ("stderr", 2)):
-        opened = open(stream, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
-        setattr(sys, name, opened)
-        setattr(sys, f"__{name}__", opened)
-    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
-    multiprocessing.set_executable(sys.executable)
-    # What it does depends on the environment.
-    on_import_of_torch()
-    sys.argv = asked["argv"]
-    try:
-        if sys.argv[0] == "-m":
-            sys.path[0] = asked["cwd"]
-            runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-        elif sys.argv[0] == "-c":
-            sys.path[0] = ""
-            sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(sys.argv.pop(1), vars(sys.modules["__main__"]))
-        else:
-            sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    _at_exit()
-    return code
-
-
-def _at_exit() -> None:
-    """What the interpreter does at its end: threads, then what was registered, then the streams."""
-    import atexit
-    import threading
-
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()  # type: ignore[attr-defined]
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-
-
-def _serve(listening: socket.socket) -> None:
-    import gc
-    import importlib
-
-    from megatron.training.import_core import import_megatron_core
-
-    import_megatron_core()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    # Else each child would look through all of this for garbage, and so copy the memory it is in.
-    gc.collect()
-    gc.freeze()
-    Server(listening).serve()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        _serve(socket.socket(fileno=int(sys.argv[2])))
-    else:
-        sys.exit(_stand_in(sys.argv[2:]))
+    sys.exit(_stand_in(sys.argv[1:]))

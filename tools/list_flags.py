@@ -45,7 +45,23 @@ DEPARTURES = {
     "--attention-backend": "chooses among torch's kernels with --transformer-impl local",
     "--padded-vocab-size": "checked against the tokenizer and the tensor-parallel size",
     "--eval-interval": "the default of Megatron up to core 0.15; None, no evaluation, since",
-    "--rampup-batch-size": "goes with --train-iters too, which Megatron refuses",
+    "--rampup-batch-size": (
+        "goes with --train-iters too, which Megatron refuses; a growing batch saves no checkpoint"
+    ),
+    "--train-samples": (
+        "a run resumed with another batch size ends after so many samples; Megatron's after the "
+        "steps that a whole run of that size has"
+    ),
+    "--dataloader-type": (
+        "cyclic: all samples in one order, from --seed, in any layout; Megatron's shuffles each "
+        "data-parallel rank's part, the same way for every seed"
+    ),
+    "--rotary-seq-len-interpolation-factor": "Megatron-LM's pretrain_gpt.py does not read it",
+    "--rope-scaling-factor": "Megatron-LM's pretrain_gpt.py does not read it, and takes 8",
+    "--no-check-for-nan-in-loss-and-grad": (
+        "an update that is not finite is left out, also in bfloat16, where Megatron makes it"
+    ),
+    "--log-interval": "Megatron logs the first step of a launch too",
     "--fim-data": (
         "what is drawn for a sample follows from its index and --seed, in any layout and after a "
         "restart, and not from the order of reading; end tokens stay where they are; a token that "

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import numpy
 
+from hetero.converters import text
 from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.dataset_description import SUFFIX, Description, read_description
@@ -46,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="prefixes of token files, in the order wanted; or a folder, whose token files are "
         "taken by name",
     )
-    parser.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
+    parser.add_argument(
+        "--output-prefix", required=True, type=text, help="path of the files, without suffix"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     return parser
 

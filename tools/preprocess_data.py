@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
     begin_script()
 
-from hetero.converters import integer, number
+from hetero.converters import integer, number, text
 from hetero.errors import UserError
 from hetero.formatting import counted
 from megatron.training.arguments.flags_data import add_tokenizer_flags
@@ -68,7 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
+    group.add_argument(
+        "--output-prefix", required=True, type=text, help="path of the files, without suffix"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace files that exist")
     group.add_argument(
         "--restart",
@@ -141,10 +143,10 @@ def _tokenize(
 def _require_keys_fit(keys: Sequence[str], files: Sequence[InputFile]) -> None:
     if len(set(keys)) < len(keys):
         raise UserError(f"--json-keys {' '.join(keys)} names a key twice")
-    text = next((file.path for file in files if file.format == "text"), None)
-    if text is not None and list(keys) != ["text"]:
+    plain = next((file.path for file in files if file.format == "text"), None)
+    if plain is not None and list(keys) != ["text"]:
         raise UserError(
-            f"--json-keys {' '.join(keys)} does not fit {text}, which is plain text; leave the "
+            f"--json-keys {' '.join(keys)} does not fit {plain}, which is plain text; leave the "
             "flag out, or say --format jsonl if it is JSON Lines"
         )
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import sentencepiece
 
-from hetero.converters import integer, number
+from hetero.converters import integer, number, text
 from hetero.errors import UserError
 from megatron.training.progress_bar import progress_bar
 from tools.text_input import FORMATS, Document, InputFile, naming, open_inputs, temporary_name
@@ -61,7 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         help="text or JSON Lines files or globs, also .gz and .zst",
     )
-    parser.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
+    parser.add_argument(
+        "--output-prefix", required=True, type=text, help="path of the files, without suffix"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.add_argument("--vocab-size", type=integer(1), required=True, help="number of tokens")
     parser.add_argument(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hetero
+from hetero.converters import integer
 
 CONTEXT, HIDDEN = 32, 128
 MICRO_BATCH, MICRO_BATCHES = 16, 4
@@ -137,7 +138,7 @@ def print_weights(number: int, stage: nn.Module) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=integer(1), default=50)
     parser.add_argument("--text", type=Path, default=Path(__file__))
     arguments = parser.parse_args()
     # More threads would add up in another order, and so round otherwise, on hosts of more cores.

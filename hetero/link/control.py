@@ -6,6 +6,7 @@ The ends have authenticated each other over them. When all are closed, the peer 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Mapping
@@ -16,13 +17,20 @@ from hetero.addresses import is_unreachable
 from hetero.link.handshake import send_json
 
 _LENGTH = struct.Struct("<I")
-_SEND_SECONDS = 5.0
-# A host that disappears is noticed after about half a minute.
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)
+"""A `struct timeval`. With a timeout of Python's, `recv` would wait too."""
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 4),
 )
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel end a connection about half a minute after the other host disappears."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class PathsLost(ConnectionError):
@@ -44,10 +52,9 @@ class Control:
         self._sent = 0
         self._last_received = 0
         for connection in connections:
-            connection.settimeout(_SEND_SECONDS)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+            keep_alive(connection)
             if ack_timeout is not None:
                 connection.setsockopt(
                     socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ack_timeout * 1000)
@@ -55,6 +62,13 @@ class Control:
 
     def filenos(self) -> list[int]:
         return [connection.fileno() for connection in self._connections]
+
+    def readable(self, seconds: float) -> list[int]:
+        """Wait until some connections can be read, for so many seconds at most."""
+        poller = select.poll()  # select() refuses descriptors above 1023
+        for descriptor in self.filenos():
+            poller.register(descriptor, select.POLLIN)
+        return [descriptor for descriptor, _ in poller.poll(1000 * seconds)]
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError when no connection accepts it."""

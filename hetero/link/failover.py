@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import threading
 import time
@@ -126,7 +125,7 @@ class RailMonitor:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            for descriptor in select.select(self._control.filenos(), [], [], left)[0]:
+            for descriptor in self._control.readable(left):
                 self._handle_control(descriptor)
 
     def _handle_async_event(self, index: int) -> None:

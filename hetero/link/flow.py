@@ -5,6 +5,7 @@ One call into C (hetero/native/flow.c) enqueues as many entries of a message as 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from ctypes import addressof, byref
@@ -41,6 +42,8 @@ class Flow:
         self.aborted: list[RingTransfer] = []
         """Kept after a failure: streams may still copy from and to their tensors."""
         self.sequence = 0
+        self._moved: tuple[int, int, int] | None = None
+        self._moved_at = 0.0
         self.device = device
         is_in_device = options.transport == "ipc"
         small_bytes = _SMALL_BYTES_OF_DEVICE if is_in_device else _SMALL_BYTES
@@ -79,6 +82,17 @@ class Flow:
         direction = self._direction
         counter = direction.consumed if self._state.is_outgoing else direction.produced
         return ahead(self._state.awaited, counter) > 0
+
+    def is_overdue(self, timeout: float) -> bool:
+        """Whether a transfer is older than the timeout, and nothing has moved for that long."""
+        now, direction = time.monotonic(), self._direction
+        moved = self.count, direction.produced, direction.consumed
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        return now > self._moved_at + timeout and any(
+            now > transfer.begun_at + timeout and not transfer.is_completed()
+            for transfer in self.transfers()
+        )
 
     def unblock(self) -> None:
         """Unblock streams that wait for the peer's counter, after setting the error flag."""

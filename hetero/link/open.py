@@ -7,7 +7,6 @@ have opened and verified.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -149,18 +148,11 @@ class Choice:
 
     link: Link
     rejected: tuple[str, ...]
-    is_last_resort: bool = False
 
     def __str__(self) -> str:
         reasons = "; ".join(self.rejected) or "the fastest there is"
         detail = f", {self.link.detail}" if self.link.detail else ""
-        line = f"{self.link.description}: {self.link.transport}{detail} ({reasons})"
-        if not self.is_last_resort:
-            return line
-        return (
-            f"warning: {line}; every other way failed, and this one is much slower: mend what the "
-            "reasons name, or ask for --hetero-transport gloo"
-        )
+        return f"{self.link.description}: {self.link.transport}{detail} ({reasons})"
 
 
 def open_link(
@@ -169,12 +161,10 @@ def open_link(
     *,
     options: ChannelOptions,
     device: torch.device,
-    last_resort: Callable[[], Link] | None = None,
 ) -> Choice:
     """Open a link over a path, or over the first path of a family that works.
 
-    Collective between the two ends. Raises LinkError at both if none works; the family `auto` then
-    uses `last_resort`, if there is one.
+    Collective between the two ends. Raises LinkError at both if none works.
     """
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     if transport not in FAMILIES:
@@ -185,13 +175,9 @@ def open_link(
         if link is not None:
             return Choice(link, tuple(rejected))
         rejected.append(f"{path}: {reason}")
-    if last_resort is None or transport != "auto":
-        remedy = "mend one of them" if transport == "auto" else "take --hetero-transport auto"
-        raise LinkError(
-            f"{rendezvous.description} has no path of the kind that was asked for "
-            f"({'; '.join(rejected)}); {remedy}"
-        )
-    return Choice(last_resort(), tuple(rejected), is_last_resort=True)
+    kind = "" if transport == "auto" else " of the kind that was asked for"
+    remedy = "mend one of them" if transport == "auto" else "take --hetero-transport auto"
+    raise LinkError(f"{rendezvous.description} has no path{kind} ({'; '.join(rejected)}); {remedy}")
 
 
 def _attempt(

@@ -7,7 +7,6 @@ garbage, and a caller that synchronizes the device and calls `check()` never use
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,14 +46,13 @@ class RingLinkBase(Link):
     def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Call with the lock."""
         self._release_completed()
-        in_flight = self._transfers()
-        if self._broken is not None or not in_flight:
+        if self._broken is not None or not self._transfers():
             return
         if self._ends.peer.has_failed:
             self._handle_fault()
         elif broken := self._in.broken() or self._out.broken():
             self._fail(broken)
-        elif any(time.monotonic() > t.deadline and not t.is_completed() for t in in_flight):
+        elif any(flow.is_overdue(self.description.timeout) for flow in (self._in, self._out)):
             what = f"nothing moved for {self.description.timeout:g} s"
             self._fail(what, remedy="see what the peer's log says")
         elif (self._ends.peer.is_closed or self._ends.peer_has_ended()) and self._needs_peer():

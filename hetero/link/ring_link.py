@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
 
 import torch
 
-from hetero.device.device import CurrentStream, Event
+from hetero.device.device import CurrentStream, Event, Word
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
 from hetero.link.flow import Flow, UnexpectedEntry
@@ -57,6 +58,11 @@ class RingLink(RingLinkBase):
         """Whether the link's thread sleeps until progress is requested."""
         self._waiters = 0
         """Callers in `wait()`, which make progress themselves."""
+        self._blocked = 0
+        """Callers in `wait()` for a word, when all of their transfer has been enqueued."""
+        self._closing = threading.Lock()
+        self._process = os.getpid()
+        """A fork that closes the link, as by its parent's `with`, is no end of it."""
         self._thread = threading.Thread(
             target=self._run,
             name=f"{self.transport} {description.rank}-{description.peer} watch",
@@ -170,8 +176,16 @@ class RingLink(RingLinkBase):
         return not self._ends.peer.has_failed
 
     def close(self) -> None:
-        if self._closed:
+        # Another thread may be closing it, or what a signal handler has interrupted.
+        if os.getpid() != self._process or not self._closing.acquire(blocking=False):
             return
+        try:
+            if not self._closed:
+                self._close()
+        finally:
+            self._closing.release()
+
+    def _close(self) -> None:
         self._drain_sends()
         self._closed = True
         with self._lock:
@@ -184,8 +198,7 @@ class RingLink(RingLinkBase):
         self._ends.local.close()
         self._ends.peer.ring()
         self._progress_requested.set()
-        self._thread.join(_JOIN_SECONDS)
-        if self._wait_for_waiters() and self._device.synchronize(_SYNCHRONIZE_SECONDS):
+        if self._has_no_users() and self._device.synchronize(_SYNCHRONIZE_SECONDS):
             # Until then a carrier may access their tensors.
             self._ends.close()
             self._out.aborted.clear()
@@ -200,12 +213,25 @@ class RingLink(RingLinkBase):
                 self.transport,
             )
 
-    def _wait_for_waiters(self) -> bool:
-        """Wait until no thread is in `wait()`, which reads the memory; False if one stays."""
+    def _has_no_users(self) -> bool:
+        """Wait until no thread reads the memory: the link's own, or one in `wait()`."""
         deadline = time.monotonic() + _JOIN_SECONDS
-        while self._waiters and time.monotonic() < deadline:
+        while (in_use := self._waiters or self._blocked or self._thread.is_alive()) and (
+            time.monotonic() < deadline
+        ):
             time.sleep(_SPIN_SECONDS)
-        return not self._waiters
+        return not in_use
+
+    def wait_value(self, stream: CurrentStream, word: Word) -> None:
+        """Make a caller's stream wait for a word of the link."""
+        with self._lock:
+            self._require_open()
+            self._blocked += 1
+        try:
+            stream.wait_value(word)
+        finally:
+            with self._lock:
+                self._blocked -= 1
 
     def request_progress(self) -> None:
         """Have the link's thread make progress on a transfer that is polled, not waited for."""
@@ -259,10 +285,11 @@ class RingLink(RingLinkBase):
         """`piece`: offset and size of the bytes to transfer; None for the tensor as it is."""
         flow = self._in if is_receive else self._out
         sequence = flow.sequence
-        flow.sequence = sequence + 1
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
         header = self._headers.pack(dtype, shape, sequence=sequence, tag=tag)
+        # Not before: a message that cannot be packed takes no number.
+        flow.sequence = sequence + 1
         self._count(nbytes, is_receive=is_receive)
         # Positional: keywords cost a microsecond.
         return RingTransfer(
@@ -272,7 +299,7 @@ class RingLink(RingLinkBase):
             ready,
             stream.key,
             is_receive,
-            time.monotonic() + self.description.timeout,
+            time.monotonic(),
             sequence,
             header,
             nbytes,

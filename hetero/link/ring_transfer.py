@@ -45,7 +45,7 @@ class RingTransfer(Work):
     """The end of the caller's earlier work; None while it may go to the same stream."""
     caller_stream: int
     is_receive: bool
-    deadline: float
+    begun_at: float
     sequence: int
     header: bytes
     nbytes: int
@@ -87,7 +87,7 @@ class RingTransfer(Work):
         is_in_order = self.is_on_caller_stream and current.key == self.caller_stream
         if not is_in_order and not self.is_completed():
             word = self.flow.completed_word(self.end_count, consumed=self.completes_at_receiver)
-            current.wait_value(word)
+            self.link.wait_value(current, word)
         # On a host device the thread has waited: check that no failure has unblocked it.
         if not self.is_completed():
             self.link.check()

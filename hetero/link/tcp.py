@@ -16,8 +16,8 @@ _MAX_STALL_SECONDS = 5.0
 """Seconds without an acknowledgement after which a rail is lost while another is acknowledged. The
 kernel has retransmitted about five times by then."""
 _MAX_ACK_SECONDS = 30.0
-"""Seconds without an acknowledgement that end a connection, whatever other rails do. Longer than a
-switch takes to restart; shorter than one waits for a dead host."""
+"""Seconds without an acknowledgement that end a control connection, and a rail whatever others do
+(watchdog.c). Longer than a switch takes to restart; shorter than one waits for a dead host."""
 
 
 def open_tcp(rendezvous: Rendezvous, options: RingOptions, paths: TcpPaths) -> RingLink:
@@ -35,7 +35,7 @@ def open_tcp(rendezvous: Rendezvous, options: RingOptions, paths: TcpPaths) -> R
         stack.callback(carrier.close)
         names = [rail_name(connection) for connection in connections.rails]
         for connection in connections.rails:
-            tune(connection, ack_timeout=silence)
+            tune(connection)
             carrier.add_tcp_rail(connection)
         carrier.start()
         control = Control(*connections.control, ack_timeout=silence)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from hetero.addresses import family_of, interface_with
 from hetero.errors import LinkError
+from hetero.link.control import keep_alive
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
 
 # Within a host there is no latency to hide, and data are best received while still in the cache.
@@ -52,13 +53,15 @@ def rail_name(connection: socket.socket) -> str:
     return f"{connection.getsockname()[0]} to {connection.getpeername()[0]}"
 
 
-def tune(connection: socket.socket, *, ack_timeout: float) -> None:
-    """No Nagle delay, little unsent data in the kernel, and a timeout for acknowledgements."""
+def tune(connection: socket.socket) -> None:
+    """No Nagle delay, and little unsent data in the kernel.
+
+    Never TCP_USER_TIMEOUT: the kernel then also ends a connection whose peer is stopped, although
+    the peer's kernel answers. Keepalive, or firewalls forget an idle rail.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-    connection.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(ack_timeout * 1000))
-    )
+    keep_alive(connection)
     _size_buffers(connection)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from hetero.addresses import Route, is_unreachable
@@ -126,7 +126,7 @@ class LivenessClient(Liveness):
                 self._handle(json.loads(message))
             data = b""
             try:
-                if select.select([connection], [], [], self._interval)[0]:
+                if wait([connection], self._interval):
                     data = connection.recv(1 << 16)
                     if not data:
                         break

@@ -249,8 +249,7 @@ static bool is_late(const struct rail *base, double before, char *reason)
     if (unacked_bytes(rail) == 0 || rail->busy_since > before || last_ack(base) > before ||
         !get_tcp_info(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < MIN_RETRANSMITS)
         return false;
-    return !set_reason(reason, "nothing was answered for %.1f s, while other rails were",
-                 engine_now() - before);
+    return !set_reason(reason, "nothing was answered for %.1f s", engine_now() - before);
 }
 
 static bool is_drained(const struct rail *base)

@@ -5,6 +5,8 @@
 #include <stddef.h>
 
 #define CHECKS_PER_STALL 16
+/* Without an acknowledgement for so many stall times a rail is lost whatever other rails do. */
+#define STALLS_ALONE 6
 
 static bool another_rail_acked(const struct engine *engine, const struct rail *late, double since)
 {
@@ -30,9 +32,9 @@ static void probe_idle_rails(struct engine *engine)
     }
 }
 
-/* Where acknowledgements are the kernel's (`last_ack`), a paused peer stalls all rails and none is lost.
- * So suspect a late rail once another is acknowledged, and lose it if it does not acknowledge what was
- * sent after that. */
+/* Where acknowledgements are the kernel's (`last_ack`), a paused peer stalls all rails and none is lost:
+ * its kernel acknowledges what probes its window, however rare that becomes. So suspect a late rail once
+ * another is acknowledged, and lose it if it does not acknowledge what was sent after that. */
 static bool is_lost(const struct engine *engine, struct rail *rail, double time, char *reason)
 {
     const struct rail_operations *operations = rail->operations;
@@ -42,10 +44,14 @@ static bool is_lost(const struct engine *engine, struct rail *rail, double time,
         return operations->is_late(rail, time - stall, reason);
     if (rail->suspected_since == 0 && another_rail_acked(engine, rail, time - 4 * tick))
         rail->suspected_since = time;
-    if (rail->suspected_since == 0 || !operations->is_late(rail, time - stall, reason))
-        return false;
     double last_send = operations->last_send(rail);
-    return last_send > rail->suspected_since && last_send < time - tick;
+    if (last_send > time - tick)
+        return false;
+    if (last_send > operations->last_ack(rail) &&
+        operations->is_late(rail, time - STALLS_ALONE * stall, reason))
+        return true;
+    return rail->suspected_since != 0 && last_send > rail->suspected_since &&
+           operations->is_late(rail, time - stall, reason);
 }
 
 void watchdog_check_rails(struct engine *engine)

@@ -158,20 +158,25 @@ void incoming_data(struct incoming *incoming, uint32_t wire_number, uint8_t rail
     advance_produced(incoming);
 }
 
+/* Whether a number is `base` or later, and its place is free: no entry without credit has it. A peer that
+ * reused a place too early could change the size of an entry after it was verified. */
+static bool is_in_window(const struct incoming *incoming, uint32_t base, uint32_t number)
+{
+    return counter_ahead(number, base) >= 0 &&
+           counter_ahead(number, incoming->credited) < RING_ENTRIES;
+}
+
 bool incoming_expects_record(const struct incoming *incoming, uint32_t number)
 {
-    int32_t ahead = counter_ahead(number, incoming->posted);
-
-    return ahead >= 0 && ahead < RING_ENTRIES &&
+    return is_in_window(incoming, incoming->posted, number) &&
            !incoming->status[number % RING_ENTRIES].has_record;
 }
 
 bool incoming_expect_data(struct incoming *incoming, uint32_t number, uint8_t rail)
 {
     struct recv_status *status = recv_status_of(incoming, number);
-    int32_t ahead = counter_ahead(number, incoming->produced);
 
-    if (ahead < 0 || ahead >= RING_ENTRIES || status->state != DATA_ABSENT)
+    if (!is_in_window(incoming, incoming->produced, number) || status->state != DATA_ABSENT)
         return false;
     status->state = DATA_RECEIVING;
     status->rail = rail;

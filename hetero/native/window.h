@@ -74,9 +74,11 @@ uint32_t outgoing_free(struct outgoing *outgoing);
  * have arrived, or not be visible. */
 int outgoing_retransmit(struct outgoing *outgoing, uint8_t rail, bool records_too, bool data_too);
 
-/* Whether an entry's record is not here yet. `number` has all 32 bits, here and in the next. */
+/* Whether an entry's record may come and is not here yet. `number` has all 32 bits, here and in the
+ * next. */
 bool incoming_expects_record(const struct incoming *incoming, uint32_t number);
-/* Claim an entry's data for this rail before receiving them; false if they are here, or claimed. */
+/* Claim an entry's data for this rail before receiving them; false if they may not come, are here, or
+ * are claimed. */
 bool incoming_expect_data(struct incoming *incoming, uint32_t number, uint8_t rail);
 /* Handle the arrival of a record, of data. A duplicate over another rail is ignored. */
 void incoming_record(struct incoming *incoming, uint32_t wire_number, uint64_t last_byte);

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -160,7 +159,6 @@ class _Opener:
             _rendezvous(description, side, edge, options),
             options=channel,
             device=options.device,
-            last_resort=partial(_open_gloo, description, side, edge),
         )
         if side == "downstream" and transport in FAMILIES:
             self.choices.append(choice)

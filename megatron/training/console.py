@@ -6,9 +6,10 @@ unconditionally, so that a log file is complete. The bar goes to stderr if that 
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from collections.abc import Sequence
+from datetime import datetime
 
 from tqdm import tqdm
 
@@ -51,31 +52,35 @@ class Console:
         )
         self._bar.update(1)
 
-    def iteration(self, records: Sequence[IterationRecord], *, skipped: int, nan: int) -> None:
-        """Megatron's log line for `records`: times, throughput and loss are their means."""
+    def iteration(self, records: Sequence[IterationRecord]) -> None:
+        """Megatron's log line for `records`: mean time, work per time, mean loss of updates."""
         last, count = records[-1], len(records)
-        elapsed = sum(r.elapsed_ms for r in records) / count
+        elapsed = sum(r.elapsed_ms for r in records)
+        tokens_per_s = sum(r.tokens_per_s * r.elapsed_ms for r in records) / elapsed
+        tflops = sum(r.tflops_per_gpu * r.elapsed_ms for r in records) / elapsed
+        losses = [r.loss for r in records if not r.skipped]
+        nan = sum(r.skipped and not math.isfinite(r.loss) for r in records)
         parts = [
             f"iteration {last.iteration:8d}/{self._total:8d}",
             f"consumed samples: {last.consumed_samples:12d}",
-            f"elapsed time per iteration (ms): {elapsed:.1f}",
-            f"tokens/s: {sum(r.tokens_per_s for r in records) / count:.1f}",
-            "throughput per GPU (TFLOP/s/GPU): "
-            f"{sum(r.tflops_per_gpu for r in records) / count:.4g}",
+            f"elapsed time per iteration (ms): {elapsed / count:.1f}",
+            f"tokens/s: {tokens_per_s:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {tflops:.4g}",
             f"learning rate: {last.learning_rate:.6E}",
             f"global batch size: {last.batch_size:5d}",
-            f"lm loss: {sum(r.loss for r in records) / count:.6E}",
-            f"loss scale: {last.loss_scale:.1f}",
         ]
+        if losses:
+            parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
+        parts.append(f"loss scale: {last.loss_scale:.1f}")
         if last.grad_norm is not None:
             parts.append(f"grad norm: {last.grad_norm:.3f}")
         if last.num_zeros is not None:
             parts.append(f"num zeros: {last.num_zeros:.0f}")
         if last.params_norm is not None:
             parts.append(f"params norm: {last.params_norm:.3f}")
-        parts.append(f"number of skipped iterations: {skipped:3d}")
+        parts.append(f"number of skipped iterations: {count - len(losses):3d}")
         parts.append(f"number of nan iterations: {nan:3d}")
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         self.line(f" [{stamp}] " + " | ".join(parts) + " |")
 
     def close(self) -> None:

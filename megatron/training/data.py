@@ -49,7 +49,8 @@ def required_samples(args: argparse.Namespace) -> SplitSizes:
     """Samples that the run will consume from each split."""
     # The last batch of a batch-size schedule may go beyond --train-samples.
     train = max(args.train_samples or 0, samples_after(args, args.train_iters))
-    rounds = (args.train_iters // args.eval_interval + 1) if args.eval_interval else 1
+    evaluates_often = args.eval_interval and not args.skip_train
+    rounds = (args.train_iters // args.eval_interval + 1) if evaluates_often else 1
     per_round = args.eval_iters * args.eval_global_batch_size
     return SplitSizes(train=train, valid=rounds * per_round, test=per_round)
 
@@ -166,7 +167,8 @@ def micro_batch_slots(shares: Sequence[int], data_rank: int) -> tuple[int, ...]:
 class SequentialSampler:
     """Batch sampler: this data-parallel rank's micro-batches in order, from sample `consumed` on.
 
-    One row is sum(shares) consecutive micro-batches; an incomplete last row is dropped.
+    One row is sum(shares) consecutive micro-batches; an incomplete last row is dropped. An endless
+    one goes on with the first sample.
     """
 
     def __init__(
@@ -177,17 +179,21 @@ class SequentialSampler:
         micro_batch_size: int,
         data_rank: int,
         shares: Sequence[int],
+        endless: bool = False,
     ) -> None:
         self._total, self._consumed = total, consumed
         self._micro_batch_size = micro_batch_size
         self._stride = micro_batch_size * sum(shares)
         self._slots = micro_batch_slots(shares, data_rank)
+        self._repeats = endless and total >= self._stride
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(self._consumed, self._total - self._stride + 1, self._stride):
-            for slot in self._slots:
-                first = start + slot * self._micro_batch_size
-                yield list(range(first, first + self._micro_batch_size))
+        later_passes = itertools.repeat(0) if self._repeats else ()
+        for begin in itertools.chain([self._consumed], later_passes):
+            for start in range(begin, self._total - self._stride + 1, self._stride):
+                for slot in self._slots:
+                    first = start + slot * self._micro_batch_size
+                    yield list(range(first, first + self._micro_batch_size))
 
 
 class CyclicSampler:
@@ -276,10 +282,10 @@ def build_micro_batches(
     plan: Plan,
     consumed: int,
     device: torch.device,
-    cyclic: bool,
+    endless: bool,
     micro_batch_size: int,
 ) -> MicroBatches:
-    """This rank's micro-batches of a dataset: endless if `cyclic`, else one pass."""
+    """This rank's micro-batches of a dataset, in the order of --dataloader-type."""
     common: dict[str, Any] = {
         "total": len(dataset),
         "consumed": consumed,
@@ -287,7 +293,11 @@ def build_micro_batches(
         "data_rank": coordinate.data,
         "shares": plan.shares(coordinate.stage),
     }
-    sampler = CyclicSampler(seed=args.seed, **common) if cyclic else SequentialSampler(**common)
+    sampler: CyclicSampler | SequentialSampler
+    if args.dataloader_type == "cyclic":
+        sampler = CyclicSampler(seed=args.seed, **common)
+    else:
+        sampler = SequentialSampler(endless=endless, **common)
     deadline = _loader_deadline(args) if args.num_workers else 0.0
     loader = torch.utils.data.DataLoader(
         dataset,
@@ -329,12 +339,12 @@ def build_data_iterators(
     plan: Plan,
     consumed: int,
     device: torch.device,
-    cyclic: bool = False,
+    endless: bool = False,
     micro_batch_size: int | None = None,
 ) -> list[Iterator[Any]]:
     """One data iterator per model chunk of this rank; middle chunks get empty batches.
 
-    `micro_batch_size` defaults to --micro-batch-size.
+    `micro_batch_size` defaults to --micro-batch-size; `endless` ones begin again at the end.
     """
     iterators: list[Iterator[Any]] = []
     for chunk in range(plan.chunks):
@@ -350,7 +360,7 @@ def build_data_iterators(
                     plan=plan,
                     consumed=consumed,
                     device=device,
-                    cyclic=cyclic,
+                    endless=endless,
                     micro_batch_size=micro_batch_size or args.micro_batch_size,
                 )
             )

@@ -17,8 +17,8 @@ def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False
     """FLOPs of one forward and backward pass, per token.
 
     A multiply-add of a matrix product counts as two, the backward pass as twice the forward. Causal
-    attention counts half of the score matrix; with `full_square` all of it, as Megatron-LM's log
-    does. Recomputation is not counted.
+    attention counts half of the score matrix, as in Megatron-LM's log; with `full_square` all of
+    it. Recomputation is not counted.
     """
     hidden, layers, sequence = args.hidden_size, args.num_layers, args.seq_length
     queries = args.num_attention_heads * args.kv_channels
@@ -110,7 +110,7 @@ class IterationRecord:
     tokens_per_s: float
     tflops_per_gpu: float
     tflops_per_gpu_full_square: float
-    """With attention counted as a full square, for comparison with Megatron-LM's log."""
+    """With attention counted as a full square, as Megatron-LM's log did up to core 0.11."""
     loss: float
     grad_norm: float | None
     learning_rate: float

@@ -256,7 +256,8 @@ def _cpu_squared_sum(grad: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 class ScheduleLengths:
     """Lengths of the scheduler's phases, in samples."""
 
-    warmup: int
+    warmup: float
+    """As in Megatron, a fraction of the decay is not rounded."""
     decay: int
     wsd: int | None
     """Final decay of the WSD style."""
@@ -266,6 +267,7 @@ class ScheduleLengths:
 
 def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
     """Phase lengths from flags in steps or samples; steps of a batch-size ramp-up are smaller."""
+    warmup: float
     if args.train_samples:
         decay, warmup = args.lr_decay_samples or args.train_samples, args.lr_warmup_samples
         wsd, whole = args.lr_wsd_decay_samples, args.train_samples
@@ -277,7 +279,7 @@ def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
         if args.lr_wsd_decay_iters is not None:
             wsd = decay - samples_after(args, decay_iters - args.lr_wsd_decay_iters)
     if args.lr_warmup_fraction is not None:
-        warmup = int(args.lr_warmup_fraction * decay)
+        warmup = args.lr_warmup_fraction * decay
     return ScheduleLengths(warmup=warmup, decay=decay, wsd=wsd, whole=whole)
 
 

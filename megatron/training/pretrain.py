@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
     Errors of the command line are printed before torch and megatron-core are imported, which takes
     seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
     """
+    began = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # With --exit-signal-handler the run saves first. A shell's job may outlive its shell.
         end_with_parent(signal.SIGTERM)
@@ -49,7 +51,7 @@ def pretrain(argv: Sequence[str] | None = None) -> int:
         if _may_exit_alone():
             write_error_file(str(refused), printed=True)
             return _exit(refused.exit_code)
-    return _pretrain(args, refused, printed=printed)
+    return _pretrain(args, refused, printed=printed, began=began)
 
 
 def _local_rank() -> int:
@@ -69,13 +71,15 @@ def _may_exit_alone() -> bool:
     return world_size == 1 or (has_all and "TORCHELASTIC_RUN_ID" in os.environ)
 
 
-def _pretrain(args: Namespace | None, refused: UserError | None, *, printed: bool) -> int:
+def _pretrain(
+    args: Namespace | None, refused: UserError | None, *, printed: bool, began: float
+) -> int:
     import_megatron_core()
     from megatron.training.initialize import Initializer
 
     initializer = Initializer()
     try:
-        _run(initializer, args, refused, printed=printed)
+        _run(initializer, args, refused, printed=printed, began=began)
     except HeteroError as error:
         initializer.report(error)
         return _exit(error.exit_code)
@@ -88,14 +92,19 @@ def _pretrain(args: Namespace | None, refused: UserError | None, *, printed: boo
 
 
 def _run(
-    initializer: Initializer, args: Namespace | None, refused: UserError | None, *, printed: bool
+    initializer: Initializer,
+    args: Namespace | None,
+    refused: UserError | None,
+    *,
+    printed: bool,
+    began: float,
 ) -> None:
     from megatron.training.cpu_shim import cpu_shim
     from megatron.training.run_job import run_job
 
     with cpu_shim(), contextlib.closing(initializer):
         job = initializer.initialize(args, refused, printed=printed)
-        run_job(job)
+        run_job(job, began=began)
         job.close()
 
 

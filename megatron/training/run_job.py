@@ -32,16 +32,19 @@ from megatron.training.timing.timers import Timers
 from megatron.training.trainer import Evaluator, Trainer
 
 
-def run_job(job: Job) -> None:
-    """Train to the end of the run, or until the exit signal."""
+def run_job(job: Job, *, began: float) -> None:
+    """Train to the end of the run, or until the exit signal.
+
+    `began` is when the program did, by `time.monotonic`, for --exit-duration-in-mins.
+    """
     with ExitStack() as stack:
         stop_signal = None
         if job.args.exit_signal_handler:
             stop_signal = stack.enter_context(StopSignal(job.args.exit_signal))
-        _run(job, stack, stop_signal)
+        _run(job, stack, stop_signal, began)
 
 
-def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
+def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: float) -> None:
     args = job.args
     start = expected_train_state(job.checkpoint).iteration
     console = Console(is_logger=job.rank == 0, total_iterations=args.train_iters, start=start)
@@ -100,31 +103,32 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None) -> None:
         progress=checkpointer.resume(),
         stop_signal=stop_signal,
         timers=timers,
+        began=began,
     )
     evaluator = Evaluator(
         job, model=model, schedule=schedule, console=console, metrics_logger=metrics_logger
     )
+    validate = _validation(job, trainer, evaluator)
     if not args.skip_train:
-        trainer.train(
-            _iterators(
-                job,
-                job.datasets.train,
-                micro_batch_size=args.micro_batch_size,
-                consumed=trainer.consumed_samples,
-                cyclic=args.dataloader_type == "cyclic",
-            ),
-            _evaluation(job, trainer, evaluator),
+        iterators = _iterators(
+            job,
+            job.datasets.train,
+            micro_batch_size=args.micro_batch_size,
+            consumed=trainer.consumed_samples,
         )
+        trainer.train(iterators, validate)
     checkpointer.finish()
     if not trainer.stopped_early:
-        _final_evaluations(job, trainer, evaluator)
+        if validate is not None:
+            validate(" on validation set")
+        _test(job, trainer, evaluator)
     if args.hetero_report:
         gather_parameters(model.chunks)
         write_report(job, trainer, rows, console)
 
 
 def _iterators(
-    job: Job, dataset: Any, *, micro_batch_size: int, consumed: int = 0, cyclic: bool = False
+    job: Job, dataset: Any, *, micro_batch_size: int, consumed: int = 0, endless: bool = False
 ) -> list[Any]:
     return build_data_iterators(
         job.args,
@@ -133,49 +137,42 @@ def _iterators(
         plan=job.plan,
         consumed=consumed,
         device=job.device,
-        cyclic=cyclic,
+        endless=endless,
         micro_batch_size=micro_batch_size,
     )
 
 
-def _evaluation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[[], None] | None:
+def _validation(job: Job, trainer: Trainer, evaluator: Evaluator) -> Callable[..., None] | None:
+    """A function that evaluates on the validation samples after those of the previous evaluation.
+
+    As in Megatron, also those of the final evaluation, and of the one after a resume.
+    """
     if not job.args.eval_iters or not _is_enough(job, job.datasets.sizes.valid):
         return None
     iterators = _iterators(
         job,
         job.datasets.valid,
         micro_batch_size=job.args.eval_micro_batch_size,
-        consumed=trainer.consumed_valid_samples,
-        cyclic=True,
+        consumed=0 if job.args.skip_train else trainer.consumed_valid_samples,
+        endless=True,
     )
 
-    def evaluate() -> None:
-        evaluator.run(
-            iterators,
-            name="validation",
-            iteration=trainer.iteration,
-            when=f"at iteration {trainer.iteration}",
-        )
+    def validate(what: str = "") -> None:
+        when = f"at iteration {trainer.iteration}{what}"
+        evaluator.run(iterators, name="validation", iteration=trainer.iteration, when=when)
         trainer.consumed_valid_samples += job.args.eval_iters * job.args.eval_global_batch_size
 
-    return evaluate
+    return validate
 
 
-def _final_evaluations(job: Job, trainer: Trainer, evaluator: Evaluator) -> None:
-    if not job.args.eval_iters:
+def _test(job: Job, trainer: Trainer, evaluator: Evaluator) -> None:
+    if not job.args.eval_iters or not _is_enough(job, job.datasets.sizes.test):
         return
-    splits = job.datasets
-    for name, data, size in (
-        ("validation", splits.valid, splits.sizes.valid),
-        ("test", splits.test, splits.sizes.test),
-    ):
-        if _is_enough(job, size):
-            evaluator.run(
-                _iterators(job, data, micro_batch_size=job.args.eval_micro_batch_size, cyclic=True),
-                name=name,
-                iteration=trainer.iteration,
-                when=f"at the end of training, iteration {trainer.iteration}",
-            )
+    iterators = _iterators(
+        job, job.datasets.test, micro_batch_size=job.args.eval_micro_batch_size, endless=True
+    )
+    when = f"at iteration {trainer.iteration} on test set"
+    evaluator.run(iterators, name="test", iteration=trainer.iteration, when=when)
 
 
 def _is_enough(job: Job, samples: int) -> bool:

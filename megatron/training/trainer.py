@@ -69,7 +69,9 @@ class Trainer:
         progress: TrainState,
         stop_signal: StopSignal | None,
         timers: Timers,
+        began: float,
     ) -> None:
+        """`began` is when the program did, by `time.monotonic`."""
         self._report_memory = report_memory
         self.job = job
         self.args: argparse.Namespace = job.args
@@ -83,7 +85,6 @@ class Trainer:
         self.consumed_samples = progress.consumed_train_samples
         self.consumed_valid_samples = progress.consumed_valid_samples
         self.skipped = progress.skipped_iterations
-        self.nan = 0
         self.interrupted = False
         self.stopped_early = False
         """Whether training ended before its last iteration; final evaluations are then skipped."""
@@ -101,7 +102,7 @@ class Trainer:
             console=console,
             metrics_logger=metrics_logger,
         )
-        self._began = time.monotonic()
+        self._began = began
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
     def train(self, iterators: list[Iterator[Any]], evaluate: Callable[[], None] | None) -> None:
@@ -248,21 +249,19 @@ class Trainer:
         return sum(link.counters.bytes_sent for link in links)
 
     def _require_finite(self, outcome: StepResult, batch_size: int) -> None:
-        loss_is_finite = math.isfinite(outcome.loss)
-        norm_is_finite = outcome.grad_norm is None or math.isfinite(outcome.grad_norm)
-        if loss_is_finite and norm_is_finite:
+        """Raise TrainingError for a skipped update. A dynamic loss scale turns this check off."""
+        if outcome.updated or not self.args.check_for_nan_in_loss_and_grad:
             return
-        self.nan += 1
-        if self.args.check_for_nan_in_loss_and_grad:
-            what = "loss" if not loss_is_finite else "gradient norm"
-            value = outcome.grad_norm if loss_is_finite else outcome.loss
-            raise TrainingError(
-                f"the {what} of iteration {self.iteration} is {value}; its weights were not "
-                "updated: lower --lr, look at the data of these samples "
-                f"({self.consumed_samples - batch_size} to "
-                f"{self.consumed_samples - 1}), or pass --no-check-for-nan-in-loss-and-grad to "
-                "skip such iterations"
-            )
+        loss_is_finite = math.isfinite(outcome.loss)
+        what = "gradient norm" if loss_is_finite else "loss"
+        value = outcome.grad_norm if loss_is_finite else outcome.loss
+        scale = "" if self.args.loss_scale is None else " or --loss-scale"
+        raise TrainingError(
+            f"the {what} of iteration {self.iteration} is {'inf' if value is None else value}; its "
+            f"weights were not updated: lower --lr{scale}, look at the data of these samples "
+            f"({self.consumed_samples - batch_size} to {self.consumed_samples - 1}), or pass "
+            "--no-check-for-nan-in-loss-and-grad to skip such iterations"
+        )
 
     def _record(
         self,
@@ -330,7 +329,7 @@ class Trainer:
 
     def _log_pending(self) -> None:
         if self._unlogged:
-            self.console.iteration(self._unlogged, skipped=self.skipped, nan=self.nan)
+            self.console.iteration(self._unlogged)
         self._unlogged = []
 
 
@@ -366,8 +365,9 @@ class Evaluator:
         loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
         loss = loss_sum / tokens if tokens else math.nan
         perplexity = math.exp(min(20.0, loss))
+        # Megatron's words, which call the test set's loss one of validation too.
         self._console.line(
-            f" {name} loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+            f" validation loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
         self._metrics_logger.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)
         return loss

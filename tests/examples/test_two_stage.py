@@ -40,10 +40,14 @@ def test_two_ranks_train_what_one_process_trains_bit_for_bit() -> None:
     assert sum("weights" in line for line in lines) == 2
 
 
-def test_a_text_that_is_no_text_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_what_it_cannot_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    for text, said in ((short, "has 9 bytes; it needs 33"), (tmp_path / "none", "cannot be read")):
-        code, _, errors = run(arguments=("--text", str(text)))
+    for arguments, said in (
+        (("--text", str(short)), "has 9 bytes; it needs 33"),
+        (("--text", str(tmp_path / "none")), "cannot be read"),
+        (("--steps", "0"), "must be a whole number of at least 1, not '0'"),
+    ):
+        code, _, errors = run(arguments=arguments)
         assert code == 2
         assert said in errors.splitlines()[-1]

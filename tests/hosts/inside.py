@@ -11,7 +11,8 @@ import ctypes
 import os
 import sys
 
-from tests import preloaded
+from tests.preloaded import listen
+from tests.preloaded_server import Server
 
 
 def main() -> None:
@@ -26,9 +27,9 @@ def main() -> None:
     if process := os.fork():
         os.waitpid(process, 0)
         return
-    listening = preloaded.listen(sys.argv[2])
+    listening = listen(sys.argv[2])
     print("ready", flush=True)
-    preloaded.Server(listening).serve()
+    Server(listening).serve()
 
 
 if __name__ == "__main__":

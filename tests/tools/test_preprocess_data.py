@@ -16,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
 from tests import preloaded
+from tests.tools.refusals import refusal
 from tools import preprocess_data, text_input, train_tokenizer
 from tools.preprocess_data import main
 from tools.preprocessing import batches
@@ -229,14 +230,17 @@ def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, capsys, 
         ("--tokenizer-model /no/such.model", "/no/such.model"),
         ("--json-keys body", "corpus.txt, which is plain text"),
         ("--output-prefix {folder}/corpus.txt/out", "corpus.txt: "),
+        ("--output-prefix=", "must not be empty"),
     ],
 )
 def test_what_a_flag_cannot_name_is_one_sentence(
     tmp_path, corpus, tokenizer, capsys, flags, sentence
 ):
-    words = flags.format(folder=tmp_path).split()
-    assert main([*flags_for(tokenizer, tmp_path / "out", corpus), *words]) == 2
-    assert sentence.format(folder=tmp_path) in the_one_error(capsys)
+    words = [
+        *flags_for(tokenizer, tmp_path / "out", corpus),
+        *flags.format(folder=tmp_path).split(),
+    ]
+    assert sentence.format(folder=tmp_path) in refusal(capsys, main, words)
     assert files_in(tmp_path) == ["corpus.txt"]
 
 

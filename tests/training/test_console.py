@@ -20,7 +20,7 @@ console.line("mixed run")
 for number in (1, 2, 3):
     record = test_outputs.record(iteration=number)
     console.advance(record)
-    console.iteration([record], skipped=0, nan=0)
+    console.iteration([record])
 console.line(" validation loss")
 console.close()
 """

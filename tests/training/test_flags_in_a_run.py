@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ import pytest
 
 from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
-from megatron.training import overview
+from megatron.training import overview, pretrain, run_job
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.batch_sizes import batch_size_at, steps_of
 from megatron.training.trainer import Trainer
@@ -97,10 +99,9 @@ def test_norms_and_zeros_are_counted(ramp: Run, cyclic: Run) -> None:
 
 def test_evaluation_comes_when_asked(ramp: Run, cyclic: Run) -> None:
     """--eval-interval, --eval-iters"""
-    lines = ramp.containing("validation loss")
-    assert [("at iteration 4" in line, "end of training" in line) for line in lines] == [
-        (True, False),
-        (False, True),
+    lines = ramp.containing(" validation loss at ")
+    assert [line.split(" | ")[0].split(" at ")[1] for line in lines] == [
+        *("iteration 4", "iteration 6 on validation set", "iteration 6 on test set"),
     ]
     assert cyclic.containing("validation loss") == []
 
@@ -124,7 +125,6 @@ def test_a_run_stops_where_it_is_told_to(ramp: Run, cyclic: Run) -> None:
     """--exit-interval, before the five steps of --train-samples."""
     assert [row["consumed_samples"] for row in cyclic.rows] == [2, 4, 6]
     assert cyclic.containing("stopping at iteration 3, as --exit-interval asks")
-    assert cyclic.containing("at the end of training") == []
     # --dataloader-type, --seed: the same first batch would give the same loss.
     assert ramp.rows[0]["loss"] != cyclic.rows[0]["loss"]
 
@@ -154,6 +154,24 @@ def _trainer(flags: str, **known: Any) -> Any:
     """Something with the attributes of a Trainer that its smaller methods read."""
     args = build_parser().parse_args(flags.split())
     return SimpleNamespace(args=args, console=mock.Mock(), **known)
+
+
+@pytest.mark.parametrize(("flags", "consumed"), [("", 12), ("--skip-train", 0)])
+def test_every_evaluation_takes_the_samples_after_those_of_the_last(
+    flags: str, consumed: int
+) -> None:
+    trainer = _trainer("", iteration=5, consumed_valid_samples=12)
+    args = parse_args([*TINY, *flags.split(), "--eval-iters", "2"], world_size=1)
+    job: Any = SimpleNamespace(args=args, datasets=mock.Mock(), plan=None, coordinate=None)
+    job.datasets.sizes.valid, job.device, evaluator = 100, None, mock.Mock()
+    with mock.patch.object(run_job, "build_data_iterators") as built:
+        validate = run_job._validation(job, trainer, evaluator)
+    assert built.call_args.kwargs["consumed"] == consumed
+    assert validate is not None
+    validate()
+    validate(" on validation set")
+    assert {call.args for call in evaluator.run.call_args_list} == {(built.return_value,)}
+    assert trainer.consumed_valid_samples == 12 + 2 * 2 * 8
 
 
 @pytest.mark.parametrize(
@@ -186,18 +204,39 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
     assert bool(Trainer._should_stop(trainer)) is stops
 
 
+def test_the_time_of_a_run_begins_with_its_program() -> None:
+    """--exit-duration-in-mins counts the time until training begins, as a job's time limit does."""
+
+    def read(argv: list[str]) -> None:
+        read_at.append(monotonic())
+
+    read_at: list[float] = []
+    with (
+        mock.patch.object(pretrain, "read_command_line", read),
+        mock.patch.object(pretrain, "import_megatron_core"),
+        mock.patch.object(pretrain, "_run") as run,
+    ):
+        assert pretrain.pretrain([]) == 0
+    assert run.call_args.kwargs["began"] <= read_at[0]
+
+
 @pytest.mark.parametrize(
-    ("flags", "raises"), [("", True), ("--no-check-for-nan-in-loss-and-grad", False)]
+    ("flags", "loss", "norm", "error"),
+    [
+        ("", math.nan, 1.0, "the loss of iteration 5 is nan"),
+        ("", 1.0, math.nan, "the gradient norm of iteration 5 is nan"),
+        ("--fp16 --loss-scale 8", 1.0, None, "norm of iteration 5 is inf; .* --lr or --loss-scale"),
+        ("--no-check-for-nan-in-loss-and-grad", math.nan, 1.0, None),
+    ],
 )
-def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(flags: str, raises: bool) -> None:
-    outcome: Any = SimpleNamespace(loss=math.nan, grad_norm=1.0)
-    trainer = _trainer(flags, iteration=5, consumed_samples=10, nan=0)
-    if raises:
-        with pytest.raises(TrainingError, match="pass --no-check-for-nan-in-loss-and-grad"):
-            Trainer._require_finite(trainer, outcome, 2)
-    else:
+def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(
+    flags: str, loss: float, norm: float | None, error: str | None
+) -> None:
+    outcome: Any = SimpleNamespace(loss=loss, grad_norm=norm, updated=False)
+    trainer = _trainer(flags, iteration=5, consumed_samples=10)
+    expected = contextlib.nullcontext()
+    with pytest.raises(TrainingError, match=error) if error else expected:
         Trainer._require_finite(trainer, outcome, 2)
-    assert trainer.nan == 1
 
 
 @pytest.mark.parametrize(("level", "released"), [(0, False), (1, True), (2, True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import Namespace
 from dataclasses import fields
@@ -195,7 +196,7 @@ def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
 
 
 def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) -> str:
-    Console(is_logger=True, total_iterations=50).iteration(records, skipped=1, nan=2)
+    Console(is_logger=True, total_iterations=50).iteration(records)
     return capsys.readouterr().out
 
 
@@ -212,8 +213,8 @@ def test_the_iteration_line_reads_as_megatrons(capsys: pytest.CaptureFixture[str
         " lm loss: 2.000000E+00 |",
         " loss scale: 1.0 |",
         " grad norm: 0.500 |",
-        " number of skipped iterations:   1 |",
-        " number of nan iterations:   2 |",
+        " number of skipped iterations:   0 |",
+        " number of nan iterations:   0 |",
     ):
         assert part in line
     assert line.count("\n") == 1
@@ -226,19 +227,35 @@ def test_the_iteration_line_reads_as_megatrons(capsys: pytest.CaptureFixture[str
 def test_the_iteration_line_averages_over_the_iterations_since_the_last(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = record(iteration=2, consumed_samples=16, loss=4.0, elapsed_ms=300.0, grad_norm=9.0)
+    """Its throughput is the work over the time, and its loss that of the updates."""
+    first = record(
+        iteration=2,
+        consumed_samples=16,
+        loss=4.0,
+        grad_norm=9.0,
+        elapsed_ms=300.0,
+        tflops_per_gpu=0.25,
+    )
+    skipped = [
+        record(iteration=1, loss=loss, skipped=True, elapsed_ms=0.0) for loss in (math.nan, 9.0)
+    ]
     line = _line(capsys, [first, record()])
+    assert "throughput per GPU (TFLOP/s/GPU): 0.5 " in line
     assert "iteration        3/" in line
     assert "consumed samples:           24" in line
     assert "lm loss: 3.000000E+00" in line
     assert "elapsed time per iteration (ms): 200.0" in line
     assert "grad norm: 0.500" in line
+    line = _line(capsys, [*skipped, first, record()])
+    assert "lm loss: 3.000000E+00" in line
+    assert "skipped iterations:   2 | number of nan iterations:   1 |" in line
+    assert "lm loss" not in _line(capsys, [record(skipped=True)])
 
 
 def test_the_console_of_any_other_rank_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(is_logger=False, total_iterations=5)
     console.line("hello")
-    console.iteration([record()], skipped=0, nan=0)
+    console.iteration([record()])
     console.advance(record())
     console.close()
     assert capsys.readouterr() == ("", "")

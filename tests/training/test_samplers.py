@@ -64,6 +64,18 @@ def test_a_run_may_resume_with_another_batch_size_or_more_ranks(
     assert samples == list(range(consumed, consumed + len(samples)))
 
 
+@given(total=st.integers(0, 30), consumed=st.integers(0, 40), micro=few, ranks=few)
+def test_validation_goes_on_in_order_and_begins_again_at_the_end(
+    total: int, consumed: int, micro: int, ranks: int
+) -> None:
+    place = {"total": total, "consumed": consumed, "micro_batch_size": micro, "endless": True}
+    samplers = [SequentialSampler(**place, data_rank=r, shares=(1,) * ranks) for r in range(ranks)]
+    samples = _in_order([[*islice(sampler, 20)] for sampler in samplers])
+    first, again = (_in_order(_sequential(total, micro, ranks, at)) for at in (consumed, 0))
+    assert samples == (first + again * 20)[: len(samples)]
+    assert len(samples) == (20 * micro * ranks if total >= micro * ranks else 0)
+
+
 @given(shares=st.lists(few, min_size=1, max_size=4), micro=few, rows=few, cyclic=st.booleans())
 def test_ranks_with_unequal_shares_read_together_what_equal_ranks_read(
     shares: list[int], micro: int, rows: int, cyclic: bool

@@ -223,7 +223,8 @@ class CollectiveSession:
 
         def free_memory() -> int:
             if self._device.type == "cuda":
-                return int(torch.cuda.mem_get_info(self._device)[0])
+                sharing = -(-self._local_size // torch.cuda.device_count())
+                return int(torch.cuda.mem_get_info(self._device)[0]) // sharing
             return int(psutil.virtual_memory().available) // self._local_size
 
         free = min(self._ranks.together(free_memory))

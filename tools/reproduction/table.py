@@ -83,8 +83,8 @@ def notes(
         "of a row; efficiency is the ratio of the medians of tokens/s of one round, and of these "
         "the median over rounds",
         "TFLOP/s per GPU = 6 x multiply-adds of the forward pass of one token x tokens/s / GPUs, "
-        "causal attention counted once; 'full square' counts attention as Megatron-LM's log does; "
-        "recomputation is not counted (docs/metrics.md)",
+        "causal attention counted once; 'full square' counts all of it, as Megatron-LM's log did "
+        "up to core 0.11; recomputation is not counted (docs/metrics.md)",
         "peak memory: the most that the allocator had allocated on a rank (the resident set on "
         "CPU), the worst rank of each stage",
         "loader wait: time for which the worst rank was blocked in its data loader, over the time "

@@ -48,7 +48,9 @@ def _add_length_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--train-samples", type=integer(1), help="sequences of the whole run")
     group.add_argument("--exit-interval", type=interval, help="stop at a multiple of this step")
     group.add_argument(
-        "--exit-duration-in-mins", type=interval, help="stop after this many minutes"
+        "--exit-duration-in-mins",
+        type=interval,
+        help="stop so many minutes after the program began",
     )
 
 

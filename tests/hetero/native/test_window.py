@@ -67,6 +67,9 @@ class Receiver:
     def expect_data(self, number: int, rail: int) -> bool:
         return bool(C.incoming_expect_data(byref(self.state), number, rail))
 
+    def expects_record(self, number: int) -> bool:
+        return bool(C.incoming_expects_record(byref(self.state), number))
+
     def claim(self, rail: int) -> int | None:
         last_byte = c_uint64()
         found = C.incoming_claim_read_back(byref(self.state), rail, byref(last_byte))
@@ -290,3 +293,15 @@ def test_data_are_taken_from_one_rail_and_left_to_no_other_while_they_come(first
     assert receiver.state.produced == whole(first + 1)
     assert not receiver.expect_data(first, 1), "they are here"
     assert not receiver.expect_data(first + 1 + RING_ENTRIES, 1), "there is no room for it yet"
+
+
+def test_no_entry_reuses_the_place_of_one_without_credit(first: int) -> None:
+    """By announcing one a peer could change the size of data that go to a caller's tensor."""
+    receiver = Receiver(first)
+    receiver.record(first)
+    receiver.data(first)
+    for _ in range(2):
+        is_free = receiver.state.credited != first
+        assert receiver.expects_record(first + RING_ENTRIES) is is_free
+        assert receiver.expect_data(first + RING_ENTRIES, 0) is is_free
+        receiver.state.credited = whole(first + 1)

@@ -122,7 +122,6 @@ def loader(args: Namespace) -> dict[str, Any]:
             plan=plan,
             consumed=0,
             device=torch.device("cpu"),
-            cyclic=args.dataloader_type == "cyclic",
         )
         list(batches)
     options = built.call_args.kwargs

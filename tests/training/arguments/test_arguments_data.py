@@ -35,10 +35,10 @@ def test_blend_can_be_read_from_a_file(parse, tmp_path: Path):
 
 def test_blends_of_the_splits_can_be_read_from_a_file(parse, tmp_path: Path):
     listed = tmp_path / "splits.json"
-    listed.write_text(json.dumps({"train": [0.3, "a", 0.7, "b"], "valid": ["c"], "test": None}))
+    listed.write_text(json.dumps({"train": [0.3, "a", 0.7, "b"], "valid": "1 c\n2 d"}))
     args = parse(f"--per-split-data-args-path {listed}", **REAL)
     assert args.train_data_path == ["0.3", "a", "0.7", "b"]
-    assert (args.valid_data_path, args.test_data_path) == (["c"], None)
+    assert (args.valid_data_path, args.test_data_path) == (["1", "c", "2", "d"], None)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_blends_of_the_splits_can_be_read_from_a_file(parse, tmp_path: Path):
         ("--data-args-path", "", "--data-path names no file"),
         ("--per-split-data-args-path", "[", "is not a JSON object"),
         ("--per-split-data-args-path", '{"training": ["a"]}', "is not a JSON object"),
-        ("--per-split-data-args-path", '{"train": "a"}', "is not a JSON object"),
+        ("--per-split-data-args-path", '{"train": 1}', "is not a JSON object"),
         ("--per-split-data-args-path", '{"train": [["a"]]}', "is not a JSON object"),
         ("--per-split-data-args-path", '{"valid": ["a"]}', "nothing is named to train on"),
     ],

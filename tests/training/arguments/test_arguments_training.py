@@ -80,6 +80,10 @@ def test_megatron_writes_minus_one_for_no_evaluation(parse, refusal):
     assert "--eval-iters must be" in refusal("--eval-iters -2")
 
 
+def test_a_run_that_only_evaluates_loads_no_optimizer(parse):
+    assert [bool(parse(flags).no_load_optim) for flags in ("", "--skip-train")] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("flags", "needed"),
     [

@@ -22,6 +22,9 @@ def check_checkpoints(args: Namespace) -> Iterator[str]:
         for name in names:
             if getattr(args, name) and not is_given:
                 args.ignored_flags.append(f"--{name.replace('_', '-')}: it needs {flag}")
+    if args.skip_train:
+        # As in Megatron: nothing is updated, so neither state nor schedule has to fit.
+        args.no_load_optim = True
     if args.exit_signal != "SIGTERM" and not args.exit_signal_handler:
         args.ignored_flags.append("--exit-signal: it needs --exit-signal-handler")
     interval, retained = args.save_interval, args.save_retain_interval

@@ -69,7 +69,12 @@ def _read_split_lists(path: str) -> dict[str, list[str]]:
         raise UserError(f"{flag} {path} is not {expected} ({error})") from None
     if not isinstance(lists, dict) or not set(lists) <= set(SPLITS):
         raise UserError(f"{flag} {path} is not {expected}")
-    given = {split: words for split, words in lists.items() if words is not None}
+    # As in Megatron, a list may also be one text of words.
+    given = {
+        split: words.split() if isinstance(words, str) else words
+        for split, words in lists.items()
+        if words is not None
+    }
     for words in given.values():
         if not isinstance(words, list) or not all(isinstance(w, str | int | float) for w in words):
             raise UserError(f"{flag} {path} is not {expected}")

@@ -155,7 +155,7 @@ class World:
             ready=ready,
             caller_stream=caller,
             is_receive=is_receive,
-            deadline=0.0,
+            begun_at=0.0,
             sequence=flow.sequence,
             header=Header(1, flow.sequence, tensor.dtype, (nbytes,), nbytes).pack(),
             nbytes=nbytes,

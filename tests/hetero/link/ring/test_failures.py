@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from hetero.device.device import CurrentStream
+from hetero.device.device import CurrentStream, Word
+from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
 from hetero.link.base import Work
@@ -19,8 +24,15 @@ from hetero.native.structures import (
     Step,
 )
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.joined import is_broken, wait_for
-from tests.hetero.link.ring.pair import LARGE, SHORT, before_each_move, opened, pretend_to_await
+from tests.hetero.link.joined import CPU, is_broken, wait_for
+from tests.hetero.link.ring.pair import (
+    LARGE,
+    SHORT,
+    before_each_move,
+    cross,
+    opened,
+    pretend_to_await,
+)
 from tests.hetero.link.test_handshake import both
 
 
@@ -204,6 +216,20 @@ def test_a_transfer_that_ended_may_be_asked_after_its_link_was_closed() -> None:
         work.wait()
 
 
+def test_a_receive_that_was_posted_long_ago_is_not_overdue_while_earlier_ones_arrive() -> None:
+    with opened() as pair:
+        targets = [torch.zeros(4) for _ in range(3)]
+        works: list[Any] = [pair.receiver.recv(target) for target in targets]
+        for work in works:
+            work.begun_at = 0.0
+        for work in works:
+            pair.sender.send(torch.ones(4))
+            work.wait()
+            with pair.receiver._lock:
+                pair.receiver._check_progress()
+        pair.receiver.check()
+
+
 def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadline() -> None:
     """A stream that is full, and waits for a peer that hangs, blocks whoever gives it more work."""
     with opened(timeout=SHORT) as pair:
@@ -249,6 +275,43 @@ def test_a_thread_has_its_stream_asked_for_before_the_driver_is_called() -> None
         pair.receiver.recv(torch.zeros(20 * LARGE)).wait()
         waiting.join(120)
         assert waiting in asked
+
+
+def test_several_threads_may_close_a_link() -> None:
+    with opened(device=lambda: HostDevice(CPU)) as pair, ThreadPoolExecutor() as pool:
+        pair.sender.send(torch.ones(LARGE))
+        closing = [pool.submit(pair.sender.close) for _ in range(4)]
+        pair.receiver.recv(torch.zeros(LARGE)).wait()
+        for one in closing:
+            one.result()
+
+
+def test_a_link_keeps_its_memory_while_a_thread_waits_for_a_word_in_it() -> None:
+    read, has_begun = [], threading.Event()
+    with opened() as pair, ThreadPoolExecutor() as pool:
+
+        def wait_value(_: object) -> None:
+            has_begun.set()
+            time.sleep(0.1)
+            read.append(pair.receiver._ends.incoming.produced)
+
+        stream: Any = SimpleNamespace(wait_value=wait_value)
+        waiting = pool.submit(pair.receiver.wait_value, stream, Word(0, 0))
+        assert has_begun.wait(SHORT)
+        pair.receiver.close()
+        waiting.result()
+    assert read == [0]
+
+
+def test_a_fork_that_closes_a_link_leaves_it_to_its_rank() -> None:
+    with opened(device=lambda: HostDevice(CPU)) as pair:
+        if (child := os.fork()) == 0:
+            try:
+                pair.sender.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert cross(pair, torch.ones(20 * LARGE))
 
 
 def test_an_interrupted_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

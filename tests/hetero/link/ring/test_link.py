@@ -49,6 +49,15 @@ def test_counters_may_count_round(start: int) -> None:
         pair.receiver.check()
 
 
+@pytest.mark.parametrize("verb", ["send", "recv"])
+def test_a_tensor_that_no_link_carries_costs_the_next_message_nothing(verb: str) -> None:
+    with opened() as pair:
+        end = pair.sender if verb == "send" else pair.receiver
+        with pytest.raises(TypeError, match="uint16"):
+            getattr(end, verb)(torch.zeros(4, dtype=torch.uint16))
+        assert cross(pair, torch.ones(4))
+
+
 def _times_asleep(threads: set[str]) -> int:
     """How often these threads of this process have gone to sleep."""
     statuses = [Path(f"/proc/self/task/{thread}/status").read_text() for thread in threads]

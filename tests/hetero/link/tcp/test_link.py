@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from hetero.errors import LinkError
+from hetero.link import tcp
+from hetero.open_files import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
     at,
@@ -112,6 +116,16 @@ def test_rails_that_all_fall_silent_are_not_lost_and_go_on_when_they_can(
     assert caplog.messages == []
 
 
+def test_a_rail_that_stays_silent_is_lost_though_no_other_is_heard(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_MAX_STALL_SECONDS", 0.2)
+    with Setup(connections=1).links() as links:
+        (rail,) = network.rails
+        with pytest.raises(LinkError, match="nothing was answered for"):
+            stream(*links, nbytes=NBYTES, before=at(1, rail.silence))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
 def test_a_link_survives_the_loss_of_any_of_its_paths(
@@ -130,6 +144,16 @@ def test_a_link_survives_the_loss_of_any_of_its_paths(
         assert stream(*links, nbytes=NBYTES, before=at(MESSAGES // 3, cut)) == MESSAGES
         assert wait_for(lambda: len(lost_rails(caplog)) == 4)
         assert stream(*reversed(links), nbytes=NBYTES) == MESSAGES
+
+
+def test_a_rail_is_lost_in_a_process_with_thousands_of_open_files(network: Network) -> None:
+    allow_open_files()
+    with ExitStack() as files:
+        for _ in range(1024):
+            files.enter_context(open(os.devnull))
+        with Setup().links() as links:
+            strike = at(1, network.rails[1].close)
+            assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
 
 
 def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:
