@@ -12,6 +12,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import broadcast, gather_scatter, row_collectives
+from hetero.collectives.call_arguments import (
+    as_list,
+    as_options,
+    is_fake,
+    require_dense,
+    require_matching_numel,
+    require_no_internal_overlap,
+)
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.memory_segments import (
@@ -23,16 +31,7 @@ from hetero.collectives.memory_segments import (
     write_back,
 )
 from hetero.collectives.p2p_batch import CallContext, Schedule
-from hetero.collectives.process_group_base import (
-    HeteroProcessGroupBase,
-    as_list,
-    as_options,
-    finished_work,
-    is_fake,
-    require_dense,
-    require_matching_numel,
-    require_no_internal_overlap,
-)
+from hetero.collectives.process_group_base import HeteroProcessGroupBase, finished_work
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.formatting import counted
 
@@ -69,13 +68,13 @@ class CopyingOperations(HeteroProcessGroupBase):
         opts = as_options(opts, c10d.AllgatherOptions)
         (parts,), (source,) = outputs, as_list(inputs)
         self._require_one_per_rank(parts, "all_gather")
-        return self._all_gather([list(parts)], [source], opts)
+        return self._all_gather([as_list(parts)], [source], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = as_options(opts, c10d.AllgatherOptions)
         self._require_one_per_rank(outputs, "all_gather")
-        by_tensor = [list(parts) for parts in zip(*outputs, strict=True)]
-        return self._all_gather(by_tensor, list(inputs), opts)
+        by_tensor = [as_list(parts) for parts in zip(*outputs, strict=True)]
+        return self._all_gather(by_tensor, as_list(inputs), opts)
 
     def _all_gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
@@ -126,9 +125,9 @@ class CopyingOperations(HeteroProcessGroupBase):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         opts = as_options(opts, c10d.AllgatherOptions)
+        outputs, inputs = as_list(outputs), as_list(inputs)
         for output, source in zip(outputs, inputs, strict=True):
             require_matching_numel("all_gather", small=source, large=output, size=self._layout.size)
-        outputs, inputs = list(outputs), list(inputs)
 
         def algorithm(context: CallContext) -> Schedule:
             for output, source in zip(outputs, inputs, strict=True):
@@ -146,7 +145,7 @@ class CopyingOperations(HeteroProcessGroupBase):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         opts = as_options(opts, c10d.AllToAllOptions)
-        outputs, inputs = list(outputs), list(inputs)
+        outputs, inputs = as_list(outputs), as_list(inputs)
         self._require_one_per_rank(outputs, "all_to_all")
         self._require_one_per_rank(inputs, "all_to_all")
 
@@ -168,6 +167,7 @@ class CopyingOperations(HeteroProcessGroupBase):
         opts: Any = None,
     ) -> dist.Work:
         opts = as_options(opts, c10d.AllToAllOptions)
+        output, source = as_list([output, source])
         output_sizes = self._split_bytes(output, output_splits, "output")
         input_sizes = self._split_bytes(source, input_splits, "input")
 
@@ -193,17 +193,17 @@ class CopyingOperations(HeteroProcessGroupBase):
                     f"{counted(size, 'rank')}; give a multiple, or split sizes"
                 )
             return [tensor.nbytes // size] * size
-        if len(splits) != size or sum(splits) != length:
+        if len(splits) != size or sum(splits) != length or min(splits) < 0:
             raise ValueError(
                 f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
-                f"{list(splits)}; give {size} that add up to it"
+                f"{list(splits)}; give {size} of 0 or more that add up to it"
             )
         return [split * (tensor.nbytes // length if length else 0) for split in splits]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = as_options(opts, c10d.GatherOptions)
         (source,) = as_list(inputs)
-        parts = list(outputs[0]) if outputs else []
+        parts = as_list(outputs[0]) if outputs else []
         if self._layout.rank == opts.rootRank:
             self._require_one_per_rank(parts, "gather")
             _require_size(parts, source, "gather")
@@ -220,7 +220,7 @@ class CopyingOperations(HeteroProcessGroupBase):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = as_options(opts, c10d.ScatterOptions)
         (output,) = as_list(outputs)
-        parts = list(inputs[0]) if inputs else []
+        parts = as_list(inputs[0]) if inputs else []
         if self._layout.rank == opts.rootRank:
             self._require_one_per_rank(parts, "scatter")
             _require_size(parts, output, "scatter")

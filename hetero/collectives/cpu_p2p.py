@@ -79,10 +79,11 @@ class CpuP2P:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory; the work finishes when it may be overwritten."""
-        sends = self._send_queues.get(rank)
-        if sends is None:
-            sends = self._send_queues[rank] = queue.SimpleQueue()
-            self._start(self._send_loop, rank)
+        with self._changed:
+            sends = self._send_queues.get(rank)
+            if sends is None:
+                sends = self._send_queues[rank] = queue.SimpleQueue()
+                self._start(self._send_loop, rank)
         sends.put((tensor, work, tag))
 
     def recv(

@@ -43,7 +43,9 @@ class P2PWork(CollectiveWork):
             self._delegate()
             return super().wait(timeout)
         self._transfer.wait()
-        self._on_received()
+        # Once: the caller may have changed the tensor before it waits again.
+        on_received, self._on_received = self._on_received, _no_op
+        on_received()
         return True
 
     def is_completed(self) -> bool:
@@ -69,6 +71,7 @@ class GpuP2P:
         self._links, self._store, self._device = links, store, device
         self._channels: dict[tuple[int, bool], _Channel] = {}
         self._opening: dict[int, threading.Lock] = {}
+        self._lock = threading.Lock()
 
     new_work = P2PWork
 
@@ -122,16 +125,17 @@ class GpuP2P:
 
     def close(self) -> None:
         self._links.close()
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             channel.close()
 
     def _channel(self, rank: int, *, is_send: bool) -> _Channel:
         key = (rank, is_send)
-        if key not in self._channels:
-            name = f"p2p {'to' if is_send else 'from'} {rank}"
-            self._channels[key] = _Channel(name, self._device)
-            self._opening.setdefault(rank, threading.Lock())
-        return self._channels[key]
+        with self._lock:
+            if key not in self._channels:
+                name = f"p2p {'to' if is_send else 'from'} {rank}"
+                self._opening.setdefault(rank, threading.Lock())
+                self._channels[key] = _Channel(name, self._device)
+            return self._channels[key]
 
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:

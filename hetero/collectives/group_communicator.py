@@ -99,10 +99,17 @@ class Communicator:
         self._last_call: Call | None = None
         self._error: CollectiveError | None = None
         self._is_connected = False
-        self._worker = Worker(f"{name} calls", poll=self._poll_failures, seconds=POLL_SECONDS)
+        poll_failures = weakref.WeakMethod(self._poll_failures)
+
+        def poll() -> None:
+            # A group may be dropped without shutdown, as after an abort, and must not live on here.
+            if (method := poll_failures()) is not None:
+                method()
+
+        self._worker = Worker(f"{name} calls", poll=poll, seconds=POLL_SECONDS)
         # A script need not destroy its groups, and Python aborts a process at whose exit a thread
         # is in PyTorch's C++, as the worker is while it polls the store.
-        self._at_exit = weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
+        weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of later calls; point-to-point messages of GPUs keep the first one."""
@@ -217,6 +224,7 @@ class Communicator:
         """Block until all calls so far are enqueued, and a GPU has done them."""
         drained = CollectiveWork("the calls so far", [], timeout=self.timeout, group=self.name)
         self._worker.submit(drained.finish)
+        self._worker.run_pending()
         drained.wait()
         self._stream.synchronize()
 
@@ -257,7 +265,6 @@ class Communicator:
     def shutdown(self) -> None:
         """Leave the group once the calls in flight have ended. Later ones fail at once."""
         self._worker.close(seconds=self.timeout)
-        self._at_exit.detach()  # it would keep this object, and so its sockets, until exit
         if self._error is None:  # else this rank's status says in which call it failed
             self._publish_status(LEFT)
             self._error = CollectiveError(

@@ -80,6 +80,8 @@ class Links:
         link = self._links.get(rank)
         if link is None:
             link = self._links[rank] = self._open(rank, clone(store) if store else self._store)
+            if self.closed.is_set():  # `close`, in another thread, may not have seen it
+                link.close()
         return link
 
     def set_timeout(self, seconds: float) -> None:
@@ -129,14 +131,14 @@ class Links:
 
     def check(self) -> None:
         """Raise the error of a link that has failed: a GPU's transfers fail after `wait()`."""
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.check()
 
     def close(self) -> None:
         """Close all links in parallel: a link whose peer does not respond waits for it."""
         self.closed.set()
         closing = [
-            threading.Thread(target=link.close, daemon=True) for link in self._links.values()
+            threading.Thread(target=link.close, daemon=True) for link in list(self._links.values())
         ]
         self._links.clear()
         for thread in closing:

@@ -82,6 +82,12 @@ def same_memory(segment: Segment, other: Segment) -> bool:
     return segment[0].data_ptr() + segment[1] == other[0].data_ptr() + other[1]
 
 
+def share_memory(segment: Segment, other: Segment) -> bool:
+    """Whether they have a byte in common."""
+    distance = segment[0].data_ptr() + segment[1] - other[0].data_ptr() - other[1]
+    return -segment[2] < distance < other[2]
+
+
 def copy_segment(target: Segment, source: Segment) -> None:
     """Copy a segment into another one of its size."""
     if target[0].dtype is source[0].dtype:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import all_reduce
+from hetero.collectives.call_arguments import as_options
 from hetero.collectives.copying_operations import CopyingOperations
 from hetero.collectives.monitored_barrier import MonitoredBarrier
 from hetero.collectives.p2p_batch import CallContext, Schedule
-from hetero.collectives.process_group_base import as_options
 from hetero.collectives.reducing_operations import ReducingOperations
 from hetero.collectives.reductions import reduction_for
 from hetero.collectives.skip_dynamo import skip_dynamo

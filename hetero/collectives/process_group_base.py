@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import FakeTensor
 
+from hetero.collectives.call_arguments import is_fake, require_dense, require_no_internal_overlap
 from hetero.collectives.calls import profiled
 from hetero.collectives.group_communicator import Communicator
 from hetero.collectives.group_links import Link
@@ -320,66 +320,7 @@ def _require_subset(ranks: Sequence[int], *, size: int) -> None:
         )
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory. Calls under FakeTensorMode do nothing, as over PyTorch's groups."""
-    return type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)
-
-
 def finished_work(operation: str, tensors: list[torch.Tensor]) -> CollectiveWork:
     work = CollectiveWork(operation, tensors, timeout=0.0, group="")
     work.finish()
     return work
-
-
-def as_list(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def as_options(given: Any, kind: Callable[[], Any]) -> Any:
-    """Options of an operation from what a caller passes: those, none, a reduce op, or a root."""
-    if type(given) is kind:
-        return given
-    if given is None:
-        options = kind()
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = True
-        return options
-    if isinstance(given, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
-        options = kind()
-        options.reduceOp = given
-        return options
-    if isinstance(given, int):
-        options = kind()
-        options.rootRank = given
-        return options
-    return given
-
-
-def require_dense(operation: str, tensor: torch.Tensor) -> None:
-    """Refuse values that do not lie in memory as they are, before anything is sent."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")
-
-
-def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse to write to tensors whose elements share memory, before anything is sent."""
-    for tensor in tensors:
-        if tensor.is_sparse or tensor.is_contiguous():
-            continue
-        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{operation}: elements of a tensor {list(tensor.shape)} that takes the result lie "
-                "in one place, as expand() puts them; give it contiguous()"
-            )
-
-
-def require_matching_numel(
-    operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int
-) -> None:
-    if small.numel() * size != large.numel() or small.dtype != large.dtype:
-        raise ValueError(
-            f"{operation}: {counted(large.numel(), 'element')} of {large.dtype} do not hold "
-            f"{small.numel()} of {small.dtype} for each of {counted(size, 'rank')}; make the "
-            f"larger {size} times the smaller"
-        )

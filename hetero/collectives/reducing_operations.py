@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives import all_reduce, row_collectives
-from hetero.collectives.p2p_batch import CallContext, Schedule
-from hetero.collectives.process_group_base import (
-    HeteroProcessGroupBase,
+from hetero.collectives.call_arguments import (
     as_list,
     as_options,
     require_matching_numel,
 )
+from hetero.collectives.p2p_batch import CallContext, Schedule
+from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.formatting import counted
 
@@ -104,7 +104,7 @@ class ReducingOperations(HeteroProcessGroupBase):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = as_options(opts, c10d.ReduceScatterOptions)
-        (output,), (parts,) = as_list(outputs), inputs
+        (output,), parts = as_list(outputs), as_list(inputs[0])
         self._require_one_per_rank(parts, "reduce_scatter")
         reduction = self._reduction(opts, output)
         sizes = {part.numel() for part in parts}
@@ -145,15 +145,15 @@ class ReducingOperations(HeteroProcessGroupBase):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         opts = as_options(opts, c10d.ReduceScatterOptions)
-        outputs, inputs = list(outputs), list(inputs)
-        reduction = self._reduction(opts, outputs[0])
+        outputs, inputs = as_list(outputs), as_list(inputs)
+        reductions = [self._reduction(opts, output) for output in outputs]
         for output, source in zip(outputs, inputs, strict=True):
             require_matching_numel(
                 "reduce_scatter", small=output, large=source, size=self._layout.size
             )
 
         def algorithm(context: CallContext) -> Schedule:
-            for output, source in zip(outputs, inputs, strict=True):
+            for output, source, reduction in zip(outputs, inputs, reductions, strict=True):
                 result = reduction.output_buffer(output)
                 yield from row_collectives.reduce_scatter(
                     context, result, reduction.prepare(source), reduction
@@ -163,10 +163,10 @@ class ReducingOperations(HeteroProcessGroupBase):
         return self._run(
             algorithm,
             "reduce_scatter",
-            list(outputs),
+            outputs,
             common=outputs,
             opts=opts,
-            reduction=reduction.name,
+            reduction=reductions[0].name,
         )
 
     _reduce_scatter_base = reduce_scatter_single

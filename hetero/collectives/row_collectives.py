@@ -27,6 +27,7 @@ from hetero.collectives.memory_segments import (
     pad_to_multiple,
     same_memory,
     segment_bytes,
+    share_memory,
 )
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction
@@ -79,7 +80,9 @@ def _all_gather_one_per_vendor(
     context: CallContext, rows: Sequence[Segment], row: torch.Tensor
 ) -> Schedule:
     """The only rank of its vendor receives each row from its owner."""
-    layout, batch = context.layout, P2PBatch(context)
+    layout, batch, source = context.layout, P2PBatch(context), full_segment(row)
+    if any(share_memory(rows[rank], source) for rank in layout.remote_ranks):
+        row = row.clone()  # another rank's row would be received into what is being sent
     for vendor in layout.other_vendors:
         for rank, offset, nbytes in _shards(row.nbytes, layout.vendors[vendor]):
             batch.send(rank, row, offset, nbytes)
@@ -220,8 +223,7 @@ def _reduce_scatter_one_step(
     for rank in layout.remote_ranks:
         batch.send(rank, flat, rank * nbytes, nbytes)
     # Receive one vendor's partial result into `result`, unless that overlaps what is sent.
-    overlaps_input = -nbytes < result.data_ptr() - flat.data_ptr() < flat.nbytes
-    buffer = None if overlaps_input else result
+    buffer = None if share_memory(full_segment(result), full_segment(flat)) else result
     for vendor in layout.other_vendors:
         partial, buffer = torch.empty_like(result) if buffer is None else buffer, None
         partials[vendor] = partial

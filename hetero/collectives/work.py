@@ -145,9 +145,9 @@ class CollectiveWork(dist.Work):
             self._wait_on_current_stream()
         future.set_result(self._tensors)
 
-    def _result_or_raise(self, _: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
+    def _result_or_raise(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        if (error := self.exception()) is not None:
+            raise error
         return self._tensors
 
 
@@ -166,6 +166,7 @@ class Worker:
         self._poll, self._seconds = poll, seconds
         self._running = threading.Lock()
         self._pending = 0
+        self._is_closed = False
         self._pending_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -174,8 +175,14 @@ class Worker:
     def submit(self, task: Task) -> None:
         """Have the thread run it after all tasks submitted before."""
         with self._pending_lock:
+            self._require_open()
             self._pending += 1
-        self._queue.put(task)
+            self._queue.put(task)
+
+    def _require_open(self) -> None:
+        """Refuse a task that the thread, which ends, would never run."""
+        if self._is_closed:
+            raise LinkError("the group was destroyed; make a new one, and build anew what uses it")
 
     def run_pending(self) -> None:
         """In the worker thread: run the tasks submitted so far. Elsewhere a no-op.
@@ -197,6 +204,7 @@ class Worker:
         Submit what is left of the task before `release`, so that it stays first in the queue.
         """
         with self._pending_lock:
+            self._require_open()
             if self._pending:
                 return False
             self._running.acquire()
@@ -206,8 +214,11 @@ class Worker:
         self._running.release()
 
     def close(self, *, seconds: float) -> None:
-        self._queue.put(None)
-        self._thread.join(seconds)
+        with self._pending_lock:
+            self._is_closed = True
+            self._queue.put(None)
+        if threading.get_ident() != self._thread_id:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
@@ -267,4 +278,4 @@ class CoalescedWork(CollectiveWork):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda _: self.result())
+        return futures.then(self._result_or_raise)

@@ -91,11 +91,14 @@ def test_a_callback_may_wait_for_the_next_calls_of_its_group() -> None:
 
 
 def call_in_callbacks(side: Side) -> None:
-    """As the communication hook of DDP's PowerSGD does."""
+    """As the communication hook of DDP's PowerSGD does. A GPU's barrier begins with a drain."""
+    group = dist.group.WORLD
+    assert group is not None
 
     def then(future: torch.futures.Future) -> torch.Tensor:
         (value,) = future.value()
         follow_up = dist.all_reduce(value.clone(), async_op=True).get_future()
+        group._cpu_communicator.drain()
         dist.barrier()
         return follow_up.wait()[0]
 

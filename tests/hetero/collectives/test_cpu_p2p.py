@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,7 @@ from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
 from tests.hetero.collectives.test_gpu_p2p import LateLinks
 from tests.hetero.link.ring.pair import opened
+from tests.hetero.link.test_handshake import both
 
 MEMBERS = tuple(
     Member(rank=rank, global_rank=rank, host="here", vendor=vendor)
@@ -48,6 +51,24 @@ class End:
 
     def _work(self, tensor: torch.Tensor, seconds: float) -> CollectiveWork:
         return CpuP2P.new_work("a message", [tensor], timeout=seconds, group="0")
+
+
+def test_threads_that_send_first_at_once_share_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_queue = queue.SimpleQueue
+
+    def slow_queue() -> Any:
+        time.sleep(0.05)
+        return new_queue()
+
+    monkeypatch.setattr(queue, "SimpleQueue", slow_queue)
+    with opened() as pair:
+        left, right = End(0, pair.sender), End(1, pair.receiver)
+        targets = [torch.zeros(3), torch.zeros(3)]
+        works = [right.recv(target, tag) for tag, target in enumerate(targets)]
+        both(*(lambda tag=tag: left.send(torch.ones(3), tag) for tag in range(2)))
+        assert all(work.wait() for work in works)
+        assert len(left._p2p._threads) == 1
+        left.close(), right.close()
 
 
 def test_a_receive_whose_time_is_over_takes_no_message_from_the_next() -> None:

@@ -336,15 +336,17 @@ def wrap_another_model(side: Side) -> str:
 
 def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
     for rank, told in enumerate(values(run_ranks(make_mistakes, ("nvidia", "amd")))):
-        assert told[:5] == [
+        assert told[:6] == [
             f"recv: source {rank} of the group is this rank itself; give another one, or copy the "
             "tensor",
             "send: destination 7 is no rank of a group of 2; give one of 0 to 1",
             "broadcast: a quantized tensor is not carried; give it to_dense() or dequantize()",
             "recv: a tensor of torch.sparse_coo is not carried; give it to_dense() or dequantize()",
             "there is no reduction MAX of sparse tensors; take SUM",
+            "all_to_all: the output has 2 rows and the split sizes are [3, -1]; give 2 of 0 or "
+            "more that add up to it",
         ]
-        for text in told[5:]:  # the root's
+        for text in told[6:]:  # the root's
             assert "for rank 0 of the group has 12 bytes and this rank's own 8" in text
 
 
@@ -357,6 +359,7 @@ def make_mistakes(side: Side) -> list[str]:
         lambda: dist.broadcast(quantized, 0),
         lambda: dist.recv(own.to_sparse(), 1 - side.rank),
         lambda: dist.all_reduce(own.to_sparse(), op=dist.ReduceOp.MAX),
+        lambda: dist.all_to_all_single(own.clone(), own, [3, -1], [3, -1]),
     ]
     if side.rank == 0:
         mistakes += [lambda: dist.gather(own, parts), lambda: dist.scatter(own, parts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from hetero.collectives.group_links import clone
 from hetero.errors import LinkError
@@ -55,7 +58,7 @@ def test_a_script_may_end_without_destroying_its_groups(tmp_path: Path) -> None:
 
 def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], list[str]]:
     sums, deadlines = [], []
-    for _ in range(2):
+    for number_of_group in range(2):
         dist.init_process_group("hetero", store=side.store, rank=side.rank, world_size=side.size)
         whole, number = dist.group.WORLD, torch.ones(1)
         assert whole is not None
@@ -67,16 +70,24 @@ def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], 
         whole.set_timeout(timedelta(seconds=9))
         deadlines += [link.description.timeout for link in whole.links()]
         dist.barrier()
-        dist.destroy_process_group()
+        side.say(f"{number_of_group}/{side.rank}")
+        for rank in range(side.size):
+            side.hear(f"{number_of_group}/{rank}")
+        side.options["end"]()
+        del whole
         sums.append(number.item())
+    gc.collect()
     # One that is left may be in PyTorch's C++ when the process ends, and abort it.
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("p2p")]
+    left = [
+        thread.name for thread in threading.enumerate() if {"calls", "p2p"} & {*thread.name.split()}
+    ]
     return sums, deadlines, left
 
 
-def test_a_group_is_made_again_with_the_store_of_one_that_has_ended() -> None:
+@pytest.mark.parametrize("end", [dist.destroy_process_group, c10d._abort_process_group])
+def test_a_group_is_made_again_with_the_store_of_one_that_has_ended(end: Any) -> None:
     """A launcher's processes keep their store, where the keys of the first group still are."""
-    ranks = run_ranks(make_the_default_group_twice, ("amd", "amd", "nvidia"), backend=None)
+    ranks = run_ranks(make_the_default_group_twice, ("amd", "amd", "nvidia"), backend=None, end=end)
     for sums, deadlines, threads_left in values(ranks):
         assert sums == [3.0, 3.0]
         assert deadlines

@@ -10,7 +10,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.forked_ranks import values
 from tests.hetero.collectives import references as ref
@@ -63,6 +66,7 @@ def walk_all(side: Side) -> dict[str, str]:
     _shared_places(side)
     _inference_tensors(side)
     _fake_tensors(side)
+    _wrapped_tensors(side)
     check_uneven(side)
     check_objects(side)
     _point_to_point(side)
@@ -119,6 +123,9 @@ def check_copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None
     blank = [torch.zeros(shape, dtype=dtype) for _ in ranks]
     dist.all_gather(blank, mine)
     _assert_same(blank, inputs, f"all_gather {what}")
+    blank = [mine.clone(), *(torch.zeros_like(mine) for _ in ranks[1:])]
+    dist.all_gather(blank, blank[0])
+    _assert_same(blank, inputs, f"all_gather {what} of what takes rank 0's")
     whole = torch.zeros((side.size * shape[0], *shape[1:]), dtype=dtype)
     dist.all_gather_into_tensor(whole, mine)
     _assert_same([whole], [torch.cat(inputs)], f"all_gather_into_tensor {what}")
@@ -171,6 +178,12 @@ def check_coalesced(side: Side) -> None:
             dist.all_reduce(tensor)
     handle.wait()
     _assert_same(tensors, mine, "all_reduce in a coalescing manager")
+    either, total = torch.zeros(2, dtype=torch.bool), torch.zeros(2)
+    with dist._coalescing_manager(async_ops=False):
+        for output in (either, total):
+            dist.reduce_scatter_tensor(output, torch.ones(2 * side.size, dtype=output.dtype))
+    assert either.all()
+    assert (total == side.size).all(), "reduce_scatter of several dtypes"
     wholes = [torch.zeros(side.size * s[0], *s[1:]) for s in sizes]
     with dist._coalescing_manager(async_ops=False):
         for whole, tensor in zip(wholes, inputs[side.rank], strict=True):
@@ -238,6 +251,20 @@ def _fake_tensors(side: Side) -> None:
         dist.all_reduce(tensor)
         dist.send(tensor, (side.rank + 1) % side.size)
         dist.recv(tensor, (side.rank + 1) % side.size)
+
+
+def _wrapped_tensors(side: Side) -> None:
+    """Those of functional collectives are waited for; what has no memory otherwise is refused."""
+    ranks = range(side.size)
+    given = [ref.given(rank, (3,), torch.float64, seed=70) for rank in ranks]
+    for broadcast_from in ranks:
+        result = functional.broadcast(given[side.rank], broadcast_from, dist.group.WORLD)
+        outputs = [torch.zeros(3, dtype=torch.float64) for _ in ranks]
+        dist.all_gather(outputs, result)
+        _assert_same(outputs, [given[broadcast_from]] * side.size, "of a functional collective")
+    mesh = DeviceMesh("cpu", list(ranks))
+    with pytest.raises(ValueError, match=r"a DTensor has no memory.* to_local\(\)"):
+        dist.all_reduce(DTensor.from_local(torch.ones(3), mesh, [Replicate()], run_check=False))
 
 
 def check_uneven(side: Side) -> None:

@@ -1,0 +1,28 @@
+"""Handles of calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero.collectives.work import CoalescedWork, CollectiveWork, Worker
+from hetero.errors import LinkError
+
+
+def test_the_future_of_a_coalesced_call_fails_with_the_first_of_its_calls_that_did() -> None:
+    works = [CollectiveWork("a call", [torch.ones(1)], timeout=1.0, group="0") for _ in range(3)]
+    future = CoalescedWork(works).get_future()
+    for work, error in zip(works, (None, RuntimeError("cause"), RuntimeError("more")), strict=True):
+        work.finish(error)
+    with pytest.raises(RuntimeError, match="cause"):
+        future.wait()
+
+
+def test_a_task_that_comes_while_its_group_ends_is_refused_and_earlier_ones_are_run() -> None:
+    worker, done = Worker("calls", poll=lambda: None, seconds=60.0), []
+    worker.submit(lambda: done.append(1))
+    worker.close(seconds=10.0)
+    for later in (lambda: worker.submit(lambda: done.append(2)), worker.try_acquire):
+        with pytest.raises(LinkError, match="was destroyed; make a new one"):
+            later()
+    assert done == [1]
