@@ -23,7 +23,7 @@ from hetero.native.binding import checked, native
 from hetero.native.headers import FOLDER
 from tests.hip_on_cuda.library import COMPILER, compiled
 
-SOURCE = Path(__file__).with_name("loopback_verbs.c")
+SOURCES = [Path(__file__).with_name(f"loopback_{part}.c") for part in ("verbs", "carry")]
 VARIABLE = "HETERO_IBVERBS_LIBRARY"
 DEVICES = ("a0", "a1", "b0", "b1")
 GID = "0000:0000:0000:0000:0000:ffff:0a01:000{}"
@@ -47,7 +47,7 @@ def lacking() -> str | None:
 
 
 class Settings(ctypes.Structure):
-    """`struct settings`: of one NIC."""
+    """`struct settings` of loopback_nic.h: of one NIC."""
 
     _fields_ = (
         ("fault", ctypes.c_int),
@@ -125,7 +125,7 @@ class LoopbackNics:
 @functools.cache
 def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """The project's library with the emulated NICs behind it, and these."""
-    path = compiled(SOURCE, include=FOLDER)
+    path = compiled(*SOURCES, include=FOLDER)
     beside = (FOLDER / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
     built = next(filter(Path.exists, beside))
     with tempfile.TemporaryDirectory() as folder:

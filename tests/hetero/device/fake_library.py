@@ -73,7 +73,7 @@ class FakeLibrary:
             for name in names
         ]
         source.write_text("\n".join((_PREAMBLE, _TEXTS, *functions, "")))
-        self.path = str(compile_library(source, folder / "libfake.so"))
+        self.path = str(compile_library(source, target=folder / "libfake.so"))
         self._library = ctypes.CDLL(self.path)
         self._library.fake_calls.restype = ctypes.c_char_p
 

@@ -10,7 +10,7 @@ import pytest
 
 from hetero.native.headers import FOLDER
 from tests.hip_on_cuda.library import COMPILER, LACKING
-from tests.loopback_nic.library import SOURCE as NICS
+from tests.loopback_nic.library import SOURCES as NICS
 from tests.loopback_nic.library import VARIABLE
 
 PROGRAM = Path(__file__).with_name("carriers.c")
@@ -32,7 +32,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     flags = [*COMMON, *SANITIZERS[request.param]]
     for command in (
         [*flags, "-o", str(folder / "carriers"), *sources, "-lpthread", "-ldl"],
-        [*flags, "-shared", "-fPIC", "-o", str(folder / "nics.so"), str(NICS)],
+        [*flags, "-shared", "-fPIC", "-o", str(folder / "nics.so"), *map(str, NICS)],
     ):
         done = subprocess.run(
             [COMPILER, *command], capture_output=True, text=True, timeout=120, check=False
