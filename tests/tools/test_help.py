@@ -113,7 +113,7 @@ def test_a_tool_needs_no_docstring_of_its_own(name: str, monkeypatch, capsys) ->
 
 # Flags that messages name.
 
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
 TRAINS = {
     *("tools.prove_parity", "tools.reproduce_table", "tools.benchmark_parity"),
     *("tools.compare_ops", "tools.list_flags", "tools.prove_meshes"),
