@@ -63,8 +63,8 @@ class RingLink(RingLinkBase):
         """Whether the link's thread sleeps until progress is requested."""
         self._waiters = 0
         """Callers in `wait()`, which make progress themselves."""
-        self._blocked = 0
-        """Callers in `wait()` for a word, when all of their transfer has been enqueued."""
+        self._blocked: list[int] = []
+        """An item for each caller in `wait()` for a word, when all of its transfer is enqueued."""
         self._closing = threading.Lock()
         self._process = os.getpid()
         """A fork that closes the link, as by its parent's `with`, is no end of it."""
@@ -229,14 +229,14 @@ class RingLink(RingLinkBase):
 
     def wait_value(self, stream: CurrentStream, word: Word) -> None:
         """Make a caller's stream wait for a word of the link."""
-        with self._lock:
-            self._require_open()
-            self._blocked += 1
+        # A list grows and shrinks atomically, so no message waits for the lock here. Grow it first:
+        # `close` looks at it after it has set `_closed`.
+        self._blocked.append(word.address)
         try:
+            self._require_open()
             stream.wait_value(word)
         finally:
-            with self._lock:
-                self._blocked -= 1
+            self._blocked.pop()
 
     def request_progress(self) -> None:
         """Have the link's thread make progress on a transfer that is polled, not waited for."""
