@@ -29,6 +29,7 @@ ROCE_V2 = 2
 MTU_4096 = 5
 PATIENCE = 60.0
 
+PROTOCOL = 5
 RECEIVES = 1282
 ENTRIES = 256
 RECORDS = {"listener": 2688, "caller": 35712}
@@ -192,7 +193,7 @@ class Peer:
         return both
 
     def _open(self, device: str) -> None:
-        agreed = {"protocol": 5, "transport": "verbs", "checksum_bytes": 0}
+        agreed = {"protocol": PROTOCOL, "transport": "verbs", "checksum_bytes": 0}
         agreed |= {"ring_bytes": self.ring, "chunk_bytes": self.chunk}
         assert self._exchange(agreed) == agreed
         port = self._port(device)
@@ -274,7 +275,7 @@ class Peer:
     def header(self, nbytes: int, sequence: int) -> bytes:
         job = int.from_bytes(self.job, "little")
         shape = (nbytes, *[0] * 7)
-        return HEADER.pack(b"HTRO", 4, UINT8, job, sequence, nbytes, 1, 0, *shape, 0)
+        return HEADER.pack(b"HTRO", PROTOCOL, UINT8, job, sequence, nbytes, 1, 0, *shape, 0)
 
     def put(self, header: bytes, offset: int, part: bytes, claimed: int) -> None:
         """Send an entry; `claimed` is how many bytes its record says it has."""
