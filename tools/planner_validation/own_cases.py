@@ -72,20 +72,22 @@ ON_CPU = Scale(
     ),
 )
 
+# A GPU computes a layer for several times as long as its CPU takes to enqueue it: else a slow CPU
+# would decide.
 ON_GPU = Scale(
     model={
-        "hidden-size": 2048,
-        "ffn-hidden-size": 8192,
+        "hidden-size": 4096,
+        "ffn-hidden-size": 14336,
         "num-attention-heads": 32,
         "num-query-groups": 8,
-        "seq-length": 4096,
-        "max-position-embeddings": 4096,
+        "seq-length": 8192,
+        "max-position-embeddings": 8192,
         "padded-vocab-size": 32000,
         "vocab-size": 31900,
     },
-    layers=16,
-    global_batch=12,
-    iterations=9,
+    layers=8,
+    global_batch=6,
+    iterations=6,
     seconds_a_point=0.3,
     dtype="bf16",
     options=TrainingOptions(reserved_bytes=0.0),
