@@ -74,8 +74,9 @@ def own_runs(folder: Path, *, seconds: float, figures: Path | None) -> str:
             rows.append(row)
             steps = f"predicted {row.predicted:.3f} s, measured {found.step:.3f} s"
             bar.write(f"{number + 1} of {len(cases)}, {case.name}: {steps}", file=sys.stderr)
-    if figures and rows:
-        write_whole(figures, _figures(bench, rows))
+            if figures:
+                # After each: an interrupted command leaves the figures of what it has run.
+                write_whole(figures, _figures(bench, rows))
     lines = [*_table(rows), "", *_verdicts(rows)] if rows else []
     if any(row.measured.held_up > _HELD_UP for row in rows):
         lines.append(
