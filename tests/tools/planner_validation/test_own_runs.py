@@ -130,6 +130,23 @@ def test_a_step_that_is_far_off_and_what_there_was_no_time_for_is_said(
     assert f"{len(FakeBench.cases) - 1} plans not run yet" in text
 
 
+def test_an_interrupted_command_leaves_the_figures_of_what_it_ran(
+    fake_bench: type[FakeBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = FakeBench.measure
+
+    def interrupted(bench: FakeBench, case: Case) -> MeasuredRun:
+        if FakeBench.runs == 2:
+            raise KeyboardInterrupt
+        return measure(bench, case)
+
+    monkeypatch.setattr(FakeBench, "measure", interrupted)
+    figures = tmp_path / "own.json"
+    with pytest.raises(KeyboardInterrupt):
+        own_report.own_runs(tmp_path / "own", seconds=60, figures=figures)
+    assert len(json.loads(figures.read_text())["runs"]) == 2
+
+
 def test_one_gpu_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
