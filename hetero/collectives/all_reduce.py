@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.memory_segments import pad_to_multiple
+from hetero.collectives.memory_segments import BufferPool, pad_to_multiple
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
@@ -74,10 +74,10 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
     The steps of successive chunks overlap.
     """
     length, alignment = chunk_length(context, flat), context.layout.alignment
-    pipeline = [
-        _Chunk(context, flat[span.begin : span.end], reduction)
-        for span in chunks(flat.numel(), length=length, alignment=alignment)
-    ]
+    spans = chunks(flat.numel(), length=length, alignment=alignment)
+    padded_length = -(-len(spans[0]) // alignment) * alignment
+    pool = BufferPool(flat, padded_length // len(context.layout.vendor_ranks))
+    pipeline = [_Chunk(context, flat[s.begin : s.end], reduction, pool) for s in spans]
     gather_delay = 1 + CHUNKS_AHEAD[flat.device.type]
     for step in range(len(pipeline) + gather_delay + 1):
         if step < len(pipeline):
@@ -105,8 +105,11 @@ def chunk_length(context: CallContext, flat: torch.Tensor) -> int:
 class _Chunk:
     """One chunk of an all-reduce. Each step first waits for the one before."""
 
-    def __init__(self, context: CallContext, target: torch.Tensor, reduction: Reduction) -> None:
-        layout = context.layout
+    def __init__(
+        self, context: CallContext, target: torch.Tensor, reduction: Reduction, pool: BufferPool
+    ) -> None:
+        """`pool`: buffers of a shard's size."""
+        layout, self._pool = context.layout, pool
         self._context, self._target, self._reduction = context, target, reduction
         self._padded = pad_to_multiple(target, layout.alignment)
         self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
@@ -118,21 +121,21 @@ class _Chunk:
 
     def reduce_scatter(self) -> None:
         if (library := self._context.library) is not None:
-            self._shard = self._padded.new_empty(len(self._span))
+            self._shard = self._pool.take(len(self._span))
             self._library_work = library.reduce_scatter(self._shard, self._padded, self._reduction)
 
     def exchange(self) -> None:
         self._wait_for_library()
         layout = self._context.layout
-        self._partials = {layout.vendor: self._shard}
+        received = {vendor: self._pool.take(len(self._span)) for vendor in layout.other_vendors}
+        self._partials = {layout.vendor: self._shard, **received}
         transfers = [
             (vendor, layout.vendors[vendor][index], common.relative_to(self._span))
             for vendor in layout.other_vendors
             for index, common in overlaps(self._span, self._spans[vendor])
         ]
         for vendor, rank, piece in transfers:
-            partial = self._partials.setdefault(vendor, torch.empty_like(self._shard))
-            self._batch.recv(rank, partial[piece])
+            self._batch.recv(rank, received[vendor][piece])
         for _, rank, piece in transfers:
             self._batch.send(rank, self._shard[piece])
         self._batch.start()
@@ -140,6 +143,8 @@ class _Chunk:
     def all_gather(self) -> Schedule:
         yield self._batch
         combine_in_order(self._reduction, self._partials, out=self._shard)
+        for vendor in self._context.layout.other_vendors:
+            self._pool.give_back(self._partials[vendor])
         if (library := self._context.library) is not None:
             self._library_work = library.all_gather(self._padded, self._shard)
 
@@ -147,7 +152,9 @@ class _Chunk:
         self._wait_for_library()
         if self._padded is not self._target:
             self._target.copy_(self._padded[: self._target.numel()])
-        # Free the memory now: that of all chunks together is as large as the tensor.
+        if self._context.library is not None:
+            self._pool.give_back(self._shard)
+        # Drop what was padded and the batch now: those of all chunks hold as much as the tensor.
         self._padded = self._shard = self._target
         self._batch = P2PBatch(self._context)
         self._partials = {}
