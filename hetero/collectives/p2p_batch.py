@@ -15,8 +15,8 @@ from hetero.collectives.intra_vendor import VendorLibrary
 from hetero.collectives.vendor_layout import Layout
 
 _WAIT_SPIN_MICROSECONDS = 500
-_POLL_MICROSECONDS = 50
-"""Shorter than handing the rest of the call over to another thread takes."""
+_POLL_MICROSECONDS = 200
+"""About what handing the rest of a call over to another thread costs a slow CPU."""
 
 
 class CallContext:
