@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.memory_segments import BufferPool, pad_to_multiple
+from hetero.collectives.memory_segments import pad_to_multiple
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction
 from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
@@ -74,10 +74,10 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
     The steps of successive chunks overlap.
     """
     length, alignment = chunk_length(context, flat), context.layout.alignment
-    spans = chunks(flat.numel(), length=length, alignment=alignment)
-    padded_length = -(-len(spans[0]) // alignment) * alignment
-    pool = BufferPool(flat, padded_length // len(context.layout.vendor_ranks))
-    pipeline = [_Chunk(context, flat[s.begin : s.end], reduction, pool) for s in spans]
+    pipeline = [
+        _Chunk(context, flat[span.begin : span.end], reduction)
+        for span in chunks(flat.numel(), length=length, alignment=alignment)
+    ]
     gather_delay = 1 + CHUNKS_AHEAD[flat.device.type]
     for step in range(len(pipeline) + gather_delay + 1):
         if step < len(pipeline):
@@ -105,11 +105,8 @@ def chunk_length(context: CallContext, flat: torch.Tensor) -> int:
 class _Chunk:
     """One chunk of an all-reduce. Each step first waits for the one before."""
 
-    def __init__(
-        self, context: CallContext, target: torch.Tensor, reduction: Reduction, pool: BufferPool
-    ) -> None:
-        """`pool`: buffers of a shard's size."""
-        layout, self._pool = context.layout, pool
+    def __init__(self, context: CallContext, target: torch.Tensor, reduction: Reduction) -> None:
+        layout = context.layout
         self._context, self._target, self._reduction = context, target, reduction
         self._padded = pad_to_multiple(target, layout.alignment)
         self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
@@ -121,13 +118,13 @@ class _Chunk:
 
     def reduce_scatter(self) -> None:
         if (library := self._context.library) is not None:
-            self._shard = self._pool.take(len(self._span))
+            self._shard = self._padded.new_empty(len(self._span))
             self._library_work = library.reduce_scatter(self._shard, self._padded, self._reduction)
 
     def exchange(self) -> None:
         self._wait_for_library()
         layout = self._context.layout
-        received = {vendor: self._pool.take(len(self._span)) for vendor in layout.other_vendors}
+        received = {vendor: torch.empty_like(self._shard) for vendor in layout.other_vendors}
         self._partials = {layout.vendor: self._shard, **received}
         transfers = [
             (vendor, layout.vendors[vendor][index], common.relative_to(self._span))
@@ -143,8 +140,6 @@ class _Chunk:
     def all_gather(self) -> Schedule:
         yield self._batch
         combine_in_order(self._reduction, self._partials, out=self._shard)
-        for vendor in self._context.layout.other_vendors:
-            self._pool.give_back(self._partials[vendor])
         if (library := self._context.library) is not None:
             self._library_work = library.all_gather(self._padded, self._shard)
 
@@ -152,9 +147,7 @@ class _Chunk:
         self._wait_for_library()
         if self._padded is not self._target:
             self._target.copy_(self._padded[: self._target.numel()])
-        if self._context.library is not None:
-            self._pool.give_back(self._shard)
-        # Drop what was padded and the batch now: those of all chunks hold as much as the tensor.
+        # Free the memory now: that of all chunks together is as large as the tensor.
         self._padded = self._shard = self._target
         self._batch = P2PBatch(self._context)
         self._partials = {}

@@ -295,9 +295,9 @@ class Communicator:
             running.work.finish(self._fail(running.call, error))
         else:
             self._last_call = running.call
-            running.work.finish(
-                end_event=self._stream.record_end(running.algorithm) if on_side_stream else None
-            )
+            held: list[object] = [running.algorithm]
+            end = self._stream.record_end(held) if on_side_stream else None
+            running.work.finish(end_event=end, held=held)
         return True
 
     def _prepare(self, call: Call) -> None:

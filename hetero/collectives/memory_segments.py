@@ -51,30 +51,6 @@ def pad_to_multiple(flat: torch.Tensor, multiple: int) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
 
-class BufferPool:
-    """Flat buffers of one size for the chunks of one call, each given back and taken again.
-
-    Without it a call would allocate as much as its tensor has: a link keeps what it receives into
-    until its device has done so, and a CPU enqueues many chunks ahead of a GPU. Take a buffer in
-    the stream in which what used it before was enqueued.
-    """
-
-    def __init__(self, like: torch.Tensor, length: int) -> None:
-        """Buffers of `length` elements of the dtype and on the device of `like`."""
-        self._like, self._length = like, length
-        self._free: list[torch.Tensor] = []
-
-    def take(self, length: int) -> torch.Tensor:
-        """A buffer of at most the pool's length."""
-        buffer = self._free.pop() if self._free else self._like.new_empty(self._length)
-        return buffer if len(buffer) == length else buffer[:length]
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        # A shorter one is that of the last chunk.
-        if len(buffer) == self._length:
-            self._free.append(buffer)
-
-
 def full_segment(tensor: torch.Tensor) -> Segment:
     return tensor, 0, tensor.nbytes
 

@@ -20,7 +20,6 @@ from hetero.collectives.all_reduce import (
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import (
-    BufferPool,
     Segment,
     copy_segment,
     full_segment,
@@ -278,7 +277,6 @@ def _exchange_partials(
     ]
     spans = chunks(length, length=chunk_length(context, own), alignment=1)
     ahead = CHUNKS_AHEAD[own.device.type]
-    pool = BufferPool(own, len(spans[0]))
     in_flight: deque[tuple[P2PBatch, dict[int, torch.Tensor]]] = deque()
     for step in range(len(spans) + ahead):
         if step < len(spans):
@@ -286,7 +284,7 @@ def _exchange_partials(
             for part in partials:
                 common = part.span.intersect(span)
                 batch.send(part.rank, part.memory[common.relative_to(part.span)])
-            received = {vendor: pool.take(len(span)) for vendor in layout.other_vendors}
+            received = {vendor: own.new_empty(len(span)) for vendor in layout.other_vendors}
             for vendor, rank, source_span in sources:
                 common = source_span.intersect(span)
                 batch.recv(rank, received[vendor][common.relative_to(span)])
@@ -299,10 +297,8 @@ def _exchange_partials(
             batch, received = in_flight.popleft()
             yield batch
             span = spans[step - ahead]
-            partials_of_chunk = {**received, layout.vendor: own[span.begin : span.end]}
-            combine_in_order(reduction, partials_of_chunk, out=result[span.begin : span.end])
-            for buffer in received.values():
-                pool.give_back(buffer)
+            received[layout.vendor] = own[span.begin : span.end]
+            combine_in_order(reduction, received, out=result[span.begin : span.end])
 
 
 def all_to_all(

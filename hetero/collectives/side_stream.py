@@ -71,13 +71,13 @@ class SideStream:
         event.record(current_stream(self._index))
         return event
 
-    def record_end(self, work: object) -> torch.cuda.Event | None:
-        """`record_event`, and keep `work`, which holds tensors, alive until the GPU gets there."""
+    def record_end(self, held: object) -> torch.cuda.Event | None:
+        """`record_event`, and keep `held`, which has tensors, alive until the GPU gets there."""
         end = self.record_event()
         if end is not None:
             while self._in_flight and self._in_flight[0][0].query():
                 self._in_flight.popleft()
-            self._in_flight.append((end, work))
+            self._in_flight.append((end, held))
         return end
 
     def synchronize(self) -> None:

@@ -28,6 +28,7 @@ class CollectiveWork(dist.Work):
 
     # Defaults are set in the class, because setting them for each call takes time.
     _end_event: torch.cuda.Event | None = None
+    _held: list[object] | None = None
     _is_finished = False
     timed_out = False
     """Whether a `wait()` has lasted for the whole timeout of the call in vain."""
@@ -59,10 +60,16 @@ class CollectiveWork(dist.Work):
         *,
         source: int = -1,
         end_event: torch.cuda.Event | None = None,
+        held: list[object] | None = None,
     ) -> None:
-        """`end_event` follows the call's work if that is not on the caller's stream."""
+        """`end_event` follows the call's work if that is not on the caller's stream.
+
+        `held`: what keeps the call's tensors alive; `wait()` empties it, as with NCCL: what the
+        waiting stream does next may use their memory.
+        """
         with self._lock:
             self._error, self._source, self._end_event = error, source, end_event
+            self._held = held
             self._is_finished = True
             future, event = self._finished_future, self._finished_event
         if event is not None:
@@ -81,6 +88,8 @@ class CollectiveWork(dist.Work):
             raise self._error
         if self._end_event is not None:
             self._wait_on_current_stream()
+        if self._held is not None:
+            self._held.clear()
         return True
 
     def _await_finish(self, seconds: float) -> None:

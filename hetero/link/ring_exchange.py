@@ -157,6 +157,9 @@ class RingExchange:
         is_over = progress == _ENQUEUED
         for link in links:
             is_over = link.end_exchange(caller_waits=microseconds > 0) and is_over
+        if is_over and caller_waits:
+            for transfer in transfers:
+                transfer.tensor = None
         return is_over
 
     def _note(self, transfers: Sequence[RingTransfer]) -> None:

@@ -88,8 +88,8 @@ class RingLinkBase(Link):
         expected = "an open link"
         if waiting:
             verb = "from" if waiting[0].is_receive else "taken by"
-            tensor = waiting[0].tensor
-            expected = f"{tensor.dtype} of shape {tuple(tensor.shape)} {verb} rank {peer}"
+            header = Header.unpack(waiting[0].header)
+            expected = f"{header.dtype} of shape {header.shape} {verb} rank {peer}"
         remedy = remedy or f"see the log of rank {peer}"
         return self.failure(what, expected=expected, remedy=remedy)
 

@@ -40,7 +40,9 @@ class RingTransfer(Work):
     link: RingLink
     flow: Flow
     """Its direction."""
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
+    """None once the caller's stream waits for the transfer, or it is complete: then its memory may
+    be used again in the order of that stream, long before the device has come there."""
     ready: Event | None
     """The end of the caller's earlier work; None while it may go to the same stream."""
     caller_stream: int
@@ -93,3 +95,4 @@ class RingTransfer(Work):
             self.link.check()
         if self.error is not None:
             raise self.error
+        self.tensor = None

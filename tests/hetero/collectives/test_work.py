@@ -26,3 +26,13 @@ def test_a_task_that_comes_while_its_group_ends_is_refused_and_earlier_ones_are_
         with pytest.raises(LinkError, match="was destroyed; make a new one"):
             later()
     assert done == [1]
+
+
+def test_what_keeps_tensors_alive_is_let_go_by_whoever_waits() -> None:
+    work, held = CollectiveWork("a call", [], timeout=1.0, group="0"), [object()]
+    future = work.get_future()
+    work.finish(held=held)
+    future.wait()
+    assert held, "a future's callback does not say that the tensors' stream waits"
+    work.wait()
+    assert not held

@@ -55,6 +55,17 @@ def swap(pair: Pair, sizes: Sequence[int], *, patience: int = PATIENCE) -> list[
     return both(lambda: end(pair.sender, 0), lambda: end(pair.receiver, 100))
 
 
+def test_messages_that_the_stream_waits_for_leave_their_tensors_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while a link keeps the transfers, because its device has not come there."""
+    with opened() as pair:
+        monkeypatch.setattr(pair.sender, "_release_completed", lambda: None)
+        assert swap(pair, [5, LARGE]) == [0, 0]
+        kept = [*pair.sender._out.in_flight, *pair.sender._in.in_flight]
+        assert [transfer.tensor for transfer in kept] == [None] * 4
+
+
 @pytest.mark.parametrize("late", [0.0, 0.02])
 @pytest.mark.parametrize("device", [EmulatedDevice, lambda: HostDevice(torch.device("cpu"))])
 def test_started_messages_go_on_where_they_are_whoever_is_late(device: Any, late: float) -> None:

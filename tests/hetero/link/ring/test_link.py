@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
 from hetero.link.ring_link import RingLink
@@ -18,7 +20,7 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import wait_for
-from tests.hetero.link.ring.pair import cross, opened, start_counting_at
+from tests.hetero.link.ring.pair import LARGE, cross, opened, start_counting_at
 from tests.hetero.link.test_handshake import both, rendezvous
 
 
@@ -47,6 +49,32 @@ def test_counters_may_count_round(start: int) -> None:
             assert cross(pair, torch.full((20_000,), number, dtype=torch.uint8)), number
         pair.sender.close()
         pair.receiver.check()
+
+
+class _OnlyEnqueues(CurrentStream):
+    """A GPU's stream: to make it wait takes no time."""
+
+    key = -1
+
+    def wait_value(self, word: Word) -> None:
+        return
+
+
+def test_a_tensor_is_left_to_the_stream_that_waits_before_the_device_has_come_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with NCCL. A CPU may enqueue a whole step ahead; all its tensors would be held."""
+    with opened() as pair:
+        device = pair.devices[0]
+        monkeypatch.setattr(device, "current_stream", _OnlyEnqueues)
+        device.held = True
+        memory = bytearray(4 * LARGE)
+        unused = sys.getrefcount(memory)
+        work = pair.sender.send(torch.frombuffer(memory, dtype=torch.float32))
+        assert sys.getrefcount(memory) > unused
+        work.wait()
+        assert not work.is_completed()
+        assert sys.getrefcount(memory) == unused
 
 
 @pytest.mark.parametrize("verb", ["send", "recv"])
