@@ -49,9 +49,10 @@ struct host_stream {
     size_t capacity, first, count;
 };
 
+/* Sequentially consistent, for host_wait_word. */
 static bool has_reached(const uint32_t *word, uint32_t value, uint32_t *seen)
 {
-    *seen = host_read_word(word);
+    *seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
     return (int32_t)(*seen - value) >= 0;
 }
 
@@ -97,9 +98,9 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
     return true;
 }
 
-uint32_t host_read_word(const uint32_t *word)
+void host_acquire(void)
 {
-    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
 }
 
 void host_write_word(uint32_t *word, uint32_t value)

@@ -53,8 +53,8 @@ int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags
 
 /* Whether a word has come to a value or, wrapping, past it, within so many milliseconds. */
 bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds);
-/* Load-acquire. */
-uint32_t host_read_word(const uint32_t *word);
+/* Called after a plain load, as Python's, it makes that a load-acquire. */
+void host_acquire(void);
 /* Write a word, and wake the threads that sleep on it in any process. */
 void host_write_word(uint32_t *word, uint32_t value);
 /* Wake them alone, after a sequentially consistent store. */
