@@ -43,11 +43,12 @@ struct held {
 /* What tests set, and see of a NIC; in library.py too. Zero for one that is well. */
 struct settings {
     _Atomic int fault; /* enum fault */
-    int async_fd;
+    int async_fd, completions_fd;
     bool holds_writes; /* rings that may be read back are written only when they have been read */
     bool cannot_read;
     bool refuses_memory; /* by its address */
     bool is_down;
+    bool tells_no_events; /* asynchronous ones, though there may be some */
     uint32_t max_message;
     int max_requests;
     long reads;
@@ -64,6 +65,7 @@ struct nic {
 struct channel {
     struct ibv_comp_channel channel;
     struct ibv_cq *cq;
+    int events_fd; /* to write one to */
 };
 
 struct queue {
