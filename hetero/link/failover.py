@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hetero.link.base import start_thread
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control, PathsLost
 from hetero.link.ring import EndState
@@ -72,7 +73,10 @@ class RailMonitor:
             if (descriptor := carrier.async_fd(index)) >= 0:
                 self._register(descriptor, partial(self._handle_async_event, index))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Raises LinkError if it cannot. Call `close` in any case."""
+        start_thread(self._thread)
 
     def peer_has_ended(self) -> bool:
         """Whether the peer has ended or closed the link. What it sent before has arrived."""
@@ -88,7 +92,8 @@ class RailMonitor:
         """End the thread and the control connections, which tells the peer that this end has."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)
         self._control.close()
         self._handlers.close()
         os.close(self._wake_fd)

@@ -18,7 +18,13 @@ import torch
 
 from hetero.device.device import CurrentStream, Event, Word
 from hetero.errors import LinkError
-from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
+from hetero.link.base import (
+    LinkDescription,
+    Work,
+    require_contiguous,
+    sendable,
+    start_thread,
+)
 from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import HeaderWriter, job_token
 from hetero.link.ring import COUNTER_MASK, ahead
@@ -73,7 +79,11 @@ class RingLink(RingLinkBase):
             name=f"{self.transport} {description.rank}-{description.peer} watch",
             daemon=True,
         )
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            ends.close()
+            raise
 
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
