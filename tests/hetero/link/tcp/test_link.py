@@ -32,6 +32,7 @@ from tests.hetero.link.tcp.ends import (
     Network,
     Setup,
     checked,
+    hear_again,
 )
 
 NBYTES = 6 * CHUNK_BYTES + 1
@@ -154,6 +155,46 @@ def test_a_rail_is_lost_in_a_process_with_thousands_of_open_files(network: Netwo
         with Setup().links() as links:
             strike = at(1, network.rails[1].close)
             assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+
+
+def test_a_peer_that_closes_is_not_taken_for_lost_rails_where_that_is_heard_late(
+    network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a packet that is lost is heard when it comes again."""
+    with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        for connection in network.control:
+            connection.silence()
+        other.close()
+        back = threading.Timer(1.0, hear_again, [network.control])
+        back.start()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+        back.join()
+    assert caplog.messages == []
+
+
+def test_a_credit_that_comes_late_from_a_peer_that_has_closed_is_heard(
+    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # So that nothing is sent to ask whether the rails are lost, which a closed peer would refuse.
+    monkeypatch.setattr(tcp, "_MAX_STALL_SECONDS", 60.0)
+    with caplog.at_level(logging.WARNING), Setup(timeout=240.0).links() as (one, other):
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        work = one.send(noise(NBYTES))
+        assert wait_for(lambda: other._ends.incoming.produced == one._out.count > 0)
+        for rail in network.rails:
+            rail.silence()
+        other.recv(target).wait()
+        other.close()
+        back = threading.Timer(2.5, hear_again, [network.rails])
+        back.start()
+        work.wait()
+        back.join()
+        one.check()
+    assert torch.equal(target, noise(NBYTES))
+    assert caplog.messages == []
 
 
 def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:
