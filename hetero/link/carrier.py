@@ -101,8 +101,8 @@ class Carrier:
             ) from error
 
     def add_tcp_rail(self, connection: socket.socket) -> None:
-        """Make a rail of a connection, and take ownership of it. Raises LinkError."""
-        checked(self._library.carrier_add_tcp, self._handle, connection.detach())
+        """Make a rail of a connection. Close that after the carrier. Raises LinkError."""
+        checked(self._library.carrier_add_tcp, self._handle, connection.fileno())
 
     def start(self) -> None:
         """Start the thread. Raises LinkError."""

@@ -222,10 +222,7 @@ bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
     struct rail *rail = has_room(carrier, error) ? tcp_open(carrier, fd, error) : NULL;
 
-    if (rail != NULL)
-        return add_rail(carrier, rail);
-    close(fd);
-    return false;
+    return rail != NULL && add_rail(carrier, rail);
 }
 
 bool carrier_start(struct carrier *carrier, char *error)

@@ -33,7 +33,7 @@ bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
                            const struct verbs_route *route, const struct verbs_route *own,
                            char *error);
-/* `fd` is connected and blocking. Owns it from here on, also on failure. */
+/* `fd` is connected and blocking. Close it after carrier_free. */
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 

@@ -41,6 +41,7 @@ struct host_stream {
     atomic_bool stopping;
     struct host_gpu gpu;
     bool has_gpu;
+    pid_t process; /* that has the thread */
     _Atomic uint32_t failure;
     bool is_working;
     void (*on_write)(void *);
@@ -338,6 +339,7 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu)
         stream->gpu = *gpu;
         stream->has_gpu = true;
     }
+    stream->process = getpid();
     initialize(stream);
     if (pthread_create(&stream->thread, NULL, run, stream) == 0)
         return stream;
@@ -353,6 +355,8 @@ void host_stream_notify(struct host_stream *stream, void (*on_write)(void *), vo
 
 void host_stream_destroy(struct host_stream *stream)
 {
+    if (stream->process != getpid())
+        return;
     pthread_mutex_lock(&stream->lock);
     atomic_store(&stream->stopping, true);
     pthread_cond_signal(&stream->has_work);

@@ -12,7 +12,6 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 /* The least that a bandwidth sample covers: the kernel counts its busy time in ticks. */
 #define MIN_SAMPLE_SECONDS 10e-3
@@ -286,7 +285,6 @@ static void close_rail(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    close(rail->fd);
     pthread_cond_destroy(&rail->has_messages);
     free(rail->scratch);
     free(rail);

@@ -301,6 +301,8 @@ static void close_end(struct end *end)
     host_stream_destroy(end->filling);
     host_stream_destroy(end->emptying);
     carrier_free(end->carrier);
+    for (int rail = 0; rail < rails && !is_verbs; rail++)
+        close(end->fds[rail]);
     free(end->control);
     free(end->rings);
 }

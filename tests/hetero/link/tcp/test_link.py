@@ -45,6 +45,12 @@ FAULTS: dict[str, Callable[[Connection], None]] = {
 }
 
 
+def open_sockets() -> set[str]:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    found = {os.readlink(link) for link in links if os.path.islink(link)}
+    return {name for name in found if name.startswith("socket:")}
+
+
 def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if "is lost" in line]
 
@@ -195,6 +201,15 @@ def test_a_credit_that_comes_late_from_a_peer_that_has_closed_is_heard(
         one.check()
     assert torch.equal(target, noise(NBYTES))
     assert caplog.messages == []
+
+
+def test_a_forked_child_holds_no_connection_of_its_parents_links() -> None:
+    """Or the peer would not notice the parent's end for as long as the child lives."""
+    before = open_sockets()
+    with Setup().links():
+        if (child := os.fork()) == 0:
+            os._exit(len(open_sockets() - before))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:
