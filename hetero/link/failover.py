@@ -128,7 +128,8 @@ class RailMonitor:
 
     def _handle_losses(self) -> None:
         while (loss := self._carrier.next_loss()) is not None:
-            self._lose(*loss)
+            index, reason, may_have_ended = loss
+            self._lose(index, reason, may_have_ended=may_have_ended)
 
     def _await_answer(self, rail: RailState) -> None:
         """Wait until the peer has stopped a rail too, or has ended.
@@ -186,8 +187,11 @@ class RailMonitor:
         else:
             self._report(index)
 
-    def _lose(self, index: int, reason: str) -> None:
-        """Stop a rail at this end and have the peer stop it too."""
+    def _lose(self, index: int, reason: str, *, may_have_ended: bool = False) -> None:
+        """Stop a rail at this end and have the peer stop it too.
+
+        `may_have_ended`: the reason may be that the peer has ended or closed the link.
+        """
         rail = self._rails[index]
         if not rail.live:
             return
@@ -199,7 +203,8 @@ class RailMonitor:
         # If it fails the control connections have ended, and the answer is that the peer has.
         with contextlib.suppress(OSError):
             self._send({"lost": index, "reason": reason})
-        self._await_answer(rail)
+        if may_have_ended:
+            self._await_answer(rail)
         self._report(index)
 
     def _report(self, index: int) -> None:

@@ -279,7 +279,7 @@ bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason
     return rail->operations->handle_async_event(rail, reason);
 }
 
-int carrier_next_loss(struct carrier *carrier, char *reason)
+int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ended)
 {
     struct engine *engine = &carrier->engine;
     eventfd_t value;
@@ -290,6 +290,7 @@ int carrier_next_loss(struct carrier *carrier, char *reason)
     for (int index = 0; index < engine->rail_count && found < 0; index++)
         if (engine->rails[index]->has_unreported_loss) {
             memcpy(reason, engine->rails[index]->loss, RAIL_TEXT_BYTES);
+            *may_have_ended = engine->rails[index]->may_have_ended;
             engine->rails[index]->has_unreported_loss = false;
             found = index;
         }

@@ -81,6 +81,7 @@ struct rail {
     double suspected_since; /* kept by watchdog.c: late while another rail is acknowledged; else 0 */
     bool has_unreported_loss;
     char loss[RAIL_TEXT_BYTES]; /* why it was lost */
+    bool may_have_ended; /* its loss is what the end of the peer looks like */
 };
 
 #endif

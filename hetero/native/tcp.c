@@ -162,6 +162,8 @@ void tcp_lose(struct tcp_rail *rail, const char *what, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
+    if (rail->rail.live)
+        rail->rail.may_have_ended = true;
     if (code == 0)
         set_reason(reason, "%s", what);
     else

@@ -126,6 +126,8 @@ static void handle_error_completion(struct verbs_rail *rail, struct engine *engi
     set_reason(reason, "%s: %s (completion status %d)",
          is_read ? "it cannot read its own ring back" : "a request failed",
          ibv.wc_status_str(wc->status), wc->status);
+    if (rail->rail.live)
+        rail->rail.may_have_ended = !is_read && wc->status == IBV_WC_RETRY_EXC_ERR;
     engine_lose_rail(engine, &rail->rail, reason);
 }
 

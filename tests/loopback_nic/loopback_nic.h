@@ -20,7 +20,7 @@
 
 /* What the project itself has no use for. */
 enum { IBV_WC_SEND, IBV_WC_RDMA_WRITE, IBV_WC_RDMA_READ };
-enum { IBV_WC_LOC_PROT_ERR = 4, IBV_WC_WR_FLUSH_ERR = 5, IBV_WC_RETRY_EXC_ERR = 12 };
+enum { IBV_WC_LOC_PROT_ERR = 4, IBV_WC_WR_FLUSH_ERR = 5 };
 enum { IBV_PORT_DOWN = 1, IBV_MTU_4096 = 5 };
 
 struct ibv_device {
