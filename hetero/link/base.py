@@ -7,6 +7,7 @@ without a deadline.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -155,6 +156,16 @@ class Link(ABC):
             yield
         finally:
             self.counters.wait_seconds += time.perf_counter() - begin
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises LinkError where the system gives no thread."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise LinkError(
+            f"no thread could be started for a link ({error}); raise the limit (ulimit -u)"
+        ) from error
 
 
 def require_contiguous(tensor: torch.Tensor) -> None:

@@ -54,6 +54,7 @@ def make_ends(
         peer=description.peer,
     )
     stack.callback(monitor.close)
+    monitor.start()
     local = LocalEnd(memory.control, side, monitor.send_fault)
     stack.callback(_flush_credits, carrier, monitor, local, remote)
     return RingEnds(

@@ -101,8 +101,8 @@ class Carrier:
             ) from error
 
     def add_tcp_rail(self, connection: socket.socket) -> None:
-        """Make a rail of a connection, and take ownership of it. Raises LinkError."""
-        checked(self._library.carrier_add_tcp, self._handle, connection.detach())
+        """Make a rail of a connection. Close that after the carrier. Raises LinkError."""
+        checked(self._library.carrier_add_tcp, self._handle, connection.fileno())
 
     def start(self) -> None:
         """Start the thread. Raises LinkError."""
@@ -122,11 +122,12 @@ class Carrier:
         """Readable when a rail's device has an asynchronous event."""
         return int(self._library.carrier_async_fd(self._handle, index))
 
-    def next_loss(self) -> tuple[int, str] | None:
-        """The next lost rail that was not reported yet, and why."""
-        reason = create_string_buffer(TEXT_BYTES)
-        index = int(self._library.carrier_next_loss(self._handle, reason))
-        return None if index < 0 else (index, _text(reason))
+    def next_loss(self) -> tuple[int, str, bool] | None:
+        """The next lost rail that was not reported yet, why, and if the peer's end looks so."""
+        reason, may_have_ended = create_string_buffer(TEXT_BYTES), ctypes.c_bool()
+        arguments = reason, byref(may_have_ended)
+        index = int(self._library.carrier_next_loss(self._handle, *arguments))
+        return None if index < 0 else (index, _text(reason), may_have_ended.value)
 
     def handle_async_event(self, index: int) -> str | None:
         """Handle a pending event of a rail's device; why the rail is lost, if it is."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hetero.link.base import start_thread
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control, PathsLost
 from hetero.link.ring import EndState
@@ -24,9 +25,13 @@ from hetero.link.ring import EndState
 _log = logging.getLogger(__name__)
 # Longer than the thread's longest step: what it uses is freed after the join.
 _JOIN_SECONDS = 15.0
-_DRAIN_SECONDS = 2.0
-_PEER_CLOSE_SECONDS = 0.2
-"""How long after its rails end a peer's message that it has closed the link may arrive."""
+_DRAIN_SECONDS = 10.0
+"""How long after a peer's end what it sent before may arrive: the last credit, for one. A packet
+that is lost five times in a row takes 6 s."""
+_ANSWER_SECONDS = 5.0
+"""How long a peer may take to say that it has stopped a rail too or, if that is why the rail ended,
+that it has closed the link."""
+_SLICE_SECONDS = 0.1
 
 
 @dataclass
@@ -36,6 +41,10 @@ class RailState:
     name: str
     live: bool = True
     peer_has_stopped: bool = False
+    loss: str = ""
+    """Why it was lost."""
+    is_reported: bool = False
+    """Whether it is known to be lost, and not to have ended with the peer."""
 
 
 class RailMonitor:
@@ -72,7 +81,10 @@ class RailMonitor:
             if (descriptor := carrier.async_fd(index)) >= 0:
                 self._register(descriptor, partial(self._handle_async_event, index))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Raises LinkError if it cannot. Call `close` in any case."""
+        start_thread(self._thread)
 
     def peer_has_ended(self) -> bool:
         """Whether the peer has ended or closed the link. What it sent before has arrived."""
@@ -88,7 +100,8 @@ class RailMonitor:
         """End the thread and the control connections, which tells the peer that this end has."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)
         self._control.close()
         self._handlers.close()
         os.close(self._wake_fd)
@@ -114,19 +127,28 @@ class RailMonitor:
                 return
 
     def _handle_losses(self) -> None:
-        self._await_peer_close()
         while (loss := self._carrier.next_loss()) is not None:
-            self._lose(*loss)
+            index, reason, may_have_ended = loss
+            self._lose(index, reason, may_have_ended=may_have_ended)
 
-    def _await_peer_close(self) -> None:
-        """Give a peer that closes the link time to say so: its rails may be seen to end first."""
-        deadline = time.monotonic() + _PEER_CLOSE_SECONDS
-        while not (self._peer_has_ended or self._stopping):
-            left = deadline - time.monotonic()
-            if left <= 0:
+    def _await_answer(self, rail: RailState) -> None:
+        """Wait until the peer has stopped a rail too, or has ended.
+
+        The rails of a peer that closes the link may be seen to end before it is heard to say so.
+        """
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not (rail.peer_has_stopped or self._peer_has_ended or self._stopping):
+            if time.monotonic() > deadline:
                 return
-            for descriptor in self._control.readable(left):
+            for descriptor in self._control.readable(_SLICE_SECONDS):
                 self._handle_control(descriptor)
+
+    def _drain(self) -> None:
+        """Have everything handled that the peer sent before it ended."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while not (self._stopping or self._carrier.drain(_SLICE_SECONDS)):
+            if time.monotonic() > deadline:
+                return
 
     def _handle_async_event(self, index: int) -> None:
         reason = self._carrier.handle_async_event(index)
@@ -143,7 +165,7 @@ class RailMonitor:
                 self._fail(f"rank {self._peer} cannot be reached any more: {ended}")
             for known in (descriptor, *self._control.filenos()):
                 self._unregister(known)
-            self._carrier.drain(_DRAIN_SECONDS)
+            self._drain()
             self._peer_has_ended = True
             self._wake_link()
             return
@@ -160,30 +182,44 @@ class RailMonitor:
         rail.peer_has_stopped = True
         if rail.live:
             self._lose(index, f"rank {self._peer} says: {reason}")
-        else:
+        elif rail.is_reported:
             self._retransmit(index)
+        else:
+            self._report(index)
 
-    def _lose(self, index: int, reason: str) -> None:
-        """Stop a rail at this end and have the peer stop it too."""
+    def _lose(self, index: int, reason: str, *, may_have_ended: bool = False) -> None:
+        """Stop a rail at this end and have the peer stop it too.
+
+        `may_have_ended`: the reason may be that the peer has ended or closed the link.
+        """
         rail = self._rails[index]
         if not rail.live:
             return
-        rail.live = False
+        rail.live, rail.loss = False, reason
         self._carrier.stop_rail(index)
         self._unregister(self._carrier.async_fd(index))
         if self._peer_has_ended:
             return
+        # If it fails the control connections have ended, and the answer is that the peer has.
+        with contextlib.suppress(OSError):
+            self._send({"lost": index, "reason": reason})
+        if may_have_ended:
+            self._await_answer(rail)
+        self._report(index)
+
+    def _report(self, index: int) -> None:
+        """Say that a rail is lost, unless it has ended with the peer, and go on without it."""
+        rail = self._rails[index]
+        if rail.is_reported or self._peer_has_ended:
+            return
+        rail.is_reported = True
         left = sum(other.live for other in self._rails)
         _log.warning(
             "%s: rail %d (%s) is lost: %s; %d of %d rails go on",
-            *(self._name, index, rail.name, reason, left, len(self._rails)),
+            *(self._name, index, rail.name, rail.loss, left, len(self._rails)),
         )
-        try:
-            self._send({"lost": index, "reason": reason})
-        except OSError as error:
-            self._fail(f"rank {self._peer} cannot be told of a failure ({error})")
         if left == 0:
-            self._fail(f"the last rail, {rail.name}, is lost: {reason}")
+            self._fail(f"the last rail, {rail.name}, is lost: {rail.loss}")
         if rail.peer_has_stopped:
             self._retransmit(index)
 

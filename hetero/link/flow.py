@@ -19,7 +19,7 @@ from hetero.link.ring import COUNTER_MASK, HALF_RANGE, ahead
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.native import structures
-from hetero.native.binding import native
+from hetero.native.binding import acquire_fence, native
 from hetero.native.structures import Progress
 
 _SMALL_BYTES = 256 << 10
@@ -71,6 +71,7 @@ class Flow:
         """Address of the state, for `native_exchange`."""
         self.c_rings_doorbell = self._state.doorbell != 0
         self._call = native().native_progress
+        self._acquire = acquire_fence()
 
     @property
     def count(self) -> int:
@@ -118,7 +119,10 @@ class Flow:
         Ignore the counter once the peer has failed: it then writes it to unblock its own device.
         """
         completed = self._direction.consumed if consumed else self._direction.produced
-        return (completed - count) & COUNTER_MASK < HALF_RANGE and not self._peer.has_failed
+        if (completed - count) & COUNTER_MASK >= HALF_RANGE:
+            return False
+        self._acquire()
+        return not self._peer.has_failed
 
     def transfers(self) -> list[RingTransfer]:
         return [*self.in_flight, *self.waiting]

@@ -7,6 +7,7 @@ have opened and verified.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -199,17 +200,16 @@ def _attempt(
     if (reason := capabilities.unavailable_reason(path)) is not None:
         return None, reason
     attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=_PROBE_SECONDS)
-    link: Link | None = None
-    try:
-        link = open_path(path, attempt, capabilities)
-        reason = _probe(link, capabilities.device)
-    except Exception as error:  # any error rejects the path
-        reason = str(error) or type(error).__name__
-    theirs = _exchange_verdict(attempt, reason)
-    if reason is None and theirs is None:
-        return link, None
-    if link is not None:
-        link.close()
+    with ExitStack() as opened:
+        try:
+            link = opened.enter_context(open_path(path, attempt, capabilities))
+            reason = _probe(link, capabilities.device)
+        except Exception as error:  # any error rejects the path
+            reason = str(error) or type(error).__name__
+        theirs = _exchange_verdict(attempt, reason)
+        if reason is None and theirs is None:
+            opened.pop_all()
+            return link, None
     return None, reason or f"rank {rendezvous.description.peer} says {theirs}"
 
 

@@ -1,6 +1,7 @@
 """The ring's control segment in Python (layout: `hetero/native/ring.h`, meaning: `docs/ring.md`).
 
-Write words that the other end reads only through C, which orders them after earlier writes.
+Write words that the other end reads only through C, which orders them after earlier writes. Call
+`host_acquire` between loading a word and using what it announces (docs/ring.md).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from ctypes import sizeof
 from typing import Any
 
 from hetero.link.shared_memory import PAGE, SharedMemory
-from hetero.native.binding import native
+from hetero.native.binding import acquire_fence, native
 from hetero.native.structures import (
     RING_FAULT_BYTES,
     RingControl,
@@ -101,10 +102,13 @@ class EndState:
         self._fault_bytes = (offset + RingEnd.fault_bytes.offset) // 4
         self._fault = offset + RingEnd.fault.offset
         self._library = native()
+        self._acquire = acquire_fence()
 
     @property
     def doorbell(self) -> int:
-        return self._words[self._doorbell]
+        bell = self._words[self._doorbell]
+        self._acquire()
+        return bell
 
     def doorbell_address(self) -> int:
         """The doorbell's address in this process, for C to ring; 0 if only `ring` works."""
@@ -121,7 +125,9 @@ class EndState:
 
     @property
     def is_closed(self) -> bool:
-        return self._words[self._closed] != 0
+        is_closed = self._words[self._closed] != 0
+        self._acquire()
+        return is_closed
 
     def close(self) -> None:
         self._library.host_write_word(self._address + RingEnd.closed.offset, 1)
@@ -133,7 +139,8 @@ class EndState:
     @property
     def fault(self) -> str | None:
         """The error that this end has failed with; None while it has not."""
-        length = self._library.host_read_word(self._address + RingEnd.fault_bytes.offset)
+        length = self._words[self._fault_bytes]
+        self._acquire()
         text = bytes(self._bytes[self._fault : self._fault + length])
         return text.decode(errors="replace") if length else None
 

@@ -7,6 +7,7 @@ garbage, and a caller that synchronizes the device and calls `check()` never use
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,28 @@ class RingLinkBase(Link):
         self._enqueue()
         flows = self._out, self._in
         return any(flow.waiting or (flow.in_flight and flow.is_held()) for flow in flows)
+
+    def _drain_sends(self) -> None:
+        """Wait until the peer has consumed what was sent, or has ended.
+
+        Up to the timeout after the last movement: what moves arrives, however slowly.
+        """
+        seen, deadline = None, 0.0
+        while self._broken is None:
+            bell = self._ends.local.doorbell
+            with self._lock:
+                self._enqueue()
+            moved = self._out.count, self._ends.outgoing.consumed
+            if moved != seen:
+                seen, deadline = moved, time.monotonic() + self.description.timeout
+            taken = self._out.has_completed(self._out.count, consumed=True)
+            if (taken and not self._out.waiting) or self._ends.peer.is_closed:
+                return
+            if self._ends.peer_has_ended() or self._ends.peer.has_failed:
+                return
+            if time.monotonic() > deadline:
+                return
+            self._ends.local.sleep(bell, 0.002)
 
     def _refused(self, transfer: RingTransfer, difference: str) -> LinkError:
         self._ends.local.fail(f"rank {self.description.rank} refused a message: {difference}")

@@ -18,10 +18,15 @@ import torch
 
 from hetero.device.device import CurrentStream, Event, Word
 from hetero.errors import LinkError
-from hetero.link.base import LinkDescription, Work, require_contiguous, sendable
+from hetero.link.base import (
+    LinkDescription,
+    Work,
+    require_contiguous,
+    sendable,
+    start_thread,
+)
 from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import HeaderWriter, job_token
-from hetero.link.ring import COUNTER_MASK, ahead
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -73,7 +78,11 @@ class RingLink(RingLinkBase):
             name=f"{self.transport} {description.rank}-{description.peer} watch",
             daemon=True,
         )
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except BaseException:
+            ends.close()
+            raise
 
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
@@ -370,17 +379,3 @@ class RingLink(RingLinkBase):
             self._progress_requested.wait()
         self._is_asleep = False
         self._progress_requested.clear()
-
-    def _drain_sends(self) -> None:
-        """Wait until the peer has consumed what was sent, or has ended, up to the timeout."""
-        deadline = time.monotonic() + self.description.timeout
-        while self._broken is None and time.monotonic() < deadline:
-            bell = self._ends.local.doorbell
-            with self._lock:
-                self._enqueue()
-            taken = ahead(self._ends.outgoing.consumed, self._out.count & COUNTER_MASK) >= 0
-            if (taken and not self._out.waiting) or self._ends.peer.is_closed:
-                return
-            if self._ends.peer_has_ended() or self._ends.peer.has_failed:
-                return
-            self._ends.local.sleep(bell, 0.002)

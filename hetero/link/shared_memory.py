@@ -53,22 +53,30 @@ def share_memory(
     control: socket.socket, rendezvous: Rendezvous, *, sizes: tuple[int, ...]
 ) -> list[SharedMemory]:
     """Segments that both ends map, in the same order. The listener creates and passes them."""
-    if rendezvous.listens:
-        descriptors = [make_memory(nbytes) for nbytes in sizes]
-        socket.send_fds(control, [b"r"], descriptors)
-    else:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, len(sizes))
-        if len(descriptors) != len(sizes):
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise ConnectionError(f"the peer handed over {len(descriptors)} pieces of memory")
-    return [SharedMemory(*piece) for piece in zip(descriptors, sizes, strict=True)]
+    descriptors: list[int] = []
+    try:
+        if rendezvous.listens:
+            for nbytes in sizes:
+                descriptors.append(make_memory(nbytes))
+            socket.send_fds(control, [b"r"], descriptors)
+        else:
+            descriptors += socket.recv_fds(control, 1, len(sizes))[1]
+            if len(descriptors) != len(sizes):
+                raise ConnectionError(f"the peer handed over {len(descriptors)} pieces of memory")
+        return [SharedMemory(descriptors.pop(0), nbytes) for nbytes in sizes]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def make_memory(nbytes: int) -> int:
     """The descriptor of anonymous shared memory."""
     descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, nbytes)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

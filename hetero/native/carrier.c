@@ -56,6 +56,16 @@ static void unlock(struct carrier *carrier)
 
 /* The thread. */
 
+/* An error without data would leave the descriptor ready, and this thread without sleep, for ever. */
+static void take_event(struct carrier *carrier, struct rail *rail, short events)
+{
+    if (events == 0 || (events & POLLIN && rail->operations->acknowledge(rail)))
+        return;
+    lock(carrier);
+    engine_lose_rail(&carrier->engine, rail, "its device tells of no completions any more");
+    unlock(carrier);
+}
+
 /* Sleep until wake_fd is written, a rail has an event, or acknowledgements have to be checked. */
 static void sleep_until_event(struct carrier *carrier)
 {
@@ -65,9 +75,14 @@ static void sleep_until_event(struct carrier *carrier)
     int timeout = carrier->polls_for_acks ? ACK_POLL_MILLISECONDS : -1;
     int count;
 
-    for (int index = 0; index < engine->rail_count; index++)
+    lock(carrier);
+    for (int index = 0; index < engine->rail_count; index++) {
+        const struct rail *rail = engine->rails[index];
+
         polled[1 + index] =
-            (struct pollfd){.fd = engine->rails[index]->event_fd, .events = POLLIN};
+            (struct pollfd){.fd = rail->live ? rail->event_fd : -1, .events = POLLIN};
+    }
+    unlock(carrier);
     count = poll(polled, 1 + (nfds_t)engine->rail_count, timeout);
     if (count == 0) {
         lock(carrier);
@@ -79,8 +94,7 @@ static void sleep_until_event(struct carrier *carrier)
     if (polled[0].revents & POLLIN)
         eventfd_read(carrier->wake_fd, &value);
     for (int index = 0; index < engine->rail_count; index++)
-        if (polled[1 + index].revents & POLLIN)
-            engine->rails[index]->operations->acknowledge(engine->rails[index]);
+        take_event(carrier, engine->rails[index], polled[1 + index].revents);
 }
 
 static void back_off(double idle_seconds)
@@ -208,10 +222,7 @@ bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
     struct rail *rail = has_room(carrier, error) ? tcp_open(carrier, fd, error) : NULL;
 
-    if (rail != NULL)
-        return add_rail(carrier, rail);
-    close(fd);
-    return false;
+    return rail != NULL && add_rail(carrier, rail);
 }
 
 bool carrier_start(struct carrier *carrier, char *error)
@@ -268,7 +279,7 @@ bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason
     return rail->operations->handle_async_event(rail, reason);
 }
 
-int carrier_next_loss(struct carrier *carrier, char *reason)
+int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ended)
 {
     struct engine *engine = &carrier->engine;
     eventfd_t value;
@@ -279,6 +290,7 @@ int carrier_next_loss(struct carrier *carrier, char *reason)
     for (int index = 0; index < engine->rail_count && found < 0; index++)
         if (engine->rails[index]->has_unreported_loss) {
             memcpy(reason, engine->rails[index]->loss, RAIL_TEXT_BYTES);
+            *may_have_ended = engine->rails[index]->may_have_ended;
             engine->rails[index]->has_unreported_loss = false;
             found = index;
         }

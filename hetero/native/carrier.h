@@ -33,7 +33,7 @@ bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
                            const struct verbs_route *route, const struct verbs_route *own,
                            char *error);
-/* `fd` is connected and blocking. Owns it from here on, also on failure. */
+/* `fd` is connected and blocking. Close it after carrier_free. */
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 
@@ -48,8 +48,9 @@ int carrier_loss_fd(const struct carrier *carrier);
 int carrier_async_fd(const struct carrier *carrier, int index);
 bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason);
 
-/* The next lost rail that was not reported yet, with the reason; -1 if there is none. */
-int carrier_next_loss(struct carrier *carrier, char *reason);
+/* The next lost rail that was not reported yet, with the reason, and whether that is what the end of the
+ * peer looks like; -1 if there is none. */
+int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ended);
 /* Stop a rail and wait until nothing arrives over it any more. */
 void carrier_stop_rail(struct carrier *carrier, int index);
 /* Retransmit a rail's unfinished entries over the others. Only after both ends have stopped it. */

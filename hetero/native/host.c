@@ -41,6 +41,7 @@ struct host_stream {
     atomic_bool stopping;
     struct host_gpu gpu;
     bool has_gpu;
+    pid_t process; /* that has the thread */
     _Atomic uint32_t failure;
     bool is_working;
     void (*on_write)(void *);
@@ -49,9 +50,10 @@ struct host_stream {
     size_t capacity, first, count;
 };
 
+/* Sequentially consistent, for host_wait_word. */
 static bool has_reached(const uint32_t *word, uint32_t value, uint32_t *seen)
 {
-    *seen = host_read_word(word);
+    *seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
     return (int32_t)(*seen - value) >= 0;
 }
 
@@ -97,9 +99,9 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
     return true;
 }
 
-uint32_t host_read_word(const uint32_t *word)
+void host_acquire(void)
 {
-    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
 }
 
 void host_write_word(uint32_t *word, uint32_t value)
@@ -337,6 +339,7 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu)
         stream->gpu = *gpu;
         stream->has_gpu = true;
     }
+    stream->process = getpid();
     initialize(stream);
     if (pthread_create(&stream->thread, NULL, run, stream) == 0)
         return stream;
@@ -352,6 +355,8 @@ void host_stream_notify(struct host_stream *stream, void (*on_write)(void *), vo
 
 void host_stream_destroy(struct host_stream *stream)
 {
+    if (stream->process != getpid())
+        return;
     pthread_mutex_lock(&stream->lock);
     atomic_store(&stream->stopping, true);
     pthread_cond_signal(&stream->has_work);

@@ -35,7 +35,8 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu);
 uint32_t host_stream_failure(const struct host_stream *stream);
 /* Call a function after each word that the stream writes. Set it before the first request. */
 void host_stream_notify(struct host_stream *stream, void (*on_write)(void *), void *argument);
-/* End the thread; requests that it has not executed are dropped. */
+/* End the thread; requests that it has not executed are dropped. A process forked since has no such thread,
+ * and keeps its copy. */
 void host_stream_destroy(struct host_stream *stream);
 /* Wait for all requests so far, for so many milliseconds at most; whether they have been executed. */
 bool host_stream_synchronize(struct host_stream *stream, uint32_t milliseconds);
@@ -53,8 +54,8 @@ int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags
 
 /* Whether a word has come to a value or, wrapping, past it, within so many milliseconds. */
 bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds);
-/* Load-acquire. */
-uint32_t host_read_word(const uint32_t *word);
+/* Called after a plain load, as Python's, it makes that a load-acquire. */
+void host_acquire(void);
 /* Write a word, and wake the threads that sleep on it in any process. */
 void host_write_word(uint32_t *word, uint32_t value);
 /* Wake them alone, after a sequentially consistent store. */

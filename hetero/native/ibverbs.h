@@ -41,7 +41,7 @@ enum {
     IBV_WR_RDMA_READ = 4,
 };
 enum { IBV_SEND_SIGNALED = 2, IBV_SEND_INLINE = 8 };
-enum { IBV_WC_SUCCESS = 0 };
+enum { IBV_WC_SUCCESS = 0, IBV_WC_RETRY_EXC_ERR = 12 };
 enum { IBV_WC_RECV = 128, IBV_WC_RECV_RDMA_WITH_IMM = 129 };
 enum {
     IBV_EVENT_CQ_ERR = 0,

@@ -46,9 +46,10 @@ struct rail_operations {
     bool (*is_drained)(const struct rail *rail);
     /* Report what has happened to the engine (engine_send_completed and so on); whether anything did. */
     bool (*poll)(struct rail *rail, struct engine *engine);
-    /* Make event_fd readable at the next event, 0 or an errno; clear it. NULL without event_fd. */
+    /* Make event_fd readable at the next event, 0 or an errno; clear it, false if that fails. NULL without
+     * event_fd. */
     int (*request_notification)(struct rail *rail);
-    void (*acknowledge)(struct rail *rail);
+    bool (*acknowledge)(struct rail *rail);
     /* Start sending and receiving; 0 or an errno. Without the lock. NULL where it has started. */
     int (*start)(struct rail *rail);
     /* Send nothing more, and have what is in flight fail. */
@@ -56,7 +57,7 @@ struct rail_operations {
     /* Wait until nothing arrives any more. Without the lock, after `stop`. */
     void (*join)(struct rail *rail);
     /* Take one event of the rail's device, which must be there; true, with the reason, if the rail is
-     * lost. From any thread, with or without the lock. NULL without async_fd. */
+     * lost, also because none can be taken. From any thread, with or without the lock. NULL without async_fd. */
     bool (*handle_async_event)(struct rail *rail, char *reason);
     /* Free everything. Without the lock, once all rails are stopped and joined. */
     void (*close)(struct rail *rail);
@@ -80,6 +81,7 @@ struct rail {
     double suspected_since; /* kept by watchdog.c: late while another rail is acknowledged; else 0 */
     bool has_unreported_loss;
     char loss[RAIL_TEXT_BYTES]; /* why it was lost */
+    bool may_have_ended; /* its loss is what the end of the peer looks like */
 };
 
 #endif

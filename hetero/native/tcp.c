@@ -12,7 +12,6 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 /* The least that a bandwidth sample covers: the kernel counts its busy time in ticks. */
 #define MIN_SAMPLE_SECONDS 10e-3
@@ -163,6 +162,8 @@ void tcp_lose(struct tcp_rail *rail, const char *what, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
+    if (rail->rail.live)
+        rail->rail.may_have_ended = true;
     if (code == 0)
         set_reason(reason, "%s", what);
     else
@@ -286,7 +287,6 @@ static void close_rail(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    close(rail->fd);
     pthread_cond_destroy(&rail->has_messages);
     free(rail->scratch);
     free(rail);

@@ -30,7 +30,7 @@ struct queued_message {
 struct tcp_rail {
     struct rail rail; /* first, so that a pointer to either is a pointer to both */
     struct carrier *carrier; /* whose lock guards all that its threads share */
-    int fd;                  /* connected, blocking; closed with the rail */
+    int fd;                  /* connected, blocking; the caller's */
     pthread_t sender, receiver;
     bool is_started, is_joined;
     /* Guarded by the carrier's lock, as is `rail`. */

@@ -1,6 +1,7 @@
 #include "verbs.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <string.h>
 
 #define POLL_BATCH 32
@@ -125,6 +126,8 @@ static void handle_error_completion(struct verbs_rail *rail, struct engine *engi
     set_reason(reason, "%s: %s (completion status %d)",
          is_read ? "it cannot read its own ring back" : "a request failed",
          ibv.wc_status_str(wc->status), wc->status);
+    if (rail->rail.live)
+        rail->rail.may_have_ended = !is_read && wc->status == IBV_WC_RETRY_EXC_ERR;
     engine_lose_rail(engine, &rail->rail, reason);
 }
 
@@ -190,13 +193,15 @@ static int request_notification(struct rail *base)
     return rail_of(base)->context->ops.req_notify_cq(rail_of(base)->cq, 0);
 }
 
-static void acknowledge(struct rail *base)
+static bool acknowledge(struct rail *base)
 {
     struct ibv_cq *cq;
     void *context;
 
-    if (ibv.get_cq_event(rail_of(base)->channel, &cq, &context) == 0)
-        ibv.ack_cq_events(cq, 1);
+    if (ibv.get_cq_event(rail_of(base)->channel, &cq, &context) != 0)
+        return false;
+    ibv.ack_cq_events(cq, 1);
+    return true;
 }
 
 static void stop_qp(struct ibv_qp *qp)
@@ -226,8 +231,10 @@ static bool handle_async_event(struct rail *base, char *reason)
     struct ibv_async_event event;
     struct ibv_port_attr port;
 
+    /* Its descriptor would stay ready for ever. */
     if (ibv.get_async_event(rail->context, &event) != 0)
-        return false;
+        return errno != EINTR && errno != EAGAIN &&
+               !set_reason(reason, "its device tells of no events any more (%s)", strerror(errno));
     ibv.ack_async_event(&event);
     switch (event.event_type) {
     case IBV_EVENT_PORT_ERR:

@@ -52,10 +52,12 @@ class Settings(ctypes.Structure):
     _fields_ = (
         ("fault", ctypes.c_int),
         ("async_fd", ctypes.c_int),
+        ("completions_fd", ctypes.c_int),
         ("holds_writes", ctypes.c_bool),
         ("cannot_read", ctypes.c_bool),
         ("refuses_memory", ctypes.c_bool),
         ("is_down", ctypes.c_bool),
+        ("tells_no_events", ctypes.c_bool),
         ("max_message", ctypes.c_uint32),
         ("max_requests", ctypes.c_int),
         ("reads", ctypes.c_long),
@@ -97,6 +99,17 @@ class LoopbackNics:
         """Silence it, and have the device tell of it."""
         self[name].fault, self[name].is_down = Fault.SILENT, True
         os.eventfd_write(self[name].async_fd, 1)
+
+    def end_events(self, name: str) -> None:
+        """Have the kernel answer with errors alone when it is asked for asynchronous events."""
+        self[name].tells_no_events = True
+        os.eventfd_write(self[name].async_fd, 1)
+
+    def end_completion_events(self, name: str) -> None:
+        """The same of completions: their descriptor has errors alone."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self[name].completions_fd, inheritable=False)
+        os.close(nowhere)
 
     def know_dmabuf(self, descriptor: int, begins: int) -> None:
         """Have it register a dma-buf that begins at this address; 0 to have it refused."""

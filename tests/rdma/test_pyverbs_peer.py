@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
+from hetero.link.base import Link
 from tests.forked_ranks import values
 from tests.hetero.link.contract import JOB, Pair, Side, make
 from tests.hetero.link.transports import SLOWNESS
@@ -118,6 +119,12 @@ MISTAKES: dict[Callable[[Peer], None], tuple[str, str]] = {
 """What each does, what the link's end says, and in which frame it says so first."""
 
 
+def send_and_receive(link: Link) -> None:
+    """Either may be told of the mistake."""
+    link.send(torch.ones(8, dtype=torch.uint8))
+    link.recv(torch.zeros(8, dtype=torch.uint8)).wait()
+
+
 def mistaken(side: Side) -> list[tuple[str, float]] | list[dict[str, object]]:
     """What the link's end raises and after how long, or the first frame that the peer hears."""
     found = []
@@ -125,10 +132,9 @@ def mistaken(side: Side) -> list[tuple[str, float]] | list[dict[str, object]]:
         side.timeout = SHORT if mistake is is_silent else AMPLE
         if side.rank == 0:
             link = side.open()
-            link.send(torch.ones(8, dtype=torch.uint8))
             began = time.monotonic()
             with pytest.raises(LinkError) as error:
-                link.recv(torch.zeros(8, dtype=torch.uint8)).wait()
+                send_and_receive(link)
             found.append((str(error.value), time.monotonic() - began))
         else:
             peer = meet(side)

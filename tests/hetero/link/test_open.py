@@ -25,6 +25,7 @@ from hetero.link.open import (
     open_path,
 )
 from hetero.link.ring_options import RingOptions
+from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
@@ -218,6 +219,18 @@ def test_where_nothing_works_both_ends_get_all_the_reasons(monkeypatch: pytest.M
         assert "has no path (ipc: " in str(error)
         assert "tcp: " in str(error)
     assert "tcp: tcp is broken here" in str(error)
+
+
+def test_a_link_whose_verdict_cannot_be_exchanged_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exchange(*_: object) -> None:
+        raise LinkError("the store is lost")
+
+    monkeypatch.setattr(opening, "_exchange_verdict", exchange)
+    with nothing_left_behind():
+        errors = choose()
+        assert [str(error) for error in errors] == ["the store is lost"] * 2
 
 
 def test_ends_on_two_hosts_do_not_try_shared_memory(

@@ -301,6 +301,8 @@ static void close_end(struct end *end)
     host_stream_destroy(end->filling);
     host_stream_destroy(end->emptying);
     carrier_free(end->carrier);
+    for (int rail = 0; rail < rails && !is_verbs; rail++)
+        close(end->fds[rail]);
     free(end->control);
     free(end->rings);
 }
@@ -320,6 +322,7 @@ static void *cut(void *argument)
     char reason[RAIL_TEXT_BYTES];
     unsigned chance = seed;
     uint32_t all = 2 * entries;
+    bool ended;
 
     (void)argument;
     for (int rail = 1; rail < rails; rail++) {
@@ -337,7 +340,7 @@ static void *cut(void *argument)
             /* The end at fault may have nothing under way by which it could notice. */
             for (bool is_found = false; !is_found && !IS_ABANDONED; usleep(200))
                 for (int end = 0; end < 2; end++)
-                    is_found |= carrier_next_loss(ends[end].carrier, reason) == rail;
+                    is_found |= carrier_next_loss(ends[end].carrier, reason, &ended) == rail;
         }
         lose(rail);
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -164,6 +165,15 @@ def test_a_stream_that_waits_for_ever_can_be_ended(words: Words) -> None:
     info.start()
     info.join(120)
     assert not info.is_alive()
+
+
+def test_a_forked_child_that_forgets_a_stream_of_its_parent_goes_on(stream: Stream) -> None:
+    """It has no thread that it could wait for."""
+    if (child := os.fork()) == 0:
+        signal.alarm(60)
+        stream.end()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100])

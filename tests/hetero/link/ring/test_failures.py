@@ -277,6 +277,22 @@ def test_a_thread_has_its_stream_asked_for_before_the_driver_is_called() -> None
         assert waiting in asked
 
 
+def test_a_close_waits_for_as_long_as_the_peer_goes_on_taking_what_was_sent() -> None:
+    with opened(timeout=SHORT, device=lambda: HostDevice(CPU)) as pair:
+        sent = [torch.full((20 * LARGE,), float(number)) for number in range(8)]
+        for message in sent:
+            pair.sender.send(message)
+        closing = threading.Thread(target=pair.sender.close)
+        closing.start()
+        for message in sent:
+            time.sleep(0.3 * SHORT)
+            target = torch.zeros_like(message)
+            pair.receiver.recv(target).wait()
+            assert torch.equal(target, message)
+        closing.join(120)
+        assert not closing.is_alive()
+
+
 def test_several_threads_may_close_a_link() -> None:
     with opened(device=lambda: HostDevice(CPU)) as pair, ThreadPoolExecutor() as pool:
         pair.sender.send(torch.ones(LARGE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass
@@ -96,6 +97,10 @@ class Network:
         """In the order of the rails."""
         return _paired(dict(sorted(self._rails.items(), key=lambda i: self._numbers[i[0]])))
 
+    @property
+    def control(self) -> list[Connection]:
+        return _paired(self._control)
+
     def path(self, address: str) -> list[Connection]:
         """All that begins at one address of the listener, control connections too."""
         every = self._rails | self._control
@@ -103,12 +108,16 @@ class Network:
 
     def hear_again(self) -> None:
         """The end of a silence of all connections."""
-        for connection in _paired(self._rails | self._control):
-            connection.hear_again()
+        hear_again(_paired(self._rails | self._control))
 
     def close(self) -> None:
         for end in [*self._rails.values(), *self._control.values()]:
             end.close()
+
+
+def hear_again(connections: Iterable[Connection]) -> None:
+    for connection in connections:
+        connection.hear_again()
 
 
 def _paired(ends: dict[_Names, socket.socket]) -> list[Connection]:

@@ -32,6 +32,7 @@ from tests.hetero.link.tcp.ends import (
     Network,
     Setup,
     checked,
+    hear_again,
 )
 
 NBYTES = 6 * CHUNK_BYTES + 1
@@ -42,6 +43,12 @@ FAULTS: dict[str, Callable[[Connection], None]] = {
     "closed": Connection.close,
     "silent": Connection.silence,
 }
+
+
+def open_sockets() -> set[str]:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    found = {os.readlink(link) for link in links if os.path.islink(link)}
+    return {name for name in found if name.startswith("socket:")}
 
 
 def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -154,6 +161,55 @@ def test_a_rail_is_lost_in_a_process_with_thousands_of_open_files(network: Netwo
         with Setup().links() as links:
             strike = at(1, network.rails[1].close)
             assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+
+
+def test_a_peer_that_closes_is_not_taken_for_lost_rails_where_that_is_heard_late(
+    network: Network, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a packet that is lost is heard when it comes again."""
+    with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        work = one.recv(torch.zeros(5))
+        for connection in network.control:
+            connection.silence()
+        other.close()
+        back = threading.Timer(1.0, hear_again, [network.control])
+        back.start()
+        with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
+            work.wait()
+        back.join()
+    assert caplog.messages == []
+
+
+def test_a_credit_that_comes_late_from_a_peer_that_has_closed_is_heard(
+    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # So that nothing is sent to ask whether the rails are lost, which a closed peer would refuse.
+    monkeypatch.setattr(tcp, "_MAX_STALL_SECONDS", 60.0)
+    with caplog.at_level(logging.WARNING), Setup(timeout=240.0).links() as (one, other):
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        work = one.send(noise(NBYTES))
+        assert wait_for(lambda: other._ends.incoming.produced == one._out.count > 0)
+        for rail in network.rails:
+            rail.silence()
+        other.recv(target).wait()
+        other.close()
+        back = threading.Timer(2.5, hear_again, [network.rails])
+        back.start()
+        work.wait()
+        back.join()
+        one.check()
+    assert torch.equal(target, noise(NBYTES))
+    assert caplog.messages == []
+
+
+def test_a_forked_child_holds_no_connection_of_its_parents_links() -> None:
+    """Or the peer would not notice the parent's end for as long as the child lives."""
+    before = open_sockets()
+    with Setup().links():
+        if (child := os.fork()) == 0:
+            os._exit(len(open_sockets() - before))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(network: Network) -> None:

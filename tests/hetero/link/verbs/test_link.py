@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -64,6 +65,22 @@ def test_a_port_that_goes_down_is_a_lost_rail_at_once(
     assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [LoopbackNics.end_events, LoopbackNics.end_completion_events],
+    ids=["events", "completions"],
+)
+def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread_spins(
+    nics: LoopbackNics, end: Callable[[LoopbackNics, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    strike = at(3, lambda: end(nics, "b0"))
+    with caplog.at_level(logging.WARNING), Setup(nics).links() as links:
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+        assert wait_for(lambda: any("(b0:1) is lost: its device" in m for m in caplog.messages))
+        assert stream(*links, nbytes=NBYTES) == MESSAGES
+        assert wait_for(lambda: _share_of_a_core() < 0.5)
+
+
 def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
     for name in ("b0", "b1"):
         nics[name].holds_writes = True
@@ -119,6 +136,14 @@ def test_a_carrier_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
             (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (task / "status").read_text())
             assert int(blocked, 16) & (1 << (signal.SIGINT - 1))
             assert int(blocked, 16) & (1 << (signal.SIGTERM - 1))
+
+
+def _share_of_a_core() -> float:
+    """What all threads of this process use while nothing is sent."""
+    time.sleep(0.2)
+    begin, used = time.monotonic(), time.process_time()
+    time.sleep(0.2)
+    return (time.process_time() - used) / (time.monotonic() - begin)
 
 
 def _times_slept() -> dict[str, int]:

@@ -1,0 +1,70 @@
+"""Memory that one end makes and hands to the other: whatever fails, no descriptor is left."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from hetero.link.shared_memory import make_memory, share_memory
+from tests.hetero.link.test_handshake import rendezvous
+
+SIZES = (4096, 4096, 8192)
+
+
+@pytest.fixture
+def joined() -> Iterator[tuple[socket.socket, socket.socket]]:
+    pair = socket.socketpair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the-maker", "the-other"])
+def test_memory_that_cannot_be_mapped_is_closed(
+    joined: tuple[socket.socket, socket.socket], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, before = [], open_descriptors()
+
+    def second_fails(descriptor: int, nbytes: int) -> mmap.mmap:
+        maps.append(descriptor)
+        if len(maps) == 2:
+            raise OSError("out of address space")
+        return real(descriptor, nbytes)
+
+    real = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", second_fails)
+    if rank == 1:
+        made = [make_memory(nbytes) for nbytes in SIZES]
+        socket.send_fds(joined[0], [b"r"], made)
+        for descriptor in made:
+            os.close(descriptor)
+    with pytest.raises(OSError, match="out of address space"):
+        share_memory(joined[rank], rendezvous(rank, dist.HashStore()), sizes=SIZES)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("failing", ["memfd_create", "ftruncate"])
+def test_memory_that_cannot_be_made_leaves_what_was_made_before_closed(
+    joined: tuple[socket.socket, socket.socket], failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls, before = getattr(os, failing), [], open_descriptors()
+
+    def third_fails(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError("no memory is left")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, failing, third_fails)
+    with pytest.raises(OSError, match="no memory is left"):
+        share_memory(joined[0], rendezvous(0, dist.HashStore()), sizes=SIZES)
+    assert open_descriptors() == before
