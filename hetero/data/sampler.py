@@ -76,6 +76,20 @@ class ShareBatchSampler(Sampler[list[int]]):
                 ]
         return []
 
+    @property
+    def sampler(self) -> ShareBatchSampler:
+        """Itself. Lightning sets the epoch of a batch sampler's sampler."""
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        """Refused: a library that asks would share these batches out among the ranks once more."""
+        raise UserError(
+            "these batches are shared out to the ranks already; keep the loader from the library "
+            "that would do it again: pass none to Accelerate's prepare, return it from the "
+            "Trainer's get_train_dataloader, set Lightning's use_distributed_sampler=False"
+        )
+
     def __len__(self) -> int:
         """The number of global batches in an epoch."""
         whole, tail = divmod(self.length, self.shares.batch)

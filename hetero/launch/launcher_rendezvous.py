@@ -8,6 +8,7 @@ sentence.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -85,8 +86,13 @@ class LauncherRendezvous(RendezvousHandler):
                 self._await_all_nodes(BoundedStore(nodes, seconds=settings.timeout))
             except StoreUnresponsive as error:
                 raise UserError(f"{self._store_host()} was reached, and then: {error}") from error
-        elif settings.backend == "c10d" and not self._is_host():
-            self._await_listener()
+        elif settings.backend == "c10d":
+            # Else torchelastic tells the ranks' store once, and a node that joins or comes back
+            # later waits for it in vain.
+            if settings.nodes > 1:
+                os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+            if not self._is_host():
+                self._await_listener()
         self._handler = self._create_handler()
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -220,3 +220,18 @@ def test_a_dataset_without_a_length_is_refused_in_a_sentence():
 
     with pytest.raises(UserError, match=r"Stream has no length.*give a dataset with __len__"):
         ShareBatchSampler(Stream(), Shares((2, 2)), rank=0)
+
+
+def test_a_library_that_would_share_the_batches_out_again_is_refused():
+    """Accelerate asks so for the size of the batches that it deals out; Lightning likewise."""
+    sampler = ShareBatchSampler(30, Shares((6, 4)), rank=0)
+    with pytest.raises(UserError, match="shared out to the ranks already; keep the loader"):
+        getattr(sampler, "batch_size", None)
+
+
+def test_a_library_sets_the_epoch_where_it_looks_for_a_sampler():
+    loader = DataLoader(range(30), batch_sampler=ShareBatchSampler(30, Shares((6, 4)), rank=0))
+    loader.batch_sampler.sampler.set_epoch(3)  # as Lightning does
+    alone = ShareBatchSampler(30, Shares((6, 4)), rank=0)
+    alone.set_epoch(3)
+    assert [batch.tolist() for batch in loader] == [*alone]

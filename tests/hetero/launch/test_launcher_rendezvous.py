@@ -1,0 +1,47 @@
+"""The rendezvous of a job's launchers, over torchelastic's own."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.utils import get_socket_with_port
+
+from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
+from hetero.wait_reporter import WaitIntervals
+
+
+def launcher(endpoint: str) -> LauncherRendezvous:
+    """One of a job that runs on one node or two."""
+    settings = RendezvousSettings(
+        backend="c10d",
+        endpoint=endpoint,
+        nodes=2,
+        node_rank=0,
+        processes=1,
+        intervals=WaitIntervals(),
+        timeout=30.0,
+    )
+    limits = {"last_call_timeout": 1, "read_timeout": 10}
+    parameters = RendezvousParameters(BACKEND, endpoint, "a job", 1, 2, "127.0.0.1", **limits)
+    return LauncherRendezvous(settings, parameters, lambda info: None)
+
+
+@mock.patch.dict(os.environ)
+def test_a_node_that_joins_a_running_job_learns_where_the_ranks_meet():
+    with get_socket_with_port() as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    first = launcher(endpoint)
+    assert first.next_rendezvous().world_size == 1
+    second = launcher(endpoint)
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(second.next_rendezvous)
+        while not first.num_nodes_waiting():
+            assert not joining.done(), joining.result()
+        infos = [first.next_rendezvous(), joining.result()]
+    assert [info.world_size for info in infos] == [2, 2]
+    meeting_points = {info.bootstrap_store_info.master_port for info in infos}
+    assert len(meeting_points) == 1
+    first.shutdown()
