@@ -100,7 +100,7 @@ class RingLinkBase(Link):
         return self.failure(
             f"message {transfer.sequence} has {difference}",
             expected=f"{expected.dtype} of shape {expected.shape}",
-            remedy="start both sides with the same model, batch and parallel flags",
+            remedy="have both ends send and receive alike: same model, batch, calls",
         )
 
     def _transfers(self) -> list[RingTransfer]:

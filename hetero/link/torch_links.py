@@ -215,7 +215,7 @@ class GlooLink(Link):
             raise self.failure(
                 f"message {sequence} has {wrong}",
                 expected=f"{transfer.host.dtype} of shape {tuple(transfer.host.shape)}",
-                remedy="start both sides with the same model, batch and parallel flags",
+                remedy="have both ends send and receive alike: same model, batch, calls",
             )
         if transfer.host.nbytes:
             self._finish(dist.irecv(as_bytes(transfer.host), peer, tag=self._recv_tag))
