@@ -210,6 +210,15 @@ def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
     assert "says bf16, and --dtype is fp32; give --dtype bf16" in told
 
 
+def test_figures_of_bf16_are_not_taken_for_those_of_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(model_file("llama3-8b").read_text().replace("bf16: true", "bf16: false"))
+    told = refusal(capsys, main, request(tmp_path, "--model", str(model), "--dtype", "fp32"))
+    assert "the published figures are of bf16" in told
+
+
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])
 def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     pipeline: bool, tmp_path: Path

@@ -99,7 +99,8 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     assert cluster is not None
     assert model is not None
     measured = merged_profile(list(read_profiles.values()))
-    joined, sources = _profile(cluster, model, measured)
+    training = _training(options)
+    joined, sources = _profile(cluster, model, measured, training)
     space = SearchSpace(
         global_batch=options.global_batch,
         tensor=tuple(sorted(set(options.tensor))),
@@ -110,7 +111,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         distributed_optimizer=not options.no_distributed_optimizer,
         sequence_parallel=options.sequence_parallel,
     )
-    problem = Problem(cluster, model, joined, space, _training(options))
+    problem = Problem(cluster, model, joined, space, training)
     notes = _require_points(problem)
     return PlanningRequest(problem, options.model, (*sources, *notes), options.dtype, model_flags)
 
@@ -175,13 +176,21 @@ def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
 
 
 def _profile(
-    cluster: Cluster, model: ModelShape, measured: MeasuredProfile
+    cluster: Cluster, model: ModelShape, measured: MeasuredProfile, training: TrainingOptions
 ) -> tuple[Profile, list[str]]:
     efficiency, calibrated = EFFICIENCY, "an efficiency measured on H200"
     parts = {kind.accelerator.name: kind.accelerator for kind in cluster.kinds}
+    element_bytes = training.activation_bytes
     known = [name for name in parts if name in measured.accelerators]
+    if not known and element_bytes > 2:
+        raise ProfileError(
+            "the published figures are of bf16, and no accelerator of the cluster has a --profile; "
+            "measure one in fp32 with tools/profile_layers.py"
+        )
     if known and len(known) < len(parts):
-        efficiency = measured_efficiency(measured, parts[known[0]], model)
+        efficiency = measured_efficiency(
+            measured, parts[known[0]], model, element_bytes=element_bytes
+        )
         calibrated = f"the efficiency measured on {known[0]}"
     sources = [
         f"{name}: {measured.accelerators[name].source or 'measured'}"
@@ -189,9 +198,8 @@ def _profile(
         else f"{name}: computed from published figures and {calibrated} ({efficiency:.0%} of peak)"
         for name in parts
     ]
-    return _CombinedProfile(
-        measured, analytic_profile(model, cluster, efficiency=efficiency)
-    ), sources
+    computed = analytic_profile(model, cluster, efficiency=efficiency, element_bytes=element_bytes)
+    return _CombinedProfile(measured, computed), sources
 
 
 def _require_points(problem: Problem) -> list[str]:
