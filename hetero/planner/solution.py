@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetero.formatting import counted
-from hetero.planner.cluster_shape import Cluster, NodeKind
+from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, lower_bound_seconds, simulate
@@ -205,13 +205,7 @@ def with_nodes(problem: Problem, changed: NodeKind, nodes: int) -> Problem:
 
 def with_scaled_links(problem: Problem, factor: float) -> Problem:
     """The problem with `factor` times the bandwidth between kinds of nodes."""
-    cluster = problem.cluster
-    inter_kind_links = {}
-    for index, one in enumerate(cluster.kinds):
-        for other in cluster.kinds[index + 1 :]:
-            link = cluster.rail(one.name, other.name)
-            inter_kind_links[frozenset((one.name, other.name))] = link.scaled(factor)
-    return replace(problem, cluster=replace(cluster, inter_kind_links=inter_kind_links))
+    return replace(problem, cluster=replace(problem.cluster, inter_kind_scale=factor))
 
 
 def with_slowdown(problem: Problem, vendor: str, factor: float) -> Problem:
@@ -223,7 +217,8 @@ def with_slowdown(problem: Problem, vendor: str, factor: float) -> Problem:
 def _with_kinds(problem: Problem, kinds: Sequence[NodeKind]) -> Problem:
     names = {kind.name for kind in kinds}
     links = {pair: link for pair, link in problem.cluster.inter_kind_links.items() if pair <= names}
-    return replace(problem, cluster=Cluster(tuple(kinds), links))
+    cluster = replace(problem.cluster, kinds=tuple(kinds), inter_kind_links=links)
+    return replace(problem, cluster=cluster)
 
 
 @dataclass(frozen=True)
