@@ -129,7 +129,7 @@ def _simulate_best(
         if len(best) >= count and lower_bound_seconds(costs) >= best[-1].seconds:
             continue
         plan = _simulate(problem, candidate, placement, costs)
-        passes += placement.plan.stages * candidate.micro_batches * candidate.chunks
+        passes += sum(len(timeline.passes) for timeline in plan.prediction.timelines) // 2
         if plan.prediction.fits:
             best = sorted([*best, plan], key=lambda one: one.seconds)[:count]
     return best
@@ -176,15 +176,21 @@ def solve(problem: Problem, *, progress: Progress = lambda _: None) -> Solution 
     one_more_node = []
     for kind in problem.cluster.kinds:
         progress(f"another node of {kind.name}")
-        throughput = best_throughput(with_nodes(problem, kind, kind.nodes + 1))
+        throughput = best_throughput(
+            with_nodes(problem, kind, kind.nodes + 1),
+            at_least=best.first.prediction.tokens_per_second,
+        )
         one_more_node.append((kind.name, throughput))
     return Solution(best, tuple(vendor_baselines), tuple(one_more_node))
 
 
-def best_throughput(problem: Problem) -> float:
-    """Tokens/s of the best plan; 0 where no plan fits into memory."""
+def best_throughput(problem: Problem, *, at_least: float = 0.0) -> float:
+    """Tokens/s of the best plan; 0 where no plan fits into memory.
+
+    `at_least` are those of a plan that also runs here, which a heuristic search may overlook.
+    """
     best = find_best_plans(problem)
-    return 0.0 if best is None else best.first.prediction.tokens_per_second
+    return at_least if best is None else max(at_least, best.first.prediction.tokens_per_second)
 
 
 def restricted_to_vendor(problem: Problem, vendor: str) -> Problem:
