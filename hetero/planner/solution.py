@@ -259,7 +259,9 @@ def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
     candidate = plan.candidate
     split, placement = candidate.split, plan.placement
     lines = []
-    if not candidate.shares:
+    if candidate.shares:
+        lines.append(_slowest_replicas_sentence(plan))
+    else:
         lines.append(_bottleneck_sentence(problem, candidate))
         steady = candidate.micro_batches * split.period
         fill_and_drain = max(split.seconds - split.update_seconds - steady, 0.0)
@@ -281,6 +283,17 @@ def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
         if (idle := kind.gpus - used.get(kind.name, 0)) > 0:
             lines.append(f"{idle} of {kind.gpus} GPUs of {kind.name} are not used.")
     return lines
+
+
+def _slowest_replicas_sentence(plan: SimulatedPlan) -> str:
+    ends = [timeline.seconds for timeline in plan.prediction.timelines]
+    slowest = ends.index(max(ends))
+    reduction = 1 - max(ends) / plan.seconds
+    return (
+        f"The replicas on {plan.placement.kinds[slowest]} bound it: they end last, and the first "
+        f"to end wait for {1 - min(ends) / max(ends):.1%} of that time. Reducing gradients "
+        f"afterwards takes {reduction:.0%} of the step."
+    )
 
 
 def _bottleneck_sentence(problem: Problem, candidate: Candidate) -> str:

@@ -67,6 +67,13 @@ def test_the_report_draws_the_pipeline_and_answers_every_question(answered: Path
     assert page.count("<svg") >= 3 + 6
 
 
+def test_a_model_s_path_cannot_add_to_the_plan(tmp_path: Path) -> None:
+    model = tmp_path / "a\nvendor: x.yaml"
+    model.write_text(model_file("llama3.2_1b").read_text())
+    assert main(request(tmp_path, "--model", str(model), "--no-replicas")) == 0
+    assert load_plan(tmp_path / "out" / "plan.yaml").num_layers == 16
+
+
 def test_the_step_can_be_opened_in_perfetto(answered: Path) -> None:
     events = json.loads((answered / "trace.json").read_text())["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -238,6 +245,7 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     assert main(words) == 0
     folder = tmp_path / "out"
     assert (folder / "plan.yaml").exists() == pipeline
+    assert ("replicas on " in (folder / "report.html").read_text()) == (not pipeline)
     files = ["--yaml-cfg", str(model), "--yaml-cfg", str(folder / "flags.yaml")]
     more = "--lr 1 --train-iters 1 --mock-data".split()
     args = parse_args([*files, *more], world_size=16)
