@@ -224,6 +224,10 @@ def test_figures_of_bf16_are_not_taken_for_those_of_fp32(
     model.write_text(model_file("llama3-8b").read_text().replace("bf16: true", "bf16: false"))
     told = refusal(capsys, main, request(tmp_path, "--model", str(model), "--dtype", "fp32"))
     assert "the published figures are of bf16" in told
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"format": 1, "model": {"dtype": "bf16"}, "accelerators": {}}))
+    words = request(tmp_path, "--model", str(model), "--profile", str(profile), "--dtype", "fp32")
+    assert "dtype bf16 where the plan's is fp32; measure this one" in refusal(capsys, main, words)
 
 
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])

@@ -94,7 +94,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
     if model is not None:
         for path, profile in read_profiles.items():
-            faults.sentences += _model_mismatches(path, profile, model)
+            faults.sentences += _model_mismatches(path, profile, model, options.dtype)
     faults.refuse()
     assert cluster is not None
     assert model is not None
@@ -156,15 +156,20 @@ def _training(options: argparse.Namespace) -> TrainingOptions:
     )
 
 
-def _model_mismatches(path: Path, profile: MeasuredProfile, model: ModelShape) -> list[str]:
+def _model_mismatches(
+    path: Path, profile: MeasuredProfile, model: ModelShape, dtype: str
+) -> list[str]:
+    planned = {**vars(model), "dtype": dtype}
     differing = [
-        f"{name} {value} where the model has {getattr(model, name)}"
+        f"{name} {value} where the plan's is {planned[name]}"
         for name, value in profile.model.items()
-        if name not in _MAY_DIFFER and value != getattr(model, name, value)
+        if name not in _MAY_DIFFER and value != planned.get(name, value)
     ]
     if not differing:
         return []
-    return [f"the profile {path} is of another model: {', '.join(differing)}; measure this one"]
+    return [
+        f"the profile {path} is of another model or dtype: {', '.join(differing)}; measure this one"
+    ]
 
 
 def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
