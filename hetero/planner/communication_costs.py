@@ -149,7 +149,8 @@ def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> floa
     ranks_per_nic = stage.tensor / max(1, min(ranks) * kind.rails // kind.gpus_per_node)
     moved_bytes = (replicas - 1) / replicas * size
     slowest = max(
-        moved_bytes / kind.intra_node.bandwidth, kind.rail.seconds(moved_bytes * ranks_per_nic)
+        moved_bytes / kind.intra_node.bandwidth,
+        kind.rail.exchange_seconds(moved_bytes * ranks_per_nic),
     )
     return (
         slowest

@@ -56,6 +56,14 @@ def test_a_stage_over_two_nodes_reduces_at_the_speed_of_the_nics_where_it_has_fe
     assert across == pytest.approx(2 * (2 / 3 * MODEL.parameters / 2 * 4 / 50e9), rel=0.02)
 
 
+def test_a_ring_over_nodes_sends_and_receives_at_once() -> None:
+    nodes = cluster(rail_both_ways_gbits=200)
+    costs = step_costs(alone(data=8), model=MODEL, cluster=nodes, profile=profile())
+    # Four NICs a node, each at half its speed in both directions.
+    moved = 7 / 8 * MODEL.parameters * 4 / 4
+    assert costs.reduce[0] == pytest.approx(2 * moved / 25e9, rel=0.02)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_each_end_of_a_transfer_has_its_own_rails(order: int) -> None:
     """Four NICs of 100 Gb/s carry what one of 400 Gb/s does, whichever node is listed first."""
