@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import numpy as np
 from hetero.formatting import counted
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
+from hetero.planner.layer_split import estimate
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, lower_bound_seconds, simulate
 from hetero.planner.search import Candidate, SearchResult, search
@@ -24,6 +26,8 @@ _WIDENING = 4
 """Factor by which a wider search simulates more candidates."""
 _MAX_PASSES = 100_000
 """Simulated forward passes after which the remaining candidates are dropped."""
+_MAX_MOVES = 300
+"""Splits that are tried beside the best plan's."""
 _RUNNERS_UP = 7
 """Plans of a Solution besides the best."""
 
@@ -112,7 +116,8 @@ def find_best_plans(
             explore_below=best[0].seconds,
             progress=report,
         )
-        best = _simulate_best(problem, search_result, 1 + runners_up)
+        widened = _simulate_best(problem, search_result, 1 + runners_up)
+        best = min(widened, best, key=lambda plans: plans[0].seconds if plans else np.inf)
     return RankedPlans(tuple(best), search_result) if best else None
 
 
@@ -132,7 +137,44 @@ def _simulate_best(
         passes += sum(len(timeline.passes) for timeline in plan.prediction.timelines) // 2
         if plan.prediction.fits:
             best = sorted([*best, plan], key=lambda one: one.seconds)[:count]
-    return best
+    return [_with_moved_layers(problem, best[0], passes), *best[1:]] if best else best
+
+
+def _with_moved_layers(problem: Problem, plan: SimulatedPlan, passes: int) -> SimulatedPlan:
+    """Move a layer from stage to stage as long as that shortens the simulated step.
+
+    The search splits layers by its estimate, which may prefer a neighbour of the best split.
+    `passes` have been simulated before.
+    """
+    candidate = plan.candidate
+    if candidate.shares:
+        return plan
+    pipeline = pipeline_model(
+        problem,
+        candidate.meshes,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+    )
+    pairs = list(itertools.permutations(range(pipeline.stages), 2))
+    unsuccessful = 0
+    for source, target in itertools.islice(itertools.cycle(pairs), _MAX_MOVES):
+        layers = np.array(plan.candidate.split.layers)
+        layers[source] -= 1
+        layers[target] += 1
+        unsuccessful += 1
+        if unsuccessful > len(pairs) or passes > _MAX_PASSES:
+            break
+        if layers[source] < pipeline.chunks or layers[target] > pipeline.max_layers[target]:
+            continue
+        moved = replace(candidate, split=estimate(pipeline, layers))
+        placement, costs = _placement_and_costs(problem, moved)
+        if lower_bound_seconds(costs) >= plan.seconds:
+            continue
+        found = _simulate(problem, moved, placement, costs)
+        passes += sum(len(timeline.passes) for timeline in found.prediction.timelines) // 2
+        if found.prediction.fits and found.seconds < plan.seconds * (1 - 1e-9):
+            plan, unsuccessful = found, 0
+    return plan
 
 
 def simulate_candidate(problem: Problem, candidate: Candidate) -> SimulatedPlan:

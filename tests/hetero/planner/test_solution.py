@@ -34,8 +34,9 @@ def test_no_vendor_alone_is_faster_than_the_answer_where_estimates_are_too_short
     space = SearchSpace(global_batch=16, tensor=(1,), micro_batch=(1,), replicas=False)
     found = solve(Problem(cluster, model, analytic_profile(model, cluster), space))
     assert found is not None
-    assert found.best.search_result.candidates[0].seconds < 0.9 * found.best.first.seconds
-    assert found.speedup_over_best_vendor >= 1
+    assert found.best.search_result.candidates[0].seconds < 0.95 * found.best.first.seconds
+    # The split that is best by the estimate is no faster than one vendor alone.
+    assert found.speedup_over_best_vendor > 1.1
 
 
 def problem(*, nodes: int, gpus: int, batch: int) -> Problem:
