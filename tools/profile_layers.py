@@ -121,14 +121,19 @@ def _measure(options: argparse.Namespace) -> str:
 
     args = model_arguments(options.flags)
     model = model_shape(args)
-    if before is not None and _size_free(dict(before.model)) != _size_free(asdict(model)):
-        raise UserError(f"--out {options.out} is the profile of another model; name another file")
+    dtype = _DTYPES[args.params_dtype]
+    described = {**asdict(model), "dtype": dtype}
+    # A profile of an earlier version does not say its dtype.
+    if before is not None and _size_free({"dtype": dtype, **before.model}) != _size_free(described):
+        raise UserError(
+            f"--out {options.out} is the profile of another model or dtype; name another file"
+        )
     _require_possible(options, model, positions=args.max_position_embeddings)
     here = device_here(options.accelerator, threads=options.threads)
     swept, links = _sweep(options, args, here)
     accelerators = dict(before.accelerators) if before is not None else {}
     accelerators[here.accelerator] = measured = swept.profile
-    profile = MeasuredProfile(accelerators=accelerators, model=asdict(model))
+    profile = MeasuredProfile(accelerators=accelerators, model=described)
     write_whole(options.out, json.dumps(profile.to_mapping(), indent=1) + "\n")
     lines = [*_table(swept), *_cluster_lines(links), *_unsteady(swept.spread.values())]
     return "\n".join(
@@ -191,6 +196,10 @@ def _sweep(
         swept = measure(args, sweep, here=here, wire=wire, advance=advance)
     profile = replace(swept.profile, source=_source(args, here, sweep))
     return replace(swept, profile=profile), links
+
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""What tools/plan.py calls them."""
 
 
 def _size_free(model: dict[str, object]) -> dict[str, object]:

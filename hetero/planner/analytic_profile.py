@@ -19,8 +19,6 @@ from hetero.planner.model_shape import ModelShape
 EFFICIENCY = 0.63
 """Fraction of peak FLOP/s of matrix multiplications and attention. Calibrated so that LLaMA-8B
 reaches the 571.6 TFLOP/s measured on H200 (docs/benchmarks/published_table.md)."""
-_ELEMENT_BYTES = 2
-"""bf16."""
 _UPDATE_BYTES_PER_PARAMETER = 42
 """Memory traffic of an optimizer step: the gradient read twice (norm, update) and zeroed, the fp32
 weight and two moments read and written, the bf16 weight written."""
@@ -35,11 +33,12 @@ class AnalyticProfile:
     model: ModelShape
     accelerators: Mapping[str, Accelerator]
     efficiency: float = EFFICIENCY
+    element_bytes: int = 2
+    """Of an activation: 2 in bf16 and fp16."""
 
     def costs(self, accelerator: str, point: Point) -> PartCosts:
-        return _PointModel(
-            self.model, self._accelerator(accelerator), point, self.efficiency
-        ).costs()
+        part = self._accelerator(accelerator)
+        return _PointModel(self.model, part, point, self.efficiency, self.element_bytes).costs()
 
     def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
         return (
@@ -65,15 +64,19 @@ class AnalyticProfile:
 
 
 def analytic_profile(
-    model: ModelShape, cluster: Cluster, *, efficiency: float = EFFICIENCY
+    model: ModelShape, cluster: Cluster, *, efficiency: float = EFFICIENCY, element_bytes: int = 2
 ) -> AnalyticProfile:
     """The profile of all accelerators of a cluster."""
     accelerators = {kind.accelerator.name: kind.accelerator for kind in cluster.kinds}
-    return AnalyticProfile(model, accelerators, efficiency)
+    return AnalyticProfile(model, accelerators, efficiency, element_bytes)
 
 
 def measured_efficiency(
-    measured: MeasuredProfile, accelerator: Accelerator, model: ModelShape
+    measured: MeasuredProfile,
+    accelerator: Accelerator,
+    model: ModelShape,
+    *,
+    element_bytes: int = 2,
 ) -> float:
     """The fraction of its peak FLOP/s that an accelerator reached, over all measured points."""
     profile = measured.accelerators.get(accelerator.name)
@@ -84,7 +87,7 @@ def measured_efficiency(
         )
     measured_seconds = peak_seconds = 0.0
     for point, costs in profile.points.items():
-        layer = _PointModel(model, accelerator, point, 1.0)
+        layer = _PointModel(model, accelerator, point, 1.0, element_bytes)
         other_seconds = layer.memory_bound_seconds * 3 + layer.all_reduce_seconds * 2
         if point.recompute == "full":
             other_seconds += layer.memory_bound_seconds + layer.all_reduce_seconds
@@ -106,6 +109,7 @@ class _PointModel:
     accelerator: Accelerator
     point: Point
     efficiency: float
+    element_bytes: int
 
     @property
     def tokens(self) -> int:
@@ -128,14 +132,14 @@ class _PointModel:
         unsharded = 10 * model.hidden / (tensor if self.point.sequence_parallel else 1)
         mlp = (3 if model.gated else 2) * model.ffn
         rotary = 2 * (model.attention_width + model.key_value_width)
-        moved_bytes = self.tokens * (unsharded + (mlp + rotary) / tensor) * _ELEMENT_BYTES
+        moved_bytes = self.tokens * (unsharded + (mlp + rotary) / tensor) * self.element_bytes
         return moved_bytes / self.accelerator.memory_bandwidth
 
     @property
     def all_reduce_seconds(self) -> float:
         """Two all-reduces of the hidden state, each a reduce-scatter and an all-gather."""
         link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
-        size = self.tokens * self.model.hidden * _ELEMENT_BYTES
+        size = self.tokens * self.model.hidden * self.element_bytes
         return 4 * ring_seconds(link, ranks=self.point.tensor, size=size)
 
     def costs(self) -> PartCosts:
@@ -152,10 +156,11 @@ class _PointModel:
             head=self._head(),
             layer_activation_bytes=activation_bytes,
             embedding_activation_bytes=self._hidden_bytes,
-            head_activation_bytes=self._logits * (_ELEMENT_BYTES + 4) + 2 * self._hidden_bytes,
+            head_activation_bytes=self._logits * (self.element_bytes + 4) + 2 * self._hidden_bytes,
             layer_working_bytes=working_bytes,
             layer_delayed_bytes=self._delayed_bytes,
-            head_delayed_bytes=(self._logits + self.tokens * self.model.hidden) * _ELEMENT_BYTES,
+            head_delayed_bytes=(self._logits + self.tokens * self.model.hidden)
+            * self.element_bytes,
         )
 
     def _seconds(self, flops: float) -> float:
@@ -169,10 +174,10 @@ class _PointModel:
     def _hidden_bytes(self) -> float:
         """One rank's part of a hidden state."""
         shards = self.point.tensor if self.point.sequence_parallel else 1
-        return self.tokens * self.model.hidden * _ELEMENT_BYTES / shards
+        return self.tokens * self.model.hidden * self.element_bytes / shards
 
     def _embedding(self) -> PassTimes:
-        size = self.tokens * self.model.hidden * _ELEMENT_BYTES
+        size = self.tokens * self.model.hidden * self.element_bytes
         lookup = 2 * size / self.accelerator.memory_bandwidth
         link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
         all_reduce = 2 * ring_seconds(link, ranks=self.point.tensor, size=size)
@@ -198,7 +203,7 @@ class _PointModel:
         return (
             self.tokens
             * (4 * model.hidden + (inputs + outputs) / self.point.tensor)
-            * _ELEMENT_BYTES
+            * self.element_bytes
         )
 
     def _activations(self) -> tuple[float, float]:
@@ -211,10 +216,10 @@ class _PointModel:
         model, tensor = self.model, self.point.tensor
         attention = 2 * model.attention_width + 2 * model.key_value_width
         mlp = (3 if model.gated else 2) * model.ffn
-        sharded = self.tokens * (attention + mlp) / tensor * _ELEMENT_BYTES
+        sharded = self.tokens * (attention + mlp) / tensor * self.element_bytes
         statistics = self.tokens * model.heads / tensor * 4
         kept = 4 * self._hidden_bytes + sharded + statistics
-        gradients = self.tokens * mlp / tensor * _ELEMENT_BYTES
+        gradients = self.tokens * mlp / tensor * self.element_bytes
         if self.point.recompute == "full":
             return self._hidden_bytes, kept + gradients
         return kept, gradients

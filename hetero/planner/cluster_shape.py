@@ -62,6 +62,8 @@ class LinkModel:
 
     def scaled(self, factor: float) -> LinkModel:
         """The same link with `factor` times the bandwidth."""
+        if factor == 1:
+            return self
         return LinkModel(
             bandwidth=self.bandwidth * factor,
             latency=self.latency,
@@ -106,7 +108,9 @@ class Cluster:
 
     kinds: tuple[NodeKind, ...]
     inter_kind_links: Mapping[frozenset[str], LinkModel]
-    """One rail between two kinds, where that is not the slower of their own rails."""
+    """One rail of both ends between two kinds, where these are not the rails of their own."""
+    inter_kind_scale: float = 1.0
+    """Factor on the bandwidth of all rails between two kinds, for what-if questions."""
 
     def __post_init__(self) -> None:
         if wrong := _name_problems([kind.name for kind in self.kinds], self.inter_kind_links):
@@ -124,13 +128,15 @@ class Cluster:
                 f"the cluster has no nodes called {name}; it has {', '.join(self._by_name)}"
             ) from None
 
-    def rail(self, one: str, other: str) -> LinkModel:
-        """The link of one rail between two nodes, of the same kind or of two."""
-        first, second = self.kind(one), self.kind(other)
-        if one == other:
-            return first.rail
-        given = self.inter_kind_links.get(frozenset((one, other)))
-        return given or min(first.rail, second.rail, key=lambda link: link.bandwidth)
+    def rail(self, own: str, other: str) -> LinkModel:
+        """One rail of a node of kind `own`, on the way to or from a node of kind `other`.
+
+        The other end may have fewer or slower ones: a transfer takes as long as at its slower end.
+        """
+        if own == other:
+            return self.kind(own).rail
+        given = self.inter_kind_links.get(frozenset((own, other)))
+        return (given or self.kind(own).rail).scaled(self.inter_kind_scale)
 
     @property
     def gpus(self) -> int:

@@ -65,18 +65,31 @@ def edge_costs(
     if is_gathered:
         gather_after = _all_gather_seconds(cluster.kind(target.kind), target, other)
         gather_before = _all_gather_seconds(cluster.kind(source.kind), source, size)
+    links, moved = _ends(cluster, source, target), (sent, received)
+    latencies = [0.0 if link.measured else link.latency for link, _ in links]
+    occupancy = max(
+        link.seconds(size * ranks) - latency
+        for (link, ranks), size, latency in zip(links, moved, latencies, strict=True)
+    )
+    is_buffered = max(moved) <= NCCL_BUFFER_BYTES
+    return EdgeCosts(occupancy, max(latencies), gather_after, gather_before, is_buffered)
+
+
+def _ends(
+    cluster: Cluster, source: StageShape, target: StageShape
+) -> tuple[tuple[LinkModel, int], tuple[LinkModel, int]]:
+    """For both ends of a transfer: the link that a rank uses, and how many ranks share it."""
     if on_same_node(cluster, source, target):
         link = cluster.kind(source.kind).intra_node
-        seconds = max(link.seconds(sent), link.seconds(received))
-    else:
-        link = cluster.rail(source.kind, target.kind)
-        seconds = max(
-            link.seconds(sent * ranks_per_rail(cluster.kind(source.kind), source.ranks)),
-            link.seconds(received * ranks_per_rail(cluster.kind(target.kind), target.ranks)),
-        )
-    latency = 0.0 if link.measured else link.latency
-    is_buffered = max(sent, received) <= NCCL_BUFFER_BYTES
-    return EdgeCosts(seconds - latency, latency, gather_after, gather_before, is_buffered)
+        return (link, 1), (link, 1)
+    return (
+        (cluster.rail(source.kind, target.kind), _sharing_ranks(cluster, source)),
+        (cluster.rail(target.kind, source.kind), _sharing_ranks(cluster, target)),
+    )
+
+
+def _sharing_ranks(cluster: Cluster, stage: StageShape) -> int:
+    return ranks_per_rail(cluster.kind(stage.kind), stage.ranks)
 
 
 def on_same_node(cluster: Cluster, one: StageShape, other: StageShape) -> bool:
@@ -124,26 +137,35 @@ def ring_seconds(link: LinkModel, *, ranks: int, size: float) -> float:
 def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
     """A reduce-scatter or all-gather of `size` bytes a rank over a stage's data-parallel ranks.
 
-    All tensor-parallel ranks run theirs at once and share their node's NICs. Between nodes, latency
-    is that of a tree.
+    All tensor-parallel ranks run theirs at once and share the NICs of their GPUs; the node with the
+    fewest of them is the slowest. Between nodes, latency is that of a tree.
     """
     kind, replicas = cluster.kind(stage.kind), stage.data
     if replicas < 2:
         return 0.0
-    replicas_per_node = max(1, min(replicas, kind.gpus_per_node // stage.tensor))
-    nodes = math.ceil(replicas / replicas_per_node)
-    if nodes == 1:
+    ranks = _ranks_on_nodes(kind, stage)
+    if len(ranks) == 1:
         return ring_seconds(kind.intra_node, ranks=replicas, size=size)
-    ranks_per_nic = stage.tensor / kind.rails
+    ranks_per_nic = stage.tensor / max(1, min(ranks) * kind.rails // kind.gpus_per_node)
     moved_bytes = (replicas - 1) / replicas * size
     slowest = max(
-        moved_bytes / kind.intra_node.bandwidth, kind.rail.seconds(moved_bytes * ranks_per_nic)
+        moved_bytes / kind.intra_node.bandwidth,
+        kind.rail.exchange_seconds(moved_bytes * ranks_per_nic),
     )
     return (
         slowest
-        + kind.rail.latency * math.log2(nodes)
-        + kind.intra_node.latency * (replicas_per_node - 1)
+        + kind.rail.latency * math.log2(len(ranks))
+        + kind.intra_node.latency * (max(ranks) // stage.tensor - 1)
     )
+
+
+def _ranks_on_nodes(kind: NodeKind, stage: StageShape) -> list[int]:
+    """How many of a stage's ranks are on each of its nodes."""
+    size, first, end = kind.gpus_per_node, stage.first_gpu, stage.first_gpu + stage.ranks
+    return [
+        min(end, (node + 1) * size) - max(first, node * size)
+        for node in range(first // size, (end - 1) // size + 1)
+    ]
 
 
 def reduce_and_gather_seconds(
@@ -162,19 +184,24 @@ def reduce_and_gather_seconds(
     """
     gradients = parameters * options.gradient_bytes
     weights = parameters * options.parameter_bytes
-    first = dp_group[0]
-    scatter = [intra_mesh_seconds(cluster, stage, gradients) for stage in dp_group]
-    gather = [
-        intra_mesh_seconds(cluster, stage, weights if first.distributed_optimizer else gradients)
+    is_distributed = dp_group[0].distributed_optimizer
+    scatter = max(intra_mesh_seconds(cluster, stage, gradients) for stage in dp_group)
+    gather = max(
+        intra_mesh_seconds(cluster, stage, weights if is_distributed else gradients)
         for stage in dp_group
-    ]
+    )
     cross_mesh, arithmetic = _cross_mesh_seconds(cluster, dp_group, gradients), 0.0
     if len(dp_group) > 1:
         kinds = {cluster.kind(stage.kind).accelerator.name for stage in dp_group}
         arithmetic = max(profile.reduction_seconds(kind, parameters) for kind in kinds)
-    if first.distributed_optimizer:
-        return _pipelined_seconds([max(scatter), cross_mesh]) + arithmetic, max(gather)
-    return _pipelined_seconds([max(scatter), cross_mesh, max(gather)]) + arithmetic, 0.0
+    # What follows each other over the same links adds up.
+    inside = scatter if is_distributed else scatter + gather
+    if any(len(_ranks_on_nodes(cluster.kind(stage.kind), stage)) > 1 for stage in dp_group):
+        reduce = inside + cross_mesh
+    else:
+        longer, shorter = max(inside, cross_mesh), min(inside, cross_mesh)
+        reduce = longer + shorter / _PIPELINE_CHUNKS
+    return reduce + arithmetic, gather if is_distributed else 0.0
 
 
 def _cross_mesh_seconds(cluster: Cluster, dp_group: Sequence[StageShape], size: float) -> float:
@@ -183,19 +210,9 @@ def _cross_mesh_seconds(cluster: Cluster, dp_group: Sequence[StageShape], size: 
     for stage in dp_group:
         kind = cluster.kind(stage.kind)
         shard = size / stage.data * ranks_per_rail(kind, stage.ranks)
-        links = [
-            kind.rail if stage.kind == other.kind else cluster.rail(stage.kind, other.kind)
-            for other in dp_group
-            if other is not stage
-        ]
+        links = [cluster.rail(stage.kind, other.kind) for other in dp_group if other is not stage]
         seconds = max(seconds, sum(link.exchange_seconds(shard) for link in links))
     return seconds
-
-
-def _pipelined_seconds(steps: Sequence[float]) -> float:
-    """Steps that follow each other chunk by chunk: the longest, and one chunk of all others."""
-    longest = max(steps)
-    return longest + (sum(steps) - longest) / _PIPELINE_CHUNKS
 
 
 def tied_embedding_seconds(
@@ -207,9 +224,8 @@ def tied_embedding_seconds(
     options: TrainingOptions,
 ) -> float:
     """Summing the gradients of a tied embedding, which the first and last stage both hold."""
-    link = cluster.rail(first.kind, last.kind)
-    sizes = []
-    for stage in (first, last):
-        size = model.vocabulary * model.hidden * options.gradient_bytes / stage.tensor
-        sizes.append(size * ranks_per_rail(cluster.kind(stage.kind), stage.ranks))
-    return link.seconds(max(sizes))
+    gradient = model.vocabulary * model.hidden * options.gradient_bytes
+    ends = zip((first, last), _ends(cluster, first, last), strict=True)
+    return max(
+        link.exchange_seconds(gradient / stage.tensor * ranks) for stage, (link, ranks) in ends
+    )

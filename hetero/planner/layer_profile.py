@@ -117,7 +117,7 @@ class MeasuredProfile:
 
     accelerators: Mapping[str, AcceleratorProfile]
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the measured ModelShape, to compare with; empty for imported profiles."""
+    """Fields of the measured ModelShape, and `dtype`, to compare with; empty for imported ones."""
 
     def costs(self, accelerator: str, point: Point) -> PartCosts:
         measured = self._accelerator(accelerator)

@@ -14,7 +14,7 @@ from hetero.planner.pipeline_schedule import (
     stage_schedule,
 )
 
-_MAX_SIMULATED_PASSES = 50_000
+_MAX_SIMULATED_PASSES = 10_000
 """Forward passes up to which a whole step is simulated (at least two pipeline fills)."""
 
 

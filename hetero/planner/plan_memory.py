@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hetero.plan import Plan
 from hetero.planner.accelerators import built_in_accelerators
@@ -11,9 +11,6 @@ from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
-
-_PROFILE_ELEMENT_BYTES = 2
-"""Bytes of an activation's element in the analytic profile (bf16)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,9 @@ def stage_memory(
     passes = in_flight(stage, stages=plan.stages, micro_batches=micro_batches, chunks=plan.chunks)
     # Only bytes are used, and these do not depend on the accelerator.
     accelerator = next(iter(built_in_accelerators().values()))
-    profile = AnalyticProfile(model, {accelerator.name: accelerator})
+    profile = AnalyticProfile(
+        model, {accelerator.name: accelerator}, element_bytes=options.activation_bytes
+    )
     memory = rank_memory(
         shape,
         passes=passes,
@@ -48,9 +47,8 @@ def stage_memory(
         options=options,
         replicas=mesh.data,
     )
-    scale = options.activation_bytes / _PROFILE_ELEMENT_BYTES
     return StageMemory(
         parameters=shape.parameters(model),
-        memory=replace(memory, activations=memory.activations * scale),
+        memory=memory,
         micro_batches=passes / plan.chunks,
     )

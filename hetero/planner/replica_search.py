@@ -1,8 +1,7 @@
 """Search for plans of data parallelism across kinds of nodes: whole replicas on each kind.
 
-All replicas have the same stages, tensor size, micro-batch size and layers. A kind has as many
-replicas as its GPUs allow, or fewer where the batch then divides better; micro-batches are divided
-so that the makespan of all replicas is shortest.
+All replicas have the same stages, tensor size, micro-batch size and layers. Micro-batches are
+divided so that the makespan of all replicas is shortest.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ from hetero.planner.step_costs import step_costs
 _MAX_ENUMERATED_SPLITS = 500
 """Splits of layers up to which all are evaluated."""
 _MAX_GPU_PRODUCT = 1024
-"""Product of the kinds' GPUs up to which fewer replicas than possible are searched, too."""
-_MAX_SHAPES = 60
-"""Shapes evaluated by a heuristic search."""
+"""Product of the kinds' GPUs up to which any numbers of replicas are searched."""
+_MAX_SHAPES = 60  # evaluated by a heuristic search
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,8 @@ class _ReplicaShape:
     micro_batch: int
     stages: int
     data: tuple[int, ...]
+    is_full: bool
+    """Whether each kind has as many replicas as its GPUs allow."""
     lower_bound: float
     """Seconds of the passes."""
 
@@ -68,27 +68,28 @@ class _ReplicaShape:
 def search_replicas(problem: Problem, *, cutoff: float, is_exact: bool) -> Iterator[ReplicaPlan]:
     """Plans of whole replicas, each better than the last, the first below `cutoff` seconds.
 
-    A heuristic search evaluates the shapes with the least lower bounds, with as many replicas as
-    the GPUs allow.
+    A heuristic search evaluates the shapes with the least lower bounds, of those with as many
+    replicas as the GPUs allow and of those with fewer.
     """
-    allow_fewer = is_exact and not is_truncated(problem)
-    shapes = sorted(
-        _replica_shapes(problem, allow_fewer=allow_fewer), key=lambda shape: shape.lower_bound
-    )
-    for shape in shapes if is_exact else shapes[:_MAX_SHAPES]:
+    every = is_exact and not is_truncated(problem)
+    shapes = sorted(_replica_shapes(problem, every=every), key=lambda shape: shape.lower_bound)
+    if not every:
+        full, fewer = ([one for one in shapes if one.is_full is which] for which in (True, False))
+        shapes = [*full[: None if is_exact else _MAX_SHAPES], *fewer[:_MAX_SHAPES]]
+    for shape in shapes:
         if shape.lower_bound >= cutoff:
-            break
+            continue
         for found in _search_shape(problem, shape, cutoff):
             cutoff = found.split.seconds
             yield found
 
 
 def is_truncated(problem: Problem) -> bool:
-    """Whether there are so many GPUs that fewer replicas than possible are not searched."""
+    """Whether there are so many GPUs that not all numbers of replicas are searched."""
     return math.prod(kind.gpus for kind in problem.cluster.kinds) > _MAX_GPU_PRODUCT
 
 
-def _replica_shapes(problem: Problem, *, allow_fewer: bool) -> Iterator[_ReplicaShape]:
+def _replica_shapes(problem: Problem, *, every: bool) -> Iterator[_ReplicaShape]:
     space, model = problem.space, problem.model
     sizes = [
         size
@@ -109,13 +110,23 @@ def _replica_shapes(problem: Problem, *, allow_fewer: bool) -> Iterator[_Replica
                 ranks = [kind.usable_gpus(tensor) // tensor for kind in kinds]
                 times = [seconds[kind] for kind in kinds]
                 for stages in range(1, min(model.layers, *ranks) + 1):
-                    max_data = [count // stages for count in ranks]
-                    min_data = [1] * len(max_data) if allow_fewer else max_data
-                    ranges = (range(a, b + 1) for a, b in zip(min_data, max_data, strict=True))
-                    for data in itertools.product(*ranges):
+                    most = tuple(count // stages for count in ranks)
+                    for data in _replica_counts(most, every=every):
                         bound = _lower_bound(problem, times, micro_batch, stages, data)
+                        shape = (kinds, tensor, micro_batch, stages, data, data == most, bound)
                         if bound < math.inf:
-                            yield _ReplicaShape(kinds, tensor, micro_batch, stages, data, bound)
+                            yield _ReplicaShape(*shape)
+
+
+def _replica_counts(most: tuple[int, ...], *, every: bool) -> Iterator[tuple[int, ...]]:
+    """Replicas of each kind: every number up to `most`, or fewer on one kind at a time."""
+    if every:
+        yield from itertools.product(*(range(1, count + 1) for count in most))
+        return
+    yield most
+    for index, count in enumerate(most):
+        for fewer in range(1, count):
+            yield (*most[:index], fewer, *most[index + 1 :])
 
 
 def _fastest_micro_batch(

@@ -69,9 +69,9 @@ class MeshShape:
     """Weight, gradient and optimizer state per parameter."""
     usable_bytes: float
     """Memory available to the model."""
-    update_seconds_per_parameter: float
-    """Gradient reduction and optimizer update."""
-    update_seconds_fixed: float
+    update_seconds_per_parameter: FloatArray
+    """Gradient reduction and optimizer update of each stage, which may lie over two nodes."""
+    update_seconds_fixed: FloatArray
     intra_node_hop: tuple[float, float]
     """Seconds to the mesh's next stage on the same node: (transfer, link occupancy)."""
     inter_node_hop: tuple[float, float]
@@ -234,7 +234,7 @@ def mesh_shape(
     shards = (replicas or stage.data) if stage.distributed_optimizer else 1
     fixed = profile.optimizer_seconds(kind.accelerator.name, 0.0)
     slope = (profile.optimizer_seconds(kind.accelerator.name, 1e9) - fixed) / 1e9 / shards
-    reduction_fixed, reduction_slope = _reduction_costs(problem, stage)
+    reduction_fixed, reduction_slope = _reductions_of_stages(problem, kind, stage)
     return MeshShape(
         kind=kind,
         stage=stage,
@@ -247,6 +247,21 @@ def mesh_shape(
         intra_node_hop=_hop(problem, stage, same_node=True),
         inter_node_hop=_hop(problem, stage, same_node=False),
     )
+
+
+def _reductions_of_stages(
+    problem: Problem, kind: NodeKind, stage: StageShape
+) -> tuple[FloatArray, FloatArray]:
+    """`_reduction_costs` of each stage of a mesh, which differ where some lie over two nodes."""
+    size, ranks = kind.gpus_per_node, stage.ranks
+    first = np.arange(max(kind.usable_gpus(stage.tensor) // ranks, 1)) * ranks % size
+    if size % ranks == 0 or ranks % size == 0:
+        first[:] = 0
+    costs = {
+        gpu: _reduction_costs(problem, replace(stage, first_gpu=gpu)) for gpu in set(first.tolist())
+    }
+    fixed, slope = zip(*(costs[gpu] for gpu in first.tolist()), strict=True)
+    return np.array(fixed), np.array(slope)
 
 
 def _reduction_costs(problem: Problem, stage: StageShape) -> tuple[float, float]:
@@ -297,8 +312,8 @@ def pipeline_model(
         own = slice(start, end)
         layer[own] = shape.layer_seconds
         parameters = model.layer_parameters / shape.stage.tensor
-        update[own] = parameters * shape.update_seconds_per_parameter
-        extra_update[own] = shape.update_seconds_fixed
+        update[own] = parameters * shape.update_seconds_per_parameter[: mesh.stages]
+        extra_update[own] = shape.update_seconds_fixed[: mesh.stages]
         max_layers[own] = shape.max_layers(
             model,
             in_flights[own],
@@ -326,11 +341,13 @@ def pipeline_model(
     _, head = embedding_and_head_parameters(model, last.stage.tensor, single_stage=single)
     extra[0] += first.costs.embedding.forward + first.costs.embedding.backward
     extra[-1] += last.costs.head.forward + last.costs.head.backward
-    extra_update[0] += embedding * first.update_seconds_per_parameter
-    extra_update[-1] += head * last.update_seconds_per_parameter
+    last_stage = meshes[-1].stages - 1
+    extra_update[0] += embedding * first.update_seconds_per_parameter[0]
+    extra_update[-1] += head * last.update_seconds_per_parameter[last_stage]
     if model.tied and stages > 1:
+        final = replace(last.stage, first_gpu=last_stage * last.stage.ranks)
         tied = tied_embedding_seconds(
-            problem.cluster, first.stage, last.stage, model=model, options=problem.options
+            problem.cluster, first.stage, final, model=model, options=problem.options
         )
         extra_update[0] += tied
         extra_update[-1] += tied

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetero.formatting import counted
-from hetero.planner.cluster_shape import Cluster, NodeKind
+from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
+from hetero.planner.layer_split import estimate
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, lower_bound_seconds, simulate
 from hetero.planner.search import Candidate, SearchResult, search
@@ -24,6 +26,8 @@ _WIDENING = 4
 """Factor by which a wider search simulates more candidates."""
 _MAX_PASSES = 100_000
 """Simulated forward passes after which the remaining candidates are dropped."""
+_MAX_MOVES = 300
+"""Splits that are tried beside the best plan's."""
 _RUNNERS_UP = 7
 """Plans of a Solution besides the best."""
 
@@ -112,7 +116,8 @@ def find_best_plans(
             explore_below=best[0].seconds,
             progress=report,
         )
-        best = _simulate_best(problem, search_result, 1 + runners_up)
+        widened = _simulate_best(problem, search_result, 1 + runners_up)
+        best = min(widened, best, key=lambda plans: plans[0].seconds if plans else np.inf)
     return RankedPlans(tuple(best), search_result) if best else None
 
 
@@ -129,10 +134,47 @@ def _simulate_best(
         if len(best) >= count and lower_bound_seconds(costs) >= best[-1].seconds:
             continue
         plan = _simulate(problem, candidate, placement, costs)
-        passes += placement.plan.stages * candidate.micro_batches * candidate.chunks
+        passes += sum(len(timeline.passes) for timeline in plan.prediction.timelines) // 2
         if plan.prediction.fits:
             best = sorted([*best, plan], key=lambda one: one.seconds)[:count]
-    return best
+    return [_with_moved_layers(problem, best[0], passes), *best[1:]] if best else best
+
+
+def _with_moved_layers(problem: Problem, plan: SimulatedPlan, passes: int) -> SimulatedPlan:
+    """Move a layer from stage to stage as long as that shortens the simulated step.
+
+    The search splits layers by its estimate, which may prefer a neighbour of the best split.
+    `passes` have been simulated before.
+    """
+    candidate = plan.candidate
+    if candidate.shares:
+        return plan
+    pipeline = pipeline_model(
+        problem,
+        candidate.meshes,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+    )
+    pairs = list(itertools.permutations(range(pipeline.stages), 2))
+    unsuccessful = 0
+    for source, target in itertools.islice(itertools.cycle(pairs), _MAX_MOVES):
+        layers = np.array(plan.candidate.split.layers)
+        layers[source] -= 1
+        layers[target] += 1
+        unsuccessful += 1
+        if unsuccessful > len(pairs) or passes > _MAX_PASSES:
+            break
+        if layers[source] < pipeline.chunks or layers[target] > pipeline.max_layers[target]:
+            continue
+        moved = replace(candidate, split=estimate(pipeline, layers))
+        placement, costs = _placement_and_costs(problem, moved)
+        if lower_bound_seconds(costs) >= plan.seconds:
+            continue
+        found = _simulate(problem, moved, placement, costs)
+        passes += sum(len(timeline.passes) for timeline in found.prediction.timelines) // 2
+        if found.prediction.fits and found.seconds < plan.seconds * (1 - 1e-9):
+            plan, unsuccessful = found, 0
+    return plan
 
 
 def simulate_candidate(problem: Problem, candidate: Candidate) -> SimulatedPlan:
@@ -176,15 +218,21 @@ def solve(problem: Problem, *, progress: Progress = lambda _: None) -> Solution 
     one_more_node = []
     for kind in problem.cluster.kinds:
         progress(f"another node of {kind.name}")
-        throughput = best_throughput(with_nodes(problem, kind, kind.nodes + 1))
+        throughput = best_throughput(
+            with_nodes(problem, kind, kind.nodes + 1),
+            at_least=best.first.prediction.tokens_per_second,
+        )
         one_more_node.append((kind.name, throughput))
     return Solution(best, tuple(vendor_baselines), tuple(one_more_node))
 
 
-def best_throughput(problem: Problem) -> float:
-    """Tokens/s of the best plan; 0 where no plan fits into memory."""
+def best_throughput(problem: Problem, *, at_least: float = 0.0) -> float:
+    """Tokens/s of the best plan; 0 where no plan fits into memory.
+
+    `at_least` are those of a plan that also runs here, which a heuristic search may overlook.
+    """
     best = find_best_plans(problem)
-    return 0.0 if best is None else best.first.prediction.tokens_per_second
+    return at_least if best is None else max(at_least, best.first.prediction.tokens_per_second)
 
 
 def restricted_to_vendor(problem: Problem, vendor: str) -> Problem:
@@ -205,13 +253,7 @@ def with_nodes(problem: Problem, changed: NodeKind, nodes: int) -> Problem:
 
 def with_scaled_links(problem: Problem, factor: float) -> Problem:
     """The problem with `factor` times the bandwidth between kinds of nodes."""
-    cluster = problem.cluster
-    inter_kind_links = {}
-    for index, one in enumerate(cluster.kinds):
-        for other in cluster.kinds[index + 1 :]:
-            link = cluster.rail(one.name, other.name)
-            inter_kind_links[frozenset((one.name, other.name))] = link.scaled(factor)
-    return replace(problem, cluster=replace(cluster, inter_kind_links=inter_kind_links))
+    return replace(problem, cluster=replace(problem.cluster, inter_kind_scale=factor))
 
 
 def with_slowdown(problem: Problem, vendor: str, factor: float) -> Problem:
@@ -223,7 +265,8 @@ def with_slowdown(problem: Problem, vendor: str, factor: float) -> Problem:
 def _with_kinds(problem: Problem, kinds: Sequence[NodeKind]) -> Problem:
     names = {kind.name for kind in kinds}
     links = {pair: link for pair, link in problem.cluster.inter_kind_links.items() if pair <= names}
-    return replace(problem, cluster=Cluster(tuple(kinds), links))
+    cluster = replace(problem.cluster, kinds=tuple(kinds), inter_kind_links=links)
+    return replace(problem, cluster=cluster)
 
 
 @dataclass(frozen=True)
@@ -258,7 +301,9 @@ def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
     candidate = plan.candidate
     split, placement = candidate.split, plan.placement
     lines = []
-    if not candidate.shares:
+    if candidate.shares:
+        lines.append(_slowest_replicas_sentence(plan))
+    else:
         lines.append(_bottleneck_sentence(problem, candidate))
         steady = candidate.micro_batches * split.period
         fill_and_drain = max(split.seconds - split.update_seconds - steady, 0.0)
@@ -280,6 +325,17 @@ def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
         if (idle := kind.gpus - used.get(kind.name, 0)) > 0:
             lines.append(f"{idle} of {kind.gpus} GPUs of {kind.name} are not used.")
     return lines
+
+
+def _slowest_replicas_sentence(plan: SimulatedPlan) -> str:
+    ends = [timeline.seconds for timeline in plan.prediction.timelines]
+    slowest = ends.index(max(ends))
+    reduction = 1 - max(ends) / plan.seconds
+    return (
+        f"The replicas on {plan.placement.kinds[slowest]} bound it: they end last, and the first "
+        f"to end wait for {1 - min(ends) / max(ends):.1%} of that time. Reducing gradients "
+        f"afterwards takes {reduction:.0%} of the step."
+    )
 
 
 def _bottleneck_sentence(problem: Problem, candidate: Candidate) -> str:

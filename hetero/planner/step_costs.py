@@ -152,9 +152,11 @@ class CostModel:
         self, reduce: list[float], stages: Sequence[Sequence[StageShape]]
     ) -> tuple[float, ...]:
         if self.model.tied and len(reduce) > 1:
-            first, last = stages[0][0], stages[0][-1]
-            seconds = tied_embedding_seconds(
-                self.cluster, first, last, model=self.model, options=self.options
+            seconds = max(
+                tied_embedding_seconds(
+                    self.cluster, one[0], one[-1], model=self.model, options=self.options
+                )
+                for one in stages
             )
             reduce[0] += seconds
             reduce[-1] += seconds

@@ -67,6 +67,13 @@ def test_the_report_draws_the_pipeline_and_answers_every_question(answered: Path
     assert page.count("<svg") >= 3 + 6
 
 
+def test_a_model_s_path_cannot_add_to_the_plan(tmp_path: Path) -> None:
+    model = tmp_path / "a\nvendor: x.yaml"
+    model.write_text(model_file("llama3.2_1b").read_text())
+    assert main(request(tmp_path, "--model", str(model), "--no-replicas")) == 0
+    assert load_plan(tmp_path / "out" / "plan.yaml").num_layers == 16
+
+
 def test_the_step_can_be_opened_in_perfetto(answered: Path) -> None:
     events = json.loads((answered / "trace.json").read_text())["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -210,6 +217,19 @@ def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
     assert "says bf16, and --dtype is fp32; give --dtype bf16" in told
 
 
+def test_figures_of_bf16_are_not_taken_for_those_of_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(model_file("llama3-8b").read_text().replace("bf16: true", "bf16: false"))
+    told = refusal(capsys, main, request(tmp_path, "--model", str(model), "--dtype", "fp32"))
+    assert "the published figures are of bf16" in told
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"format": 1, "model": {"dtype": "bf16"}, "accelerators": {}}))
+    words = request(tmp_path, "--model", str(model), "--profile", str(profile), "--dtype", "fp32")
+    assert "dtype bf16 where the plan's is fp32; measure this one" in refusal(capsys, main, words)
+
+
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])
 def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     pipeline: bool, tmp_path: Path
@@ -229,6 +249,7 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     assert main(words) == 0
     folder = tmp_path / "out"
     assert (folder / "plan.yaml").exists() == pipeline
+    assert ("replicas on " in (folder / "report.html").read_text()) == (not pipeline)
     files = ["--yaml-cfg", str(model), "--yaml-cfg", str(folder / "flags.yaml")]
     more = "--lr 1 --train-iters 1 --mock-data".split()
     args = parse_args([*files, *more], world_size=16)

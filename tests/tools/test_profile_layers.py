@@ -136,7 +136,7 @@ def test_a_second_accelerator_joins_the_file(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--num-query-groups", "1"], "is the profile of another model"),
+        (["--num-query-groups", "1"], "is the profile of another model or dtype"),
         (["--tensor", "2"], "nothing says how fast ranks of one reach each other"),
         (["--out", "/nowhere/here.json"], "there is no folder /nowhere"),
         (["--out", "/proc/here.json"], "/proc/here.json cannot be written"),

@@ -16,7 +16,7 @@ from hetero.planner.solution import Solution
 from tools.planning.plan_page import render_solution
 from tools.planning.planning_request import PlanningRequest
 from tools.planning.what_if import Sweep
-from tools.reports.page import write_whole
+from tools.reports.page import write_all
 from tools.tool_command_line import make_results_folder
 
 
@@ -44,11 +44,10 @@ def write_solution(
     if not placement.plan.whole_replicas:
         contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
     make_results_folder(str(folder))
+    write_all({folder / name: text for name, text in contents.items()})
     if placement.plan.whole_replicas:
         # One of an earlier answer would be taken for this one's.
         (folder / "plan.yaml").unlink(missing_ok=True)
-    for name, text in contents.items():
-        write_whole(folder / name, text)
     ranks = ", ".join(
         f"{mesh.world_size} on {kind}"
         for mesh, kind in zip(placement.plan.meshes, placement.kinds, strict=True)
@@ -133,8 +132,9 @@ def _model_flags(request: PlanningRequest) -> dict[str, Any]:
 
 def _comment(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
+    name = " ".join(request.model_name.split())  # a path may have lines
     return (
-        f"# By tools/plan.py for {request.model_name}, global batch "
+        f"# By tools/plan.py for {name}, global batch "
         f"{request.problem.space.global_batch}: predicted {seconds_text(first.seconds)} a step, "
         f"{first.tokens_per_second:,.0f} tokens/s\n"
     )

@@ -94,12 +94,13 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
     if model is not None:
         for path, profile in read_profiles.items():
-            faults.sentences += _model_mismatches(path, profile, model)
+            faults.sentences += _model_mismatches(path, profile, model, options.dtype)
     faults.refuse()
     assert cluster is not None
     assert model is not None
     measured = merged_profile(list(read_profiles.values()))
-    joined, sources = _profile(cluster, model, measured)
+    training = _training(options)
+    joined, sources = _profile(cluster, model, measured, training)
     space = SearchSpace(
         global_batch=options.global_batch,
         tensor=tuple(sorted(set(options.tensor))),
@@ -110,7 +111,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         distributed_optimizer=not options.no_distributed_optimizer,
         sequence_parallel=options.sequence_parallel,
     )
-    problem = Problem(cluster, model, joined, space, _training(options))
+    problem = Problem(cluster, model, joined, space, training)
     notes = _require_points(problem)
     return PlanningRequest(problem, options.model, (*sources, *notes), options.dtype, model_flags)
 
@@ -155,15 +156,20 @@ def _training(options: argparse.Namespace) -> TrainingOptions:
     )
 
 
-def _model_mismatches(path: Path, profile: MeasuredProfile, model: ModelShape) -> list[str]:
+def _model_mismatches(
+    path: Path, profile: MeasuredProfile, model: ModelShape, dtype: str
+) -> list[str]:
+    planned = {**vars(model), "dtype": dtype}
     differing = [
-        f"{name} {value} where the model has {getattr(model, name)}"
+        f"{name} {value} where the plan's is {planned[name]}"
         for name, value in profile.model.items()
-        if name not in _MAY_DIFFER and value != getattr(model, name, value)
+        if name not in _MAY_DIFFER and value != planned.get(name, value)
     ]
     if not differing:
         return []
-    return [f"the profile {path} is of another model: {', '.join(differing)}; measure this one"]
+    return [
+        f"the profile {path} is of another model or dtype: {', '.join(differing)}; measure this one"
+    ]
 
 
 def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
@@ -175,13 +181,21 @@ def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
 
 
 def _profile(
-    cluster: Cluster, model: ModelShape, measured: MeasuredProfile
+    cluster: Cluster, model: ModelShape, measured: MeasuredProfile, training: TrainingOptions
 ) -> tuple[Profile, list[str]]:
     efficiency, calibrated = EFFICIENCY, "an efficiency measured on H200"
     parts = {kind.accelerator.name: kind.accelerator for kind in cluster.kinds}
+    element_bytes = training.activation_bytes
     known = [name for name in parts if name in measured.accelerators]
+    if not known and element_bytes > 2:
+        raise ProfileError(
+            "the published figures are of bf16, and no accelerator of the cluster has a --profile; "
+            "measure one in fp32 with tools/profile_layers.py"
+        )
     if known and len(known) < len(parts):
-        efficiency = measured_efficiency(measured, parts[known[0]], model)
+        efficiency = measured_efficiency(
+            measured, parts[known[0]], model, element_bytes=element_bytes
+        )
         calibrated = f"the efficiency measured on {known[0]}"
     sources = [
         f"{name}: {measured.accelerators[name].source or 'measured'}"
@@ -189,9 +203,8 @@ def _profile(
         else f"{name}: computed from published figures and {calibrated} ({efficiency:.0%} of peak)"
         for name in parts
     ]
-    return _CombinedProfile(
-        measured, analytic_profile(model, cluster, efficiency=efficiency)
-    ), sources
+    computed = analytic_profile(model, cluster, efficiency=efficiency, element_bytes=element_bytes)
+    return _CombinedProfile(measured, computed), sources
 
 
 def _require_points(problem: Problem) -> list[str]:

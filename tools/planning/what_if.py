@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero.planner.layer_split import FloatArray, estimate
+from hetero.planner.layer_split import PipelineModel, estimate
 from hetero.planner.search import Candidate
 from hetero.planner.search_space import Problem, pipeline_model
 from hetero.planner.solution import (
@@ -63,11 +63,13 @@ def _nodes(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
     for kind in problem.cluster.kinds:
         several = len(problem.cluster.kinds) > 1
         counts = sorted({round(share * kind.nodes) for share in _NODE_SHARES} | {kind.nodes + 1})
-        tokens = []
+        tokens: list[float] = []
         for count in counts if several else [count for count in counts if count]:
             progress(f"{count} nodes of {kind.name}")
             known = {kind.nodes: found.tokens_per_second, kind.nodes + 1: one_more_node[kind.name]}
-            tokens.append(known.get(count) or best_throughput(with_nodes(problem, kind, count)))
+            least = tokens[-1] if count > kind.nodes else 0.0
+            changed = with_nodes(problem, kind, count)
+            tokens.append(known.get(count) or best_throughput(changed, at_least=least))
         x = [float(count) for count in counts if several or count]
         sweeps.append(
             Sweep(
@@ -85,11 +87,12 @@ def _nodes(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
 def _link(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]:
     if len(problem.cluster.kinds) < 2:
         return []
-    tokens = []
+    tokens: list[float] = []
     for factor in _LINK_FACTORS:
         progress(f"links between kinds x {factor:g}")
-        changed = with_scaled_links(problem, factor)
-        tokens.append(found.tokens_per_second if factor == 1 else best_throughput(changed))
+        changed, least = with_scaled_links(problem, factor), tokens[-1] if factor > 1 else 0.0
+        best = found.tokens_per_second if factor == 1 else best_throughput(changed, at_least=least)
+        tokens.append(best)
     return [
         Sweep(
             title="Slower and faster links between kinds of nodes",
@@ -153,7 +156,7 @@ def _split(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
     rest = sum(other.stages for other in candidate.meshes[1:])
     counts = range(mesh.stages * candidate.chunks, layers - rest * candidate.chunks + 1)
     progress("other splits of the layers")
-    steps = [_simulate_split(problem, candidate, count) for count in counts]
+    steps = [_simulate_split(problem, planned, count) for count in counts]
     name, vendor = mesh.shape.kind.name, mesh.shape.kind.vendor
     slowest = _slowest_alone(problem, found)
     worse = [
@@ -187,21 +190,21 @@ def _split(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
     ]
 
 
-def _simulate_split(problem: Problem, candidate: Candidate, first: int) -> SimulatedPlan:
-    """Simulate the candidate with `first` layers on its first mesh, ignoring memory limits."""
+def _simulate_split(problem: Problem, planned: SimulatedPlan, first: int) -> SimulatedPlan:
+    """Simulate the plan with `first` layers on its first mesh, within memory where that can be."""
+    candidate = planned.candidate
+    count = candidate.meshes[0].stages
+    if sum(candidate.split.layers[:count]) == first:
+        return planned
     pipeline = pipeline_model(
         problem,
         candidate.meshes,
         micro_batches=candidate.micro_batches,
         chunks=candidate.chunks,
     )
-    count = candidate.meshes[0].stages
-    seconds, extra = pipeline.layer_seconds, pipeline.extra_seconds
     layers = [
-        *_balanced_layers(first, seconds[:count], extra[:count], candidate.chunks),
-        *_balanced_layers(
-            problem.model.layers - first, seconds[count:], extra[count:], candidate.chunks
-        ),
+        *_balanced_layers(first, pipeline, slice(count)),
+        *_balanced_layers(problem.model.layers - first, pipeline, slice(count, None)),
     ]
     split = estimate(pipeline, np.array(layers))
     return simulate_candidate(
@@ -210,13 +213,14 @@ def _simulate_split(problem: Problem, candidate: Candidate, first: int) -> Simul
     )
 
 
-def _balanced_layers(layers: int, seconds: FloatArray, extra: FloatArray, least: int) -> list[int]:
-    """Greedy: each layer to the stage that then takes the least time."""
-    counts = [least] * len(seconds)
-    for _ in range(layers - least * len(counts)):
-        ends = [(n + 1) * s + e for n, s, e in zip(counts, seconds, extra, strict=True)]
-        counts[int(np.argmin(ends))] += 1
-    return counts
+def _balanced_layers(layers: int, pipeline: PipelineModel, stages: slice) -> list[int]:
+    """Greedy: each layer to the stage that then takes the least time, of those with room for it."""
+    seconds, extra = pipeline.layer_seconds[stages], pipeline.extra_seconds[stages]
+    counts = np.full(len(seconds), pipeline.chunks)
+    for _ in range(layers - int(counts.sum())):
+        is_full = counts >= pipeline.max_layers[stages]
+        counts[np.lexsort(((counts + 1) * seconds + extra, is_full))[0]] += 1
+    return [int(count) for count in counts]
 
 
 def _seconds_alone(problem: Problem, found: Solution) -> tuple[ReferenceLine, ...]:

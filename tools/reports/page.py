@@ -6,8 +6,9 @@ light or dark colours, and escapes all it is given but the drawings.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,11 +121,22 @@ def render(page: Page) -> str:
 
 def write_whole(path: Path, content: str) -> None:
     """Write a file under a temporary name first, so that nobody finds half a report."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    write_all({path: content})
+
+
+def write_all(contents: Mapping[Path, str]) -> None:
+    """The same for files that belong together: none is replaced before all are written."""
+    temporary = {path: path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in contents}
+    path = Path()
     try:
-        temporary.write_text(content, encoding="utf-8")
-        temporary.replace(path)
+        for path, content in contents.items():
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            temporary[path].write_text(content, encoding="utf-8")
+        for path in contents:
+            temporary[path].replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        for one in temporary.values():
+            one.unlink(missing_ok=True)

@@ -35,10 +35,11 @@ def test_a_file_names_kinds_of_nodes_and_what_joins_them(tmp_path: Path) -> None
     assert (across.bandwidth, across.latency) == pytest.approx((12.5e9, 30e-6))
 
 
-def test_without_a_link_of_its_own_a_pair_has_the_slower_of_both_rails() -> None:
+def test_without_a_link_of_its_own_each_end_of_a_pair_has_its_own_rails() -> None:
     nodes = [{"accelerator": "H200", "nodes": 1}, {"accelerator": "MI210", "nodes": 1}]
     cluster = cluster_from_mapping({"nodes": nodes}, source="it")
-    assert cluster.rail("H200", "MI210") == cluster.kind("MI210").rail
+    assert cluster.rail("H200", "MI210") == cluster.kind("H200").rail
+    assert cluster.rail("MI210", "H200") == cluster.kind("MI210").rail
 
 
 def test_every_built_in_accelerator_says_where_its_figures_stand() -> None:

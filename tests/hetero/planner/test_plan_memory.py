@@ -32,7 +32,8 @@ def test_elements_of_four_bytes_take_twice_the_activations() -> None:
         stage_memory(plan, 0, model, micro_batches=8, options=TrainingOptions(activation_bytes=n))
         for n in (2, 4)
     )
-    assert whole.memory.activations == 2 * half.memory.activations
+    # But for the statistics of attention, which are fp32 in either.
+    assert whole.memory.activations == pytest.approx(2 * half.memory.activations, rel=1e-3)
     assert half.micro_batches == 2.5
 
 

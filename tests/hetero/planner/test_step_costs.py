@@ -45,8 +45,54 @@ def test_replicas_divide_the_batch_and_reduce_their_gradients() -> None:
     # Four GPUs of a node: a ring moves 3/4 of the gradients twice over NVLink.
     size = MODEL.parameters * 4
     steps = 2 * 3 * (size / 4 / 450e9 + 10e-6)
-    # The all-gather half is overlapped with the reduce-scatter half in four chunks.
-    assert costs.reduce[0] == pytest.approx(steps / 2 * (1 + 1 / 4))
+    assert costs.reduce[0] == pytest.approx(steps)
+
+
+def test_a_stage_over_two_nodes_reduces_at_the_speed_of_the_nics_where_it_has_fewest_gpus() -> None:
+    """Three replicas of nodes of 4 GPUs: the second stage has GPU 3 of one node and 0, 1 of the
+    next."""
+    inside, across = priced(alone(2, data=3, batch=6)).reduce
+    assert inside == pytest.approx(2 * 2 * (MODEL.parameters / 2 * 4 / 3 / 450e9 + 10e-6), rel=1e-4)
+    assert across == pytest.approx(2 * (2 / 3 * MODEL.parameters / 2 * 4 / 50e9), rel=0.02)
+
+
+def test_a_ring_over_nodes_sends_and_receives_at_once() -> None:
+    nodes = cluster(rail_both_ways_gbits=200)
+    costs = step_costs(alone(data=8), model=MODEL, cluster=nodes, profile=profile())
+    # Four NICs a node, each at half its speed in both directions.
+    moved = 7 / 8 * MODEL.parameters * 4 / 4
+    assert costs.reduce[0] == pytest.approx(2 * moved / 25e9, rel=0.02)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_each_end_of_a_transfer_has_its_own_rails(order: int) -> None:
+    """Four NICs of 100 Gb/s carry what one of 400 Gb/s does, whichever node is listed first."""
+    thin, fat = (
+        replace(kind, rails=rails, rail=replace(kind.rail, bandwidth=50e9 / rails, latency=latency))
+        for kind, rails, latency in zip(cluster().kinds, (4, 1), (1e-6, 9e-6), strict=True)
+    )
+    nodes = replace(cluster(), kinds=(thin, fat)[::order])
+    placement = mixed(tensor=(4, 4))
+    edge = (
+        step_costs(placement, model=MODEL, cluster=nodes, profile=profile()).pipelines[0].edges[0]
+    )
+    assert edge.occupancy == pytest.approx(MODEL.boundary_bytes(1) / 50e9)
+    assert edge.latency == 9e-6
+
+
+def test_a_tied_embedding_is_summed_over_the_links_that_join_its_stages() -> None:
+    tied = replace(MODEL, tied=True)
+    size = MODEL.vocabulary * MODEL.hidden * 4
+
+    def exchange(placement: Placement) -> float:
+        costs = [
+            step_costs(placement, model=model, cluster=cluster(), profile=profile())
+            for model in (MODEL, tied)
+        ]
+        return costs[1].reduce[0] - costs[0].reduce[0]
+
+    assert exchange(alone(2)) == pytest.approx(size / 450e9 + 10e-6)
+    assert exchange(mixed()) == pytest.approx(size / 50e9 + 15e-6)
 
 
 def test_a_boundary_carries_each_element_once_and_gathers_behind_it() -> None:

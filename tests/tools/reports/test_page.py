@@ -21,6 +21,7 @@ from tools.reports.page import (
     Text,
     Verdict,
     render,
+    write_all,
     write_whole,
 )
 
@@ -94,3 +95,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("report.html", "new")]
     with pytest.raises(IsADirectoryError, match=f": '{tmp_path}'$"):  # and not a temporary file
         write_whole(tmp_path, "new")
+
+
+def test_of_files_that_belong_together_none_is_replaced_unless_all_can_be(tmp_path: Path) -> None:
+    first, blocked = tmp_path / "flags.yaml", tmp_path / "plan.yaml"
+    first.write_text("old")
+    blocked.mkdir()
+    with pytest.raises(OSError, match=str(blocked)):
+        write_all({first: "new", blocked: "new"})
+    assert first.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [first, blocked]
