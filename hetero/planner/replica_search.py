@@ -6,7 +6,6 @@ divided so that the makespan of all replicas is shortest.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -18,9 +17,9 @@ import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.communication_costs import reduce_and_gather_seconds
-from hetero.planner.layer_profile import ProfileError
 from hetero.planner.layer_split import IntArray, PipelineModel, Split, best_split, estimate
 from hetero.planner.prediction import estimate_seconds
+from hetero.planner.replica_shapes import ReplicaShape, candidate_shapes
 from hetero.planner.search_space import (
     MeshCandidate,
     MeshShape,
@@ -35,9 +34,6 @@ from hetero.planner.step_costs import step_costs
 
 _MAX_ENUMERATED_SPLITS = 500
 """Splits of layers up to which all are evaluated."""
-_MAX_GPU_PRODUCT = 1024
-"""Product of the kinds' GPUs up to which any numbers of replicas are searched."""
-_MAX_SHAPES = 60  # evaluated by a heuristic search
 
 
 @dataclass(frozen=True)
@@ -50,33 +46,9 @@ class ReplicaPlan:
     """Micro-batches of each replica of each mesh."""
 
 
-@dataclass(frozen=True)
-class _ReplicaShape:
-    """The parallel sizes of all replicas, and the number of replicas of each kind."""
-
-    kinds: tuple[NodeKind, ...]
-    tensor: int
-    micro_batch: int
-    stages: int
-    data: tuple[int, ...]
-    is_full: bool
-    """Whether each kind has as many replicas as its GPUs allow."""
-    lower_bound: float
-    """Seconds of the passes."""
-
-
 def search_replicas(problem: Problem, *, cutoff: float, is_exact: bool) -> Iterator[ReplicaPlan]:
-    """Plans of whole replicas, each better than the last, the first below `cutoff` seconds.
-
-    A heuristic search evaluates the shapes with the least lower bounds, of those with as many
-    replicas as the GPUs allow and of those with fewer.
-    """
-    every = is_exact and not is_truncated(problem)
-    shapes = sorted(_replica_shapes(problem, every=every), key=lambda shape: shape.lower_bound)
-    if not every:
-        full, fewer = ([one for one in shapes if one.is_full is which] for which in (True, False))
-        shapes = [*full[: None if is_exact else _MAX_SHAPES], *fewer[:_MAX_SHAPES]]
-    for shape in shapes:
+    """Plans of whole replicas, each better than the last, the first below `cutoff` seconds."""
+    for shape in candidate_shapes(problem, is_exact=is_exact):
         if shape.lower_bound >= cutoff:
             continue
         for found in _search_shape(problem, shape, cutoff):
@@ -84,85 +56,7 @@ def search_replicas(problem: Problem, *, cutoff: float, is_exact: bool) -> Itera
             yield found
 
 
-def is_truncated(problem: Problem) -> bool:
-    """Whether there are so many GPUs that not all numbers of replicas are searched."""
-    return math.prod(kind.gpus for kind in problem.cluster.kinds) > _MAX_GPU_PRODUCT
-
-
-def _replica_shapes(problem: Problem, *, every: bool) -> Iterator[_ReplicaShape]:
-    space, model = problem.space, problem.model
-    sizes = [
-        size
-        for size in space.tensor
-        if model.divides(size, sequence_parallel=space.sequence_parallel)
-    ]
-    for tensor, micro_batch in itertools.product(sizes, space.micro_batch):
-        if space.global_batch % micro_batch:
-            continue
-        seconds = {
-            kind: found
-            for kind in problem.cluster.kinds
-            if kind.usable_gpus(tensor) >= tensor
-            and (found := _fastest_micro_batch(problem, kind, tensor, micro_batch)) is not None
-        }
-        for count in range(2, len(seconds) + 1):
-            for kinds in itertools.combinations(seconds, count):
-                ranks = [kind.usable_gpus(tensor) // tensor for kind in kinds]
-                times = [seconds[kind] for kind in kinds]
-                for stages in range(1, min(model.layers, *ranks) + 1):
-                    most = tuple(count // stages for count in ranks)
-                    for data in _replica_counts(most, every=every):
-                        bound = _lower_bound(problem, times, micro_batch, stages, data)
-                        shape = (kinds, tensor, micro_batch, stages, data, data == most, bound)
-                        if bound < math.inf:
-                            yield _ReplicaShape(*shape)
-
-
-def _replica_counts(most: tuple[int, ...], *, every: bool) -> Iterator[tuple[int, ...]]:
-    """Replicas of each kind: every number up to `most`, or fewer on one kind at a time."""
-    if every:
-        yield from itertools.product(*(range(1, count + 1) for count in most))
-        return
-    yield most
-    for index, count in enumerate(most):
-        for fewer in range(1, count):
-            yield (*most[:index], fewer, *most[index + 1 :])
-
-
-def _fastest_micro_batch(
-    problem: Problem, kind: NodeKind, tensor: int, micro_batch: int
-) -> float | None:
-    """Seconds of one micro-batch through the whole model, with the fastest recomputation."""
-    seconds = []
-    for recompute in problem.space.recompute:
-        stage = stage_shape(
-            problem.space, kind, tensor=tensor, data=1, micro_batch=micro_batch, recompute=recompute
-        )
-        point = stage.point(problem.model)
-        with contextlib.suppress(ProfileError):
-            costs = problem.profile.costs(kind.accelerator.name, point)
-            layers = problem.model.layers * (costs.layer.forward + costs.layer.backward)
-            ends = (costs.embedding, costs.head)
-            seconds.append(layers + sum(part.forward + part.backward for part in ends))
-    return min(seconds, default=None)
-
-
-def _lower_bound(
-    problem: Problem, seconds: Sequence[float], micro_batch: int, stages: int, data: Sequence[int]
-) -> float:
-    """A lower bound of the passes: fractional layers, all replicas finish at once.
-
-    A replica takes (n - 1) / stages + 1 times the `seconds` of one micro-batch for n of them.
-    Infinite where the batch cannot be divided.
-    """
-    total = problem.space.global_batch // micro_batch
-    if sum(data) > total or total % math.gcd(*data):
-        return math.inf
-    rates = sum(count / one for count, one in zip(data, seconds, strict=True))
-    return (total + sum(data) * (stages - 1)) / stages / rates
-
-
-def _reduction_lower_bound(problem: Problem, shape: _ReplicaShape) -> float:
+def _reduction_lower_bound(problem: Problem, shape: ReplicaShape) -> float:
     """A lower bound of the gradient reduction: of the first stage, with one layer."""
     model = problem.model
     parameters = float(model.embedding_parameters + model.layer_parameters)
@@ -194,7 +88,7 @@ def _reduction_lower_bound(problem: Problem, shape: _ReplicaShape) -> float:
     )
 
 
-def _search_shape(problem: Problem, shape: _ReplicaShape, cutoff: float) -> Iterator[ReplicaPlan]:
+def _search_shape(problem: Problem, shape: ReplicaShape, cutoff: float) -> Iterator[ReplicaPlan]:
     """Plans of a shape, each better than the last: every recomputation and candidate split."""
     reduction = _reduction_lower_bound(problem, shape)
     if shape.lower_bound + reduction >= cutoff:
@@ -243,7 +137,7 @@ def _passes_lower_bound(
 
 
 def _mesh_shape(
-    problem: Problem, shape: _ReplicaShape, kind: NodeKind, data: int, recompute: str
+    problem: Problem, shape: ReplicaShape, kind: NodeKind, data: int, recompute: str
 ) -> MeshShape | None:
     stage = stage_shape(
         problem.space,
@@ -271,7 +165,7 @@ def _candidate_splits(
 
 def _with_best_shares(
     problem: Problem,
-    shape: _ReplicaShape,
+    shape: ReplicaShape,
     meshes: Sequence[MeshCandidate],
     splits: Sequence[Split],
     total: int,

@@ -25,7 +25,8 @@ import numpy as np
 from hetero.planner.combinations import Combinations, KindCandidates, lower_bounds
 from hetero.planner.layer_split import Split, best_split
 from hetero.planner.placement import Placement
-from hetero.planner.replica_search import is_truncated, search_replicas
+from hetero.planner.replica_search import search_replicas
+from hetero.planner.replica_shapes import is_truncated
 from hetero.planner.search_space import (
     MeshCandidate,
     Problem,

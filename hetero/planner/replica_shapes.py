@@ -1,0 +1,136 @@
+"""The shapes of whole replicas on each kind of nodes that a search looks at, the best first."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetero.planner.cluster_shape import NodeKind
+from hetero.planner.layer_profile import ProfileError
+from hetero.planner.search_space import Problem, stage_shape
+
+_MAX_GPU_PRODUCT = 1024
+"""Product of the kinds' GPUs up to which any numbers of replicas are searched."""
+_MAX_SHAPES = 60  # evaluated by a heuristic search
+_MAX_FEWER = 64
+"""Numbers of replicas below what a kind's GPUs allow that a search of large clusters looks at."""
+
+
+@dataclass(frozen=True)
+class ReplicaShape:
+    """The parallel sizes of all replicas, and the number of replicas of each kind."""
+
+    kinds: tuple[NodeKind, ...]
+    tensor: int
+    micro_batch: int
+    stages: int
+    data: tuple[int, ...]
+    seconds: tuple[float, ...]
+    """Of one micro-batch through all layers, on each kind."""
+    lower_bound: float
+    """Seconds of the passes."""
+
+
+def candidate_shapes(problem: Problem, *, is_exact: bool) -> list[ReplicaShape]:
+    """All shapes or, of a large cluster or in a heuristic search, the most promising ones.
+
+    These are the shapes with the least lower bounds, of those with as many replicas as the GPUs
+    allow and of those with fewer on one kind, which may divide the batch better.
+    """
+    every = is_exact and not is_truncated(problem)
+    shapes = sorted(_replica_shapes(problem, every=every), key=_lower_bound_of)
+    if every:
+        return [shape for shape in shapes if _divides_batch(problem, shape)]
+    fewer = [one for shape in shapes[:_MAX_SHAPES] for one in _with_fewer(problem, shape)]
+    full = [shape for shape in shapes if _divides_batch(problem, shape)]
+    full = full[: None if is_exact else _MAX_SHAPES]
+    return [*full, *sorted(fewer, key=_lower_bound_of)[:_MAX_SHAPES]]
+
+
+def is_truncated(problem: Problem) -> bool:
+    """Whether there are so many GPUs that not all numbers of replicas are searched."""
+    return math.prod(kind.gpus for kind in problem.cluster.kinds) > _MAX_GPU_PRODUCT
+
+
+def _replica_shapes(problem: Problem, *, every: bool) -> Iterator[ReplicaShape]:
+    space, model = problem.space, problem.model
+    sizes = [
+        size
+        for size in space.tensor
+        if model.divides(size, sequence_parallel=space.sequence_parallel)
+    ]
+    for tensor, micro_batch in itertools.product(sizes, space.micro_batch):
+        if space.global_batch % micro_batch:
+            continue
+        seconds = {
+            kind: found
+            for kind in problem.cluster.kinds
+            if kind.usable_gpus(tensor) >= tensor
+            and (found := _fastest_micro_batch(problem, kind, tensor, micro_batch)) is not None
+        }
+        for count in range(2, len(seconds) + 1):
+            for kinds in itertools.combinations(seconds, count):
+                ranks = [kind.usable_gpus(tensor) // tensor for kind in kinds]
+                times = tuple(seconds[kind] for kind in kinds)
+                for stages in range(1, min(model.layers, *ranks) + 1):
+                    most = tuple(count // stages for count in ranks)
+                    each = (range(1, count + 1) for count in most)
+                    for data in itertools.product(*each) if every else (most,):
+                        bound = _lower_bound(problem, times, micro_batch, stages, data)
+                        yield ReplicaShape(kinds, tensor, micro_batch, stages, data, times, bound)
+
+
+def _with_fewer(problem: Problem, shape: ReplicaShape) -> Iterator[ReplicaShape]:
+    """The shape with fewer replicas on one kind: the next lower numbers that the batch allows."""
+    total = problem.space.global_batch // shape.micro_batch
+    for index, count in enumerate(shape.data):
+        most = min(count - 1, total - sum(shape.data) + count)
+        for fewer in range(max(1, most - _MAX_FEWER + 1), most + 1):
+            data = (*shape.data[:index], fewer, *shape.data[index + 1 :])
+            bound = _lower_bound(problem, shape.seconds, shape.micro_batch, shape.stages, data)
+            found = replace(shape, data=data, lower_bound=bound)
+            if _divides_batch(problem, found):
+                yield found
+
+
+def _fastest_micro_batch(
+    problem: Problem, kind: NodeKind, tensor: int, micro_batch: int
+) -> float | None:
+    """Seconds of one micro-batch through the whole model, with the fastest recomputation."""
+    seconds = []
+    for recompute in problem.space.recompute:
+        stage = stage_shape(
+            problem.space, kind, tensor=tensor, data=1, micro_batch=micro_batch, recompute=recompute
+        )
+        point = stage.point(problem.model)
+        with contextlib.suppress(ProfileError):
+            costs = problem.profile.costs(kind.accelerator.name, point)
+            layers = problem.model.layers * (costs.layer.forward + costs.layer.backward)
+            ends = (costs.embedding, costs.head)
+            seconds.append(layers + sum(part.forward + part.backward for part in ends))
+    return min(seconds, default=None)
+
+
+def _lower_bound(
+    problem: Problem, seconds: Sequence[float], micro_batch: int, stages: int, data: Sequence[int]
+) -> float:
+    """A lower bound of the passes: fractional layers, all replicas finish at once.
+
+    A replica takes (n - 1) / stages + 1 times the `seconds` of one micro-batch for n of them.
+    """
+    total = problem.space.global_batch // micro_batch
+    rates = sum(count / one for count, one in zip(data, seconds, strict=True))
+    return (total + sum(data) * (stages - 1)) / stages / rates
+
+
+def _lower_bound_of(shape: ReplicaShape) -> float:
+    return shape.lower_bound
+
+
+def _divides_batch(problem: Problem, shape: ReplicaShape) -> bool:
+    """Whether the replicas of each kind can have a whole number of micro-batches each."""
+    total = problem.space.global_batch // shape.micro_batch
+    return sum(shape.data) <= total and total % math.gcd(*shape.data) == 0
