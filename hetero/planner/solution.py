@@ -27,7 +27,9 @@ _WIDENING = 4
 _MAX_PASSES = 100_000
 """Simulated forward passes after which the remaining candidates are dropped."""
 _MAX_MOVES = 300
-"""Splits that are tried beside the best plan's."""
+"""Splits that are tried beside a plan's."""
+_MAX_RESPLIT = 5
+"""Plans besides the best of which other splits are tried."""
 _RUNNERS_UP = 7
 """Plans of a Solution besides the best."""
 
@@ -126,6 +128,7 @@ def _simulate_best(
 ) -> list[SimulatedPlan]:
     """The `count` shortest candidates by simulation that fit into memory."""
     best: list[SimulatedPlan] = []
+    simulated: list[SimulatedPlan] = []
     passes = 0
     for candidate in search_result.candidates:
         if passes > _MAX_PASSES:
@@ -136,19 +139,39 @@ def _simulate_best(
         plan = _simulate(problem, candidate, placement, costs)
         passes += sum(len(timeline.passes) for timeline in plan.prediction.timelines) // 2
         if plan.prediction.fits:
-            best = sorted([*best, plan], key=lambda one: one.seconds)[:count]
-    return [_with_moved_layers(problem, best[0], passes), *best[1:]] if best else best
+            simulated.append(plan)
+            best = sorted([*best, plan], key=_seconds)[:count]
+    for plan in _promising(simulated):
+        moved, passes = _with_moved_layers(problem, plan, passes)
+        best = sorted([moved, *(one for one in best if one is not plan)], key=_seconds)[:count]
+    return best
 
 
-def _with_moved_layers(problem: Problem, plan: SimulatedPlan, passes: int) -> SimulatedPlan:
+def _seconds(plan: SimulatedPlan) -> float:
+    return plan.seconds
+
+
+def _promising(simulated: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """The shortest plan, and those whose estimate is shorter still: another split may reach it."""
+    if not simulated:
+        return []
+    best = min(simulated, key=_seconds)
+    others = (plan for plan in simulated if plan is not best)
+    shorter = [plan for plan in others if plan.candidate.seconds < best.seconds]
+    return [best, *sorted(shorter, key=lambda plan: plan.candidate.seconds)[:_MAX_RESPLIT]]
+
+
+def _with_moved_layers(
+    problem: Problem, plan: SimulatedPlan, passes: int
+) -> tuple[SimulatedPlan, int]:
     """Move a layer from stage to stage as long as that shortens the simulated step.
 
     The search splits layers by its estimate, which may prefer a neighbour of the best split.
-    `passes` have been simulated before.
+    `passes` have been simulated before; returns them with those simulated here.
     """
     candidate = plan.candidate
     if candidate.shares:
-        return plan
+        return plan, passes
     pipeline = pipeline_model(
         problem,
         candidate.meshes,
@@ -174,7 +197,7 @@ def _with_moved_layers(problem: Problem, plan: SimulatedPlan, passes: int) -> Si
         passes += sum(len(timeline.passes) for timeline in found.prediction.timelines) // 2
         if found.prediction.fits and found.seconds < plan.seconds * (1 - 1e-9):
             plan, unsuccessful = found, 0
-    return plan
+    return plan, passes
 
 
 def simulate_candidate(problem: Problem, candidate: Candidate) -> SimulatedPlan:
