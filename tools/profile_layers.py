@@ -117,11 +117,11 @@ def _measure(options: argparse.Namespace) -> str:
     before = load_profile(options.out) if options.out.exists() else None
     import_megatron_core()
     from tools.layer_profile.profiled_device import device_here
-    from tools.operators.layer_flags import model_arguments
+    from tools.operators.layer_flags import DTYPES, model_arguments
 
     args = model_arguments(options.flags)
     model = model_shape(args)
-    dtype = _DTYPES[args.params_dtype]
+    dtype = next(name for name, torch_name in DTYPES.items() if torch_name == args.params_dtype)
     described = {**asdict(model), "dtype": dtype}
     # A profile of an earlier version does not say its dtype.
     if before is not None and _size_free({"dtype": dtype, **before.model}) != _size_free(described):
@@ -196,10 +196,6 @@ def _sweep(
         swept = measure(args, sweep, here=here, wire=wire, advance=advance)
     profile = replace(swept.profile, source=_source(args, here, sweep))
     return replace(swept, profile=profile), links
-
-
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""What tools/plan.py calls them."""
 
 
 def _size_free(model: dict[str, object]) -> dict[str, object]:

@@ -295,8 +295,8 @@ class Communicator:
             running.work.finish(self._fail(running.call, error))
         else:
             self._last_call = running.call
-            held: list[object] = [running.algorithm]
-            end = self._stream.record_end(held) if on_side_stream else None
+            held = [running.algorithm] if on_side_stream and self._stream.exists else None
+            end = None if held is None else self._stream.record_end(held)
             running.work.finish(end_event=end, held=held)
         return True
 

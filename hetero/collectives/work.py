@@ -28,7 +28,7 @@ class CollectiveWork(dist.Work):
 
     # Defaults are set in the class, because setting them for each call takes time.
     _end_event: torch.cuda.Event | None = None
-    _held: list[object] | None = None
+    _held: list[Any] | None = None
     _is_finished = False
     timed_out = False
     """Whether a `wait()` has lasted for the whole timeout of the call in vain."""
@@ -60,7 +60,7 @@ class CollectiveWork(dist.Work):
         *,
         source: int = -1,
         end_event: torch.cuda.Event | None = None,
-        held: list[object] | None = None,
+        held: list[Any] | None = None,
     ) -> None:
         """`end_event` follows the call's work if that is not on the caller's stream.
 

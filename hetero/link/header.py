@@ -99,6 +99,9 @@ class Header:
         )
 
 
+DIFFERENCE_REMEDY = "have both ends send and receive alike: same model, batch, calls"
+
+
 def difference(arrived: bytes, expected: bytes) -> str | None:
     """Describe the first difference from the expected header; None if there is none."""
     try:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
 from hetero.link.flow import Flow
-from hetero.link.header import Header
+from hetero.link.header import DIFFERENCE_REMEDY, Header
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 
 WATCH_SECONDS = 0.1
@@ -100,7 +100,7 @@ class RingLinkBase(Link):
         return self.failure(
             f"message {transfer.sequence} has {difference}",
             expected=f"{expected.dtype} of shape {expected.shape}",
-            remedy="have both ends send and receive alike: same model, batch, calls",
+            remedy=DIFFERENCE_REMEDY,
         )
 
     def _transfers(self) -> list[RingTransfer]:

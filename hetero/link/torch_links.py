@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
-from hetero.link.header import HEADER_BYTES, Header, difference, job_token
+from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, Header, difference, job_token
 
 _JOIN_SECONDS = 1.0
 # The thread reaches the link's own deadline first, and has the better error.
@@ -215,7 +215,7 @@ class GlooLink(Link):
             raise self.failure(
                 f"message {sequence} has {wrong}",
                 expected=f"{transfer.host.dtype} of shape {tuple(transfer.host.shape)}",
-                remedy="have both ends send and receive alike: same model, batch, calls",
+                remedy=DIFFERENCE_REMEDY,
             )
         if transfer.host.nbytes:
             self._finish(dist.irecv(as_bytes(transfer.host), peer, tag=self._recv_tag))

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import ProfileError
@@ -17,6 +18,7 @@ _MAX_GPU_PRODUCT = 1024
 _MAX_SHAPES = 60  # evaluated by a heuristic search
 _MAX_FEWER = 64
 """Numbers of replicas below what a kind's GPUs allow that a search of large clusters looks at."""
+_LOWER_BOUND = attrgetter("lower_bound")
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ def candidate_shapes(problem: Problem, *, is_exact: bool) -> list[ReplicaShape]:
     allow and of those with fewer on one kind, which may divide the batch better.
     """
     every = is_exact and not is_truncated(problem)
-    shapes = sorted(_replica_shapes(problem, every=every), key=_lower_bound_of)
-    if every:
-        return [shape for shape in shapes if _divides_batch(problem, shape)]
-    fewer = [one for shape in shapes[:_MAX_SHAPES] for one in _with_fewer(problem, shape)]
+    shapes = sorted(_replica_shapes(problem, every=every), key=_LOWER_BOUND)
     full = [shape for shape in shapes if _divides_batch(problem, shape)]
-    full = full[: None if is_exact else _MAX_SHAPES]
-    return [*full, *sorted(fewer, key=_lower_bound_of)[:_MAX_SHAPES]]
+    if every:
+        return full
+    fewer = [one for shape in shapes[:_MAX_SHAPES] for one in _with_fewer(problem, shape)]
+    fewer = sorted(fewer, key=_LOWER_BOUND)[:_MAX_SHAPES]
+    return [*(full if is_exact else full[:_MAX_SHAPES]), *fewer]
 
 
 def is_truncated(problem: Problem) -> bool:
@@ -124,10 +126,6 @@ def _lower_bound(
     total = problem.space.global_batch // micro_batch
     rates = sum(count / one for count, one in zip(data, seconds, strict=True))
     return (total + sum(data) * (stages - 1)) / stages / rates
-
-
-def _lower_bound_of(shape: ReplicaShape) -> float:
-    return shape.lower_bound
 
 
 def _divides_batch(problem: Problem, shape: ReplicaShape) -> bool:

@@ -127,38 +127,41 @@ def _simulate_best(
     problem: Problem, search_result: SearchResult, count: int
 ) -> list[SimulatedPlan]:
     """The `count` shortest candidates by simulation that fit into memory."""
-    best: list[SimulatedPlan] = []
-    simulated: list[SimulatedPlan] = []
+    found: list[SimulatedPlan] = []
     passes = 0
     for candidate in search_result.candidates:
         if passes > _MAX_PASSES:
             break
-        placement, costs = _placement_and_costs(problem, candidate)
-        if len(best) >= count and lower_bound_seconds(costs) >= best[-1].seconds:
+        cutoff = found[count - 1].seconds if len(found) >= count else np.inf
+        plan = _simulate_below(problem, candidate, cutoff)
+        if plan is None:
             continue
-        plan = _simulate(problem, candidate, placement, costs)
-        passes += sum(len(timeline.passes) for timeline in plan.prediction.timelines) // 2
+        passes += _simulated_passes(plan)
         if plan.prediction.fits:
-            simulated.append(plan)
-            best = sorted([*best, plan], key=_seconds)[:count]
-    for plan in _promising(simulated):
+            found = sorted([*found, plan], key=_seconds)
+    for plan in _promising(found):
         moved, passes = _with_moved_layers(problem, plan, passes)
-        best = sorted([moved, *(one for one in best if one is not plan)], key=_seconds)[:count]
-    return best
+        found = sorted([moved, *(one for one in found if one is not plan)], key=_seconds)
+    return found[:count]
 
 
 def _seconds(plan: SimulatedPlan) -> float:
     return plan.seconds
 
 
-def _promising(simulated: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
-    """The shortest plan, and those whose estimate is shorter still: another split may reach it."""
-    if not simulated:
-        return []
-    best = min(simulated, key=_seconds)
-    others = (plan for plan in simulated if plan is not best)
-    shorter = [plan for plan in others if plan.candidate.seconds < best.seconds]
-    return [best, *sorted(shorter, key=lambda plan: plan.candidate.seconds)[:_MAX_RESPLIT]]
+def _simulated_passes(plan: SimulatedPlan) -> int:
+    """Forward passes: those that are extrapolated cost nothing."""
+    return sum(len(timeline.passes) for timeline in plan.prediction.timelines) // 2
+
+
+def _promising(found: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """The shortest plan, and those whose estimate is shorter still: another split may reach it.
+
+    `found` is in the order of seconds.
+    """
+    shorter = [plan for plan in found[1:] if plan.candidate.seconds < found[0].seconds]
+    shorter.sort(key=lambda plan: plan.candidate.seconds)
+    return [*found[:1], *shorter[:_MAX_RESPLIT]]
 
 
 def _with_moved_layers(
@@ -181,23 +184,30 @@ def _with_moved_layers(
     pairs = list(itertools.permutations(range(pipeline.stages), 2))
     unsuccessful = 0
     for source, target in itertools.islice(itertools.cycle(pairs), _MAX_MOVES):
+        if unsuccessful == len(pairs) or passes > _MAX_PASSES:
+            break
+        unsuccessful += 1
         layers = np.array(plan.candidate.split.layers)
         layers[source] -= 1
         layers[target] += 1
-        unsuccessful += 1
-        if unsuccessful > len(pairs) or passes > _MAX_PASSES:
-            break
         if layers[source] < pipeline.chunks or layers[target] > pipeline.max_layers[target]:
             continue
         moved = replace(candidate, split=estimate(pipeline, layers))
-        placement, costs = _placement_and_costs(problem, moved)
-        if lower_bound_seconds(costs) >= plan.seconds:
+        found = _simulate_below(problem, moved, plan.seconds)
+        if found is None:
             continue
-        found = _simulate(problem, moved, placement, costs)
-        passes += sum(len(timeline.passes) for timeline in found.prediction.timelines) // 2
+        passes += _simulated_passes(found)
         if found.prediction.fits and found.seconds < plan.seconds * (1 - 1e-9):
             plan, unsuccessful = found, 0
     return plan, passes
+
+
+def _simulate_below(problem: Problem, candidate: Candidate, seconds: float) -> SimulatedPlan | None:
+    """None where no schedule could make the step shorter than this."""
+    placement, costs = _placement_and_costs(problem, candidate)
+    if lower_bound_seconds(costs) >= seconds:
+        return None
+    return _simulate(problem, candidate, placement, costs)
 
 
 def simulate_candidate(problem: Problem, candidate: Candidate) -> SimulatedPlan:
