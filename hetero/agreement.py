@@ -26,7 +26,7 @@ from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, error_text, failure, raise_failure
 from hetero.records import Record, errors_by_text, fold, unfold
 from hetero.store import BoundedStore, Store, StoreUnresponsive, StoreWait
-from hetero.wait_reporter import WaitIntervals, WaitReporter
+from hetero.wait_reporter import WaitReporter
 
 _TIMEOUT_WITH_AN_ERROR = 30.0
 """How long a rank that has an error, and so must end, waits for the others before it reports it."""
@@ -53,9 +53,8 @@ class Agreement:
         timeout: float,
         liveness: Liveness | None = None,
         endpoint: str = "",
-        intervals: WaitIntervals | None = None,
     ) -> None:
-        """`endpoint` is the address of the rendezvous; `intervals` those of "waiting for" lines.
+        """`endpoint` is the address of the rendezvous.
 
         Without `liveness`, a rank that ends is noticed only at the timeout.
         """
@@ -71,12 +70,7 @@ class Agreement:
         seconds = min(timeout, _STORE_SECONDS)
         self._store = BoundedStore(store.clone(), seconds=seconds)  # type: ignore[attr-defined]
         self._monitor = Monitor(
-            liveness,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            at=self._at,
-            intervals=intervals or WaitIntervals(),
+            liveness, rank=rank, world_size=world_size, timeout=timeout, at=self._at
         )
 
     def exchange(
@@ -231,10 +225,11 @@ class Agreement:
         deadline = time.monotonic() + timeout
         key = phase.all_key if self._rank == 0 else phase.outcome_key
         store_wait = StoreWait(self._wait_store, key, timeout + 60.0)
-        waiting = WaitReporter(self._monitor.intervals)
-        poll_seconds = self._monitor.poll_seconds
+        waiting = WaitReporter()
         has_grace = False
-        while not store_wait.done.wait(max(0.0, min(poll_seconds, deadline - time.monotonic()))):
+        while not store_wait.done.wait(
+            max(0.0, min(Monitor.poll_seconds, deadline - time.monotonic()))
+        ):
             waiting.report(lambda: self._monitor.awaited(phase))
             if found := self._monitor.find_failure(phase):
                 return phase.decide(found)

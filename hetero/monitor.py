@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import DistError
 
@@ -16,9 +16,8 @@ from hetero.errors import HeteroError
 from hetero.formatting import name_ranks
 from hetero.liveness.liveness import Liveness
 from hetero.phase import Phase, failure, raise_failure
-from hetero.wait_reporter import WaitIntervals, WaitReporter
+from hetero.wait_reporter import WaitReporter
 
-POLL_SECONDS = 1.0
 _HEARTBEAT_TIMEOUT_SECONDS = 15.0
 """After which a rank that is waited for, or its host, hangs."""
 _CONNECT_SECONDS = 60.0
@@ -31,6 +30,8 @@ One that could not says so by the end of the second phase, so it applies only un
 class Monitor:
     """One rank's view of the others."""
 
+    poll_seconds: ClassVar = 1.0
+
     def __init__(
         self,
         liveness: Liveness | None,
@@ -39,16 +40,10 @@ class Monitor:
         world_size: int,
         timeout: float,
         at: str,
-        intervals: WaitIntervals,
     ) -> None:
         """`at` is the address of the rendezvous, as ` at host:port`, or empty."""
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.at, self.intervals = at, intervals
+        self.rank, self.world_size, self.timeout, self.at = rank, world_size, timeout, at
         self._liveness = liveness
-
-    @property
-    def poll_seconds(self) -> float:
-        return min(POLL_SECONDS, self.intervals.first)
 
     def unreachable(self, phase: Phase) -> str | None:
         """In the first phase: why this rank cannot reach rank 0. In the second it reports it."""
@@ -133,9 +128,9 @@ class MonitorThread:
 
     def _run(self) -> None:
         monitor, phase = self._monitor, self._phase
-        waiting = WaitReporter(monitor.intervals)
+        waiting = WaitReporter()
         try:
-            while not self._stopped.wait(monitor.poll_seconds):
+            while not self._stopped.wait(Monitor.poll_seconds):
                 waiting.report(lambda: monitor.awaited(phase, is_section=True))
                 outcome = phase.outcome()
                 if outcome is None and (failed := self._find_failure()) is not None:
@@ -159,7 +154,7 @@ class MonitorThread:
 
     def _notify(self, outcome: Mapping[str, Any]) -> None:
         # Give the main thread time to fail by itself, in which case it finds the same outcome.
-        if self._stopped.wait(self._monitor.poll_seconds):
+        if self._stopped.wait(Monitor.poll_seconds):
             return
         with self._lock:
             if not self._is_armed or self._on_failure is None:

@@ -63,36 +63,26 @@ from hetero.errors import Faults, UserError, print_error
 from hetero.formatting import counted
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
-from hetero.launch.node_failures import GRACE, NodeFailures
+from hetero.launch.node_failures import NodeFailures
 from hetero.launched_process import LAUNCHER_VARIABLE
 from hetero.open_files import allow_open_files
-from hetero.wait_reporter import WaitIntervals
 
 T = TypeVar("T")
 
 _RENDEZVOUS_SECONDS = 600.0
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    intervals: WaitIntervals | None = None,
-    grace: float = GRACE,
-) -> int:
-    """Run the launcher; return its exit code. Once per process: torchelastic's registry is global.
-
-    `intervals` are those of "waiting for" lines; `grace` is how many seconds this node's processes
-    may still run after one of another node has failed.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher; return its exit code. Once a process: torchelastic's registry is global."""
     replace_nccl()
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         options = _parse(argv)
         allow_open_files()
         with _quiet_torch(), _own_log_folder(options):
-            settings = _checked(options, intervals or WaitIntervals())
+            settings = _checked(options)
             _share_cores(settings.processes)
-            return _Launcher(settings, grace).run(options)
+            return _Launcher(settings).run(options)
     except UserError as error:
         print_error(str(error))
         return error.exit_code
@@ -105,9 +95,8 @@ def main(
 class _Launcher:
     """One run of torchelastic's agent, and the line that explains its end."""
 
-    def __init__(self, settings: RendezvousSettings, grace: float) -> None:
+    def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
-        self._grace = grace
         self._node_failures: NodeFailures | None = None
         self._memory_kills = kills_for_memory()
 
@@ -143,7 +132,7 @@ class _Launcher:
 
     def _on_joined(self, info: RendezvousInfo) -> None:
         if info.world_size > 1 and self._node_failures is None:
-            self._node_failures = NodeFailures(info, grace=self._grace)
+            self._node_failures = NodeFailures(info)
             self._node_failures.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def _explain(self, failed: ChildFailedError) -> int:
@@ -196,10 +185,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{reason}; --help lists the flags, which are torchrun's") from None
 
 
-def _checked(options: argparse.Namespace, intervals: WaitIntervals) -> RendezvousSettings:
+def _checked(options: argparse.Namespace) -> RendezvousSettings:
     """The rendezvous of the command line. Raises a Refusal with all that is wrong with it."""
     faults = Faults()
-    settings = _rendezvous_settings(options, intervals, faults)
+    settings = _rendezvous_settings(options, faults)
     faults.sentences += _program_problems(options)
     if settings is not None:
         _by_torchrun(faults, "", lambda: torchrun.config_from_args(options))
@@ -208,9 +197,7 @@ def _checked(options: argparse.Namespace, intervals: WaitIntervals) -> Rendezvou
     return settings
 
 
-def _rendezvous_settings(
-    options: argparse.Namespace, intervals: WaitIntervals, faults: Faults
-) -> RendezvousSettings | None:
+def _rendezvous_settings(options: argparse.Namespace, faults: Faults) -> RendezvousSettings | None:
     """The rendezvous of the command line; replaces it by `LauncherRendezvous` in `options`.
 
     None where one of its flags cannot be read.
@@ -264,7 +251,6 @@ def _rendezvous_settings(
         nodes=nodes,
         node_rank=options.node_rank,
         processes=processes,
-        intervals=intervals,
         timeout=timeout,
     )
 

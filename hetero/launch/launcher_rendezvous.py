@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from hetero.errors import UserError
 from hetero.formatting import spans
 from hetero.store import BoundedCalls, BoundedStore, StoreUnresponsive
-from hetero.wait_reporter import WaitIntervals, WaitReporter
+from hetero.wait_reporter import WaitReporter
 
 BACKEND = "hetero"
 _PAUSE = 0.1
@@ -49,7 +49,6 @@ class RendezvousSettings:
     node_rank: int
     processes: int
     """Of this node."""
-    intervals: WaitIntervals
     timeout: float
 
     @property
@@ -168,11 +167,7 @@ class LauncherRendezvous(RendezvousHandler):
             raise self._unreachable("it does not answer") from error
 
     def _await_listener(self) -> None:
-        waiting, deadline = (
-            WaitReporter(self._settings.intervals),
-            time.monotonic() + self._settings.timeout,
-        )
-        reason = ""
+        waiting, deadline = WaitReporter(), time.monotonic() + self._settings.timeout
         while True:
             try:
                 with socket.create_connection(self._settings.address, timeout=5.0):
@@ -215,7 +210,7 @@ class LauncherRendezvous(RendezvousHandler):
             )
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
-        waiting, deadline = WaitReporter(settings.intervals), time.monotonic() + settings.timeout
+        waiting, deadline = WaitReporter(), time.monotonic() + settings.timeout
         while missing := [node for node in range(settings.nodes) if not store.check([str(node)])]:
             if settings.node_rank == 0:
                 waiting.report(lambda: f"{self._named(store, missing)} at {self._own_endpoint()}")
@@ -241,7 +236,7 @@ class LauncherRendezvous(RendezvousHandler):
     def _reporting(self, whom: str) -> Iterator[None]:
         """Print from a thread what a blocking call of PyTorch waits for, which prints nothing."""
         settings, done = self._settings, threading.Event()
-        waiting = WaitReporter(settings.intervals)
+        waiting = WaitReporter()
 
         def report() -> None:
             while not done.wait(_PAUSE):

@@ -20,7 +20,6 @@ GRACE = 15.0
 """Seconds for this node's processes to end by themselves after those of another node failed."""
 _TIMEOUT = GRACE + 5.0
 """Seconds for the launchers of the other nodes to notice a failure, after their own grace."""
-
 _CALL_SECONDS = 5.0
 """For the store to answer; after that this node does without it."""
 
@@ -31,7 +30,7 @@ class NodeFailures:
     It only makes the last line more helpful, so its own errors are ignored.
     """
 
-    def __init__(self, info: RendezvousInfo, *, grace: float) -> None:
+    def __init__(self, info: RendezvousInfo) -> None:
         # Keep a reference: on node 0 this object hosts the store of all nodes.
         self._hosting = info.store
         # A connection of its own: torchelastic may block the other for minutes.
@@ -39,7 +38,6 @@ class NodeFailures:
         self._store = BoundedStore(store, seconds=_CALL_SECONDS)
         self._node = info.rank
         self._others = [node for node in range(info.world_size) if node != info.rank]
-        self._grace = grace
         self._stopped = threading.Event()
         self._deadline: float | None = None
         self._is_lost = False
@@ -58,7 +56,7 @@ class NodeFailures:
         while not (others or self._stopped.wait(_PAUSE)):
             with suppress(Exception):
                 others = self._others_exits()
-        if self._stopped.wait(self._grace):
+        if self._stopped.wait(GRACE):
             return
         with suppress(Exception):
             others = self._others_exits()

@@ -17,9 +17,9 @@ from tests.hetero.test_megatron_imports import checkout
 from tools.runs import SIMULATED
 
 IMPATIENT = """
-import functools, runpy, sys, time
-import hetero.agreement as agreement
-agreement.WaitIntervals = functools.partial(agreement.WaitIntervals, first=0.2, again=0.2)
+import runpy, sys, time
+from hetero import monitor, wait_reporter
+monitor.Monitor.poll_seconds = wait_reporter.FIRST_SECONDS = wait_reporter.AGAIN_SECONDS = 0.2
 import megatron.training.initialize as initialize
 {}
 runpy.run_path({!r}, run_name="__main__")

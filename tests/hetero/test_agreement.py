@@ -11,7 +11,6 @@ import pytest
 from hetero.agreement import Agreement
 from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.phase import Phase
-from hetero.wait_reporter import WaitIntervals
 from tools.start_up.counting import DictStore, count_phase
 
 Side = Callable[[Agreement], Any]
@@ -179,17 +178,17 @@ def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
 
 # What is said meanwhile.
 
-OFTEN = WaitIntervals(first=0.05, again=0.05)
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST", "AGAIN"):
+        monkeypatch.setattr(f"hetero.wait_reporter.{name}_SECONDS", 0.05)
+    monkeypatch.setattr("hetero.monitor.Monitor.poll_seconds", 0.05)
 
 
 def _member(store: DictStore, rank: int, *, world_size: int = 4, timeout: float = 0.4) -> Agreement:
     return Agreement(
-        store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        endpoint="host:29500",
-        intervals=OFTEN,
+        store, rank=rank, world_size=world_size, timeout=timeout, endpoint="host:29500"
     )
 
 
@@ -198,6 +197,7 @@ def _fail_later(text: str) -> None:
     raise RuntimeError(text)
 
 
+@pytest.mark.usefixtures("often")
 def test_who_is_missing_is_said_by_the_first_who_came_and_named_at_the_end(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -213,6 +213,7 @@ def test_who_is_missing_is_said_by_the_first_who_came_and_named_at_the_end(
         assert "ranks 0, 3 did not come within 0.4 s" in str(future.exception())
 
 
+@pytest.mark.usefixtures("often")
 def test_who_never_comes_to_what_is_opened_together_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +227,7 @@ def test_who_never_comes_to_what_is_opened_together_is_named(
     assert "waiting for rank 1 to come to the process groups" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("often")
 def test_who_is_still_at_it_is_named_while_the_others_have_finished(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

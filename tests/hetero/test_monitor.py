@@ -61,7 +61,7 @@ def _hang(liveness: Liveness) -> None:
 
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.liveness.liveness._HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr("hetero.monitor.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("hetero.monitor.Monitor.poll_seconds", 0.05)
     monkeypatch.setattr("hetero.monitor._HEARTBEAT_TIMEOUT_SECONDS", 0.5)
 
 

@@ -58,10 +58,13 @@ sys.meta_path.insert(0, Hold())
 
 SOON = """
 import sys
+from hetero import wait_reporter
+from hetero.launch import node_failures
 from hetero.run import main
-from hetero.wait_reporter import WaitIntervals
 if __name__ == "__main__":
-    sys.exit(main(intervals=WaitIntervals(first=0.2, again=0.2), grace=0.5))
+    wait_reporter.FIRST_SECONDS = wait_reporter.AGAIN_SECONDS = 0.2
+    node_failures.GRACE = 0.5
+    sys.exit(main())
 """
 
 

@@ -10,7 +10,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.utils import get_socket_with_port
 
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
-from hetero.wait_reporter import WaitIntervals
 
 
 def launcher(endpoint: str) -> LauncherRendezvous:
@@ -21,7 +20,6 @@ def launcher(endpoint: str) -> LauncherRendezvous:
         nodes=2,
         node_rank=0,
         processes=1,
-        intervals=WaitIntervals(),
         timeout=30.0,
     )
     limits = {"last_call_timeout": 1, "read_timeout": 10}

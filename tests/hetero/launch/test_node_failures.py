@@ -18,11 +18,16 @@ KILLED = ProcessExit(rank=0, host="a", code=-9)
 FOLLOWED = ProcessExit(rank=1, host="b", code=1, text="rank 0 has ended", consequence=True)
 
 
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_failures, "GRACE", 0)
+
+
 def nodes_of_a_job() -> tuple[NodeFailures, NodeFailures]:
     hosting = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
     reaching = TCPStore("localhost", hosting.port, None, False, timedelta(seconds=30))
     first, second = (
-        NodeFailures(RendezvousInfo(store, node, 2, bootstrap_store_info=None), grace=0)  # type: ignore[arg-type]
+        NodeFailures(RendezvousInfo(store, node, 2, bootstrap_store_info=None))  # type: ignore[arg-type]
         for node, store in enumerate((hosting, reaching))
     )
     return first, second
