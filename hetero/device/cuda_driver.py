@@ -9,7 +9,7 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint6
 from enum import IntEnum
 from typing import ClassVar
 
-from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
+from hetero.device.driver_base import GpuDriver, IpcHandle
 from hetero.device.vendor_library import Symbol, bind, calls_of, load
 from hetero.native.structures import Vendor
 
@@ -38,7 +38,6 @@ SYMBOLS = (
     Symbol("cuDeviceGet", (POINTER(_device), c_int)),
     Symbol("cuDeviceGetAttribute", (POINTER(c_int), c_int, _device)),
     Symbol("cuDeviceGetPCIBusId", (c_char_p, c_int, _device), "pci_bus_id"),
-    Symbol("cuDeviceGetUuid_v2", (POINTER(Uuid), _device), "uuid"),
     Symbol("cuDevicePrimaryCtxRetain", (POINTER(_context), _device)),
     Symbol("cuCtxGetCurrent", (POINTER(_context),)),
     Symbol("cuCtxSetCurrent", (_context,), "set_current"),

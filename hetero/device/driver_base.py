@@ -43,12 +43,6 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("data", c_char * IPC_HANDLE_BYTES),)
 
 
-class Uuid(ctypes.Structure):
-    """CUuuid and hipUUID."""
-
-    _fields_ = (("data", c_char * 16),)
-
-
 class GpuDriver(ABC):
     """The common interface of the vendors' drivers.
 
@@ -186,13 +180,6 @@ class GpuDriver(ABC):
         purpose = f"ask where GPU {device} sits"
         self._call("pci_bus_id", text, len(text), self._handle(device), purpose=purpose)
         return text.value.decode().lower()
-
-    def uuid(self, device: int) -> str:
-        """32 hexadecimal digits that identify this device, or this partition of one."""
-        identity = Uuid()
-        purpose = f"ask for the identity of GPU {device}"
-        self._call("uuid", identity, self._handle(device), purpose=purpose)
-        return bytes(identity).hex()
 
     @abstractmethod
     def can_export_dmabuf(self, device: int) -> bool:

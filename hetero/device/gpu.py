@@ -124,10 +124,6 @@ class GpuDevice(Device):
             return None
         return probe_stream_values(self.driver, self.index)
 
-    def identity(self) -> dict[str, str]:
-        """Two ends compare these to decide whether they can open each other's memory."""
-        return {"vendor": self.driver.vendor, "uuid": self.driver.uuid(self.index)}
-
     def use(self) -> None:
         torch.cuda.set_device(self.device)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
-from hetero.device.driver_base import GpuDriver, IpcHandle, Uuid
+from hetero.device.driver_base import GpuDriver, IpcHandle
 from hetero.device.vendor_library import Function, Symbol, bind, calls_of, load, loaded_path
 from hetero.errors import LinkError
 from hetero.native.structures import Vendor
@@ -32,7 +32,6 @@ SYMBOLS = (
     Symbol("hipSetDevice", (c_int,), "set_current"),
     Symbol("hipDeviceGetAttribute", (POINTER(c_int), c_int, c_int)),
     Symbol("hipDeviceGetPCIBusId", (c_char_p, c_int, c_int), "pci_bus_id"),
-    Symbol("hipDeviceGetUuid", (POINTER(Uuid), c_int), "uuid"),
     Symbol("hipStreamWaitValue32", (c_void_p, c_void_p, c_uint32, c_uint, c_uint32), "wait_value"),
     Symbol("hipStreamWriteValue32", (c_void_p, c_void_p, c_uint32, c_uint), "write_value"),
     Symbol("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, c_void_p), "copy"),

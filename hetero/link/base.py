@@ -77,6 +77,8 @@ class Link(ABC):
     """Its name for `--hetero-transport`."""
     detail: str = ""
     """For the log: what of it depends on the machine."""
+    passed_over: tuple[str, ...] | None = None
+    """Why each faster path of a family was not taken; None where a single path was named."""
     device: torch.device | None = None
     """Where its tensors are; None for any."""
     receives_ahead: bool = True
@@ -117,6 +119,12 @@ class Link(ABC):
         """
         if self._broken is not None:
             raise self._broken
+
+    def choice(self) -> str:
+        """For the log: which path of a family was taken, and why no faster one."""
+        reasons = "; ".join(self.passed_over or ()) or "the fastest there is"
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{self.description}: {self.transport}{detail} ({reasons})"
 
     def failure(self, what: str, *, expected: str, remedy: str) -> LinkError:
         """An error in the format of all transports."""

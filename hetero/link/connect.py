@@ -20,7 +20,7 @@ from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import AbortableStore, BoundedStore, Store, StoreUnresponsive
+from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -36,7 +36,7 @@ def connect(
     timeout: float = 300.0,
     nics: Sequence[str] = (),
     options: ChannelOptions | None = None,
-    check_abort: Callable[[], None] | None = None,
+    check_abort: Callable[[], None] = lambda: None,
 ) -> Link:
     """Open a link to another rank. Both ranks call it; it blocks until both have.
 
@@ -73,28 +73,27 @@ def connect(
     except StoreUnresponsive as error:
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
-    watched: Store = store if check_abort is None else AbortableStore(store, check_abort)
+    watched = AbortableStore(dist.PrefixStore(_PREFIX, store), check_abort)
     job, theirs = _exchange_addresses(
-        store, watched, f"{_PREFIX}/{name}", rank=rank, peer=peer, timeout=timeout
+        watched, name, rank=rank, peer=peer, timeout=timeout, host=host_of(store)
     )
     own = _own_address(store, theirs)
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
     )
-    prefixed = dist.PrefixStore(_PREFIX, store)
     rendezvous = Rendezvous(
-        store=prefixed if check_abort is None else AbortableStore(prefixed, check_abort),
+        store=watched,
         description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
         name=name,
         listens=rank < peer,
         secret=job.encode(),
         timeout=timeout,
     )
-    choice = open_link(transport, rendezvous, options=options, device=here)
+    link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:
-        _log.info("%s", choice)
-    return choice.link
+        _log.info("%s", link.choice())
+    return link
 
 
 def _validate(*, rank: int, peer: int, transport: str, timeout: float) -> None:
@@ -140,18 +139,18 @@ def _own_address(store: dist.Store, theirs: str) -> str:
 
 
 def _exchange_addresses(
-    store: dist.Store, watched: Store, prefix: str, *, rank: int, peer: int, timeout: float
+    store: AbortableStore, prefix: str, *, rank: int, peer: int, timeout: float, host: str
 ) -> tuple[str, str]:
     """Wait for the peer; returns the secret that authenticates both ends, and the peer's address.
 
-    The address is the one from which the peer reaches the store's host.
+    The address is the one from which the peer reaches `host`, the store's.
     """
     job, theirs = f"{prefix}/job", f"{prefix}/address of {peer}"
     if rank < peer:
         store.set(job, secrets.token_hex(16))
-    store.set(f"{prefix}/address of {rank}", address_towards(host_of(store)))
+    store.set(f"{prefix}/address of {rank}", address_towards(host))
     try:
-        watched.wait([job, theirs], timedelta(seconds=timeout))
+        store.wait([job, theirs], timedelta(seconds=timeout))
     except dist.DistStoreError as error:
         raise LinkError(
             f"link rank {rank} - rank {peer} could not be opened: rank {peer} did not come within "

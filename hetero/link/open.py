@@ -25,8 +25,7 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.shared_memory import PAGE, host_identity
 from hetero.link.tcp import open_tcp
-from hetero.link.tcp_connections import TcpPaths
-from hetero.link.verbs import VerbsOptions, open_verbs
+from hetero.link.verbs import open_verbs
 from hetero.native.binding import native
 
 _log = logging.getLogger(__name__)
@@ -76,8 +75,8 @@ class Capabilities:
     """What decides which paths one end can use."""
 
     host: dict[str, str]
-    gpu: dict[str, str] | None
-    """Vendor and identity of its GPU; None for CPU tensors."""
+    gpu: str | None
+    """The vendor of its GPU; None for CPU tensors."""
     stream_wait_missing: str | None
     """Why its GPU's streams cannot, or must not, wait on words of memory; None if they can."""
     rdma_missing: str | None
@@ -93,7 +92,7 @@ class Capabilities:
             return cls(host, None, _ON_CPU, rdma_missing(), addresses)
         gpu = GpuDevice(device)
         stream_wait_missing = _CHECKSUM if options.checksum else gpu.stream_wait_missing()
-        return cls(host, gpu.identity(), stream_wait_missing, rdma_missing(), addresses)
+        return cls(host, gpu.driver.vendor, stream_wait_missing, rdma_missing(), addresses)
 
 
 @dataclass(frozen=True)
@@ -148,24 +147,11 @@ class PeerCapabilities:
         if path == "ipc":
             if here.gpu is None or there.gpu is None:
                 return f"it joins GPUs, and {_ON_CPU}"
-            if here.gpu["vendor"] != there.gpu["vendor"]:
+            if here.gpu != there.gpu:
                 return "the two GPUs are of different vendors"
         if path == "ipc" or (path == "verbs" and (here.gpu or there.gpu)):
             return self.stream_wait_missing
         return None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The link that was opened, and why the faster paths were rejected."""
-
-    link: Link
-    rejected: tuple[str, ...]
-
-    def __str__(self) -> str:
-        reasons = "; ".join(self.rejected) or "the fastest there is"
-        detail = f", {self.link.detail}" if self.link.detail else ""
-        return f"{self.link.description}: {self.link.transport}{detail} ({reasons})"
 
 
 def open_link(
@@ -174,23 +160,25 @@ def open_link(
     *,
     options: ChannelOptions,
     device: torch.device,
-) -> Choice:
+) -> Link:
     """Open a link over a path, or over the first path of a family that works.
 
     Collective between the two ends. Raises LinkError at both if none works.
     """
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     if transport not in FAMILIES:
-        return Choice(open_path(transport, rendezvous, capabilities), rejected=())
-    rejected: list[str] = []
+        return open_path(transport, rendezvous, capabilities)
+    passed_over: list[str] = []
     for path in FAMILIES[transport]:
         link, reason = _attempt(path, rendezvous, capabilities)
         if link is not None:
-            return Choice(link, tuple(rejected))
-        rejected.append(f"{path}: {reason}")
+            link.passed_over = tuple(passed_over)
+            return link
+        passed_over.append(f"{path}: {reason}")
     kind = "" if transport == "auto" else " of the kind that was asked for"
     remedy = "mend one of them" if transport == "auto" else "take --hetero-transport auto"
-    raise LinkError(f"{rendezvous.description} has no path{kind} ({'; '.join(rejected)}); {remedy}")
+    reasons = "; ".join(passed_over)
+    raise LinkError(f"{rendezvous.description} has no path{kind} ({reasons}); {remedy}")
 
 
 def _attempt(
@@ -285,7 +273,6 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
     if path in ("ipc", "shm"):
         return open_same_host(rendezvous, ring)
     if path == "tcp":
-        paths = TcpPaths(addresses=options.addresses, connections=options.connections)
-        return open_tcp(rendezvous, ring, paths)
-    verbs = VerbsOptions(nics=options.rdma_devices, address=options.addresses[0])
-    return open_verbs(rendezvous, ring, verbs, device=device)
+        return open_tcp(rendezvous, ring, addresses=options.addresses, rails=options.connections)
+    address = options.addresses[0]
+    return open_verbs(rendezvous, ring, device=device, nics=options.rdma_devices, address=address)

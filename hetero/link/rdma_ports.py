@@ -74,12 +74,8 @@ def libibverbs_missing() -> str | None:
     return None
 
 
-def choose_devices(
-    gpu: PciDevice | None, named: Sequence[str] = (), *, sys_root: Path = SYS
-) -> tuple[str, ...]:
-    """The named devices, or all those nearest to the GPU; without a GPU all devices."""
-    if named:
-        return tuple(named)
+def nearest_devices(gpu: PciDevice | None, *, sys_root: Path = SYS) -> tuple[str, ...]:
+    """All devices nearest to the GPU; without a GPU all devices."""
     devices = rdma_devices(sys_root=sys_root)
     if gpu is None or not devices:
         return tuple(device.name for device in devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hetero.link.carried_ends import host_rings, make_ends
@@ -10,7 +11,7 @@ from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
-from hetero.link.tcp_connections import TcpPaths, open_connections, rail_name, tune
+from hetero.link.tcp_connections import open_connections, rail_name, tune
 
 _MAX_STALL_SECONDS = 5.0
 """Seconds without an acknowledgement after which a rail is lost while another is acknowledged. The
@@ -20,13 +21,15 @@ _MAX_ACK_SECONDS = 30.0
 (watchdog.c). Longer than a switch takes to restart; shorter than one waits for a dead host."""
 
 
-def open_tcp(rendezvous: Rendezvous, options: RingOptions, paths: TcpPaths) -> RingLink:
+def open_tcp(
+    rendezvous: Rendezvous, options: RingOptions, *, addresses: Sequence[str], rails: int
+) -> RingLink:
     """Open one link. Collective between the two ends.
 
-    `paths` are this end's addresses; the listener's also say the number of connections.
+    `addresses` are this end's. The listener's number of `rails` counts, at least one an address.
     """
     with ExitStack() as stack:
-        connections = open_connections(rendezvous, paths, stack)
+        connections = open_connections(rendezvous, addresses, rails=rails, stack=stack)
         options.agree(connections.control[0], rendezvous)
         memory = host_rings(options, stack)
         stall_seconds = min(rendezvous.description.timeout / 4, _MAX_STALL_SECONDS)

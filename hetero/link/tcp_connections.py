@@ -29,18 +29,6 @@ _PAUSE_SECONDS = 0.2
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TcpPaths:
-    """The local addresses a link may use, one a network interface, and its connections."""
-
-    addresses: tuple[str, ...]
-    connections: int = 4
-    """0 for control connections only."""
-
-    def address_of(self, index: int) -> str:
-        return self.addresses[index % len(self.addresses)]
-
-
 def _size_buffers(connection: socket.socket) -> None:
     """Small buffers within a host; between hosts the kernel's autotuning."""
     if interface_with(connection.getpeername()[0]) is not None:
@@ -73,10 +61,18 @@ class Connections:
     rails: list[socket.socket]
 
 
-def open_connections(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
-    """Connect the two ends, authenticated both ways."""
-    open_end = _listen if rendezvous.listens else _connect
-    opened = open_end(rendezvous, paths, stack)
+def open_connections(
+    rendezvous: Rendezvous, addresses: Sequence[str], *, rails: int, stack: ExitStack
+) -> Connections:
+    """Connect the two ends, authenticated both ways.
+
+    `addresses` are this end's, one a network interface. The listener's `rails` counts: 0 for
+    control connections only, else at least one for each address.
+    """
+    if rendezvous.listens:
+        opened = _listen(rendezvous, addresses, rails, stack)
+    else:
+        opened = _connect(rendezvous, addresses, stack)
     for connection in opened.control:
         connection.settimeout(rendezvous.timeout)
     for connection in opened.rails:
@@ -84,15 +80,17 @@ def open_connections(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) 
     return opened
 
 
-def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
+def _listen(
+    rendezvous: Rendezvous, addresses: Sequence[str], rails: int, stack: ExitStack
+) -> Connections:
     with ExitStack() as listening:
-        listeners = [listening.enter_context(listen_at(address)) for address in paths.addresses]
+        listeners = [listening.enter_context(listen_at(address)) for address in addresses]
         publish(
             rendezvous,
             "addresses",
             {
                 "addresses": [list(listener.getsockname()[:2]) for listener in listeners],
-                "connections": paths.connections,
+                "connections": rails,
             },
         )
         # The caller tries until its own deadline, and then says why it reached nothing.
@@ -101,20 +99,22 @@ def _listen(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connec
         reached = answer["reached"]
         if not reached:
             raise _no_path(rendezvous, f"rank {rendezvous.description.peer} says: {answer['why']}")
-        _warn_unreachable(rendezvous, paths.addresses, reached)
+        _warn_unreachable(rendezvous, addresses, reached)
         listeners = [listeners[index] for index in reached]
         control = [stack.enter_context(accept(one, rendezvous)) for one in listeners]
-        rails = [
-            stack.enter_context(accept(listeners[index % len(listeners)], rendezvous))
-            for index in range(_rail_count(paths.connections, listeners))
-        ]
-    return Connections(control, rails)
+        return Connections(
+            control,
+            [
+                stack.enter_context(accept(listeners[index % len(listeners)], rendezvous))
+                for index in range(_rail_count(rails, listeners))
+            ],
+        )
 
 
-def _connect(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Connections:
+def _connect(rendezvous: Rendezvous, own: Sequence[str], stack: ExitStack) -> Connections:
     remote = look_up(rendezvous, "addresses")
     addresses = [(str(host), int(port)) for host, port in remote["addresses"]]
-    reached, why = _reachable(addresses, paths, rendezvous.timeout)
+    reached, why = _reachable(addresses, own, rendezvous.timeout)
     publish(rendezvous, "reached", {"reached": reached, "why": why})
     if not reached:
         raise _no_path(rendezvous, why)
@@ -123,7 +123,7 @@ def _connect(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Conne
     def open_one(number: int) -> socket.socket:
         index = reached[number % len(reached)]
         # Rails may share a remote address; still use each local address in turn.
-        source = paths.address_of(index + number // len(reached) * len(addresses))
+        source = own[(index + number // len(reached) * len(addresses)) % len(own)]
         return stack.enter_context(
             connect(
                 addresses[index],
@@ -139,7 +139,7 @@ def _connect(rendezvous: Rendezvous, paths: TcpPaths, stack: ExitStack) -> Conne
 
 
 def _reachable(
-    addresses: Sequence[tuple[str, int]], paths: TcpPaths, timeout: float
+    addresses: Sequence[tuple[str, int]], own: Sequence[str], timeout: float
 ) -> tuple[list[int], str]:
     """The indices of the addresses that answer their local counterpart, and why the others do not.
 
@@ -148,12 +148,12 @@ def _reachable(
     """
     deadline = time.monotonic() + timeout
     while True:
-        answering, failures = _try_each(addresses, paths, deadline)
+        answering, failures = _try_each(addresses, own, deadline)
         if answering or time.monotonic() + _PAUSE_SECONDS > deadline:
             break
         time.sleep(_PAUSE_SECONDS)
     reasons = [
-        f"{host}:{port} from {paths.address_of(index)}: {failures.get(index, 'no answer')}"
+        f"{host}:{port} from {own[index % len(own)]}: {failures.get(index, 'no answer')}"
         for index, (host, port) in enumerate(addresses)
         if index not in answering
     ]
@@ -161,7 +161,7 @@ def _reachable(
 
 
 def _try_each(
-    addresses: Sequence[tuple[str, int]], paths: TcpPaths, deadline: float
+    addresses: Sequence[tuple[str, int]], own: Sequence[str], deadline: float
 ) -> tuple[list[int], dict[int, str]]:
     """The indices of the addresses that accept a connection, and errors by the others' indices.
 
@@ -176,7 +176,7 @@ def _try_each(
             )
             connection.setblocking(False)
             try:
-                connection.bind((paths.address_of(index), 0))
+                connection.bind((own[index % len(own)], 0))
                 code = connection.connect_ex(address)
             except OSError as error:
                 code = error.errno or 0

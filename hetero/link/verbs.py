@@ -7,46 +7,30 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
 
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
-from hetero.device.topology import SYS, pci_device
+from hetero.device.topology import pci_device
 from hetero.errors import LinkError
 from hetero.link.carried_ends import host_memory, host_rings, make_ends
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
-from hetero.link.rdma_ports import Port, choose_devices, find_ports, pair_ports
+from hetero.link.rdma_ports import Port, find_ports, nearest_devices, pair_ports
 from hetero.link.ring import CONTROL_BYTES
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
-from hetero.link.tcp_connections import TcpPaths, open_connections
+from hetero.link.tcp_connections import open_connections
 
 T = TypeVar("T")
 _MAX_STALL_SECONDS = 20.0
+"""How long a request may take before its rail is lost: at most half the link's timeout."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class VerbsOptions:
-    """Options of one end, independent of the other's."""
-
-    nics: tuple[str, ...] = ()
-    """RDMA devices, each with all its ports unless it ends in `:PORT`; else the nearest ones."""
-    address: str = "127.0.0.1"
-    """This side's address for the connection beside the rails."""
-    stall_seconds: float | None = None
-    """How long a request may take before its rail is lost; else half the link's timeout."""
-    read_back: bool = False
-    """Force read-backs where the memory does not need them."""
-    sys_root: Path = SYS
-    """Where the kernel describes this side's devices."""
 
 
 class JointSteps:
@@ -78,25 +62,35 @@ class JointSteps:
 
 
 def open_verbs(
-    rendezvous: Rendezvous, ring: RingOptions, options: VerbsOptions, *, device: torch.device
+    rendezvous: Rendezvous,
+    ring: RingOptions,
+    *,
+    device: torch.device,
+    nics: Sequence[str] = (),
+    address: str = "127.0.0.1",
+    read_back: bool = False,
 ) -> RingLink:
     """Open one link for tensors on a device. Collective between the two ends.
 
     Raises LinkError at both ends, with the first error of either.
+
+    Args:
+        nics: this end's RDMA devices, each with all its ports unless it ends in `:PORT`; without
+            names, those nearest to the device.
+        address: this end's, for the connection beside the rails.
+        read_back: force read-backs where the memory does not need them.
     """
     with ExitStack() as stack:
-        paths = TcpPaths(addresses=(options.address,), connections=0)
-        connection = open_connections(rendezvous, paths, stack).control[0]
+        connections = open_connections(rendezvous, [address], rails=0, stack=stack)
+        connection = connections.control[0]
         ring.agree(connection, rendezvous)
         steps = JointSteps(connection, rendezvous)
-        ports = _agree_on_ports(steps, rendezvous, options, device)
+        ports = _agree_on_ports(steps, rendezvous, nics, device)
 
         def prepare() -> tuple[RingMemory, Carrier, list[tuple[dict[str, Any], str]]]:
             _require_chunk_fits(ports, ring.entry_bytes)
-            memory = _make_memory(ring, options, device, stack)
-            stall_seconds = options.stall_seconds or min(
-                rendezvous.description.timeout / 2, _MAX_STALL_SECONDS
-            )
+            memory = _make_memory(ring, device, stack, read_back=read_back)
+            stall_seconds = min(rendezvous.description.timeout / 2, _MAX_STALL_SECONDS)
             carrier = Carrier(memory, ring, side=rendezvous.side, stall_seconds=stall_seconds)
             stack.callback(carrier.close)
             return memory, carrier, [carrier.add_verbs_rail(port) for port in ports]
@@ -124,12 +118,12 @@ def open_verbs(
 def _agree_on_ports(
     steps: JointSteps,
     rendezvous: Rendezvous,
-    options: VerbsOptions,
+    nics: Sequence[str],
     device: torch.device,
 ) -> list[Port]:
     """This end's port of each rail, in the same order at both ends."""
     ours, remote = steps.run(
-        lambda: _usable_ports(options, device),
+        lambda: _usable_ports(nics, device),
         lambda found: {"ports": [asdict(port) for port in found]},
     )
     theirs = [Port(**port) for port in remote["ports"]]
@@ -146,13 +140,12 @@ def _agree_on_ports(
     return chosen
 
 
-def _usable_ports(options: VerbsOptions, device: torch.device) -> list[Port]:
+def _usable_ports(nics: Sequence[str], device: torch.device) -> list[Port]:
     """This end's usable ports. Call it in a joint step, so that the peer gets its error."""
     gpu = None
-    if device.type == "cuda" and not options.nics:
+    if device.type == "cuda" and not nics:
         gpu = pci_device(driver_for(device).pci_bus_id(index_of(device)))
-    devices = choose_devices(gpu, options.nics, sys_root=options.sys_root)
-    return find_ports(devices, sys_root=options.sys_root)
+    return find_ports(nics or nearest_devices(gpu))
 
 
 def _require_chunk_fits(ports: Sequence[Port], nbytes: int) -> None:
@@ -180,11 +173,11 @@ def _connect(carrier: Carrier, connections: list[dict[str, Any]]) -> None:
 
 
 def _make_memory(
-    ring: RingOptions, options: VerbsOptions, device: torch.device, stack: ExitStack
+    ring: RingOptions, device: torch.device, stack: ExitStack, *, read_back: bool
 ) -> RingMemory:
     """The rings in the device's memory, which the NIC then reads and writes, or in the host's."""
     if ring.transport == "verbs-host" or device.type == "cpu":
-        return host_rings(ring, stack, reads_back=options.read_back)
+        return host_rings(ring, stack, reads_back=read_back)
     driver, index = driver_for(device), index_of(device)
     control, control_on_device = host_memory(CONTROL_BYTES, ring.device, stack)
     address, _ = ring.device.allocate(2 * ring.ring_bytes)
@@ -197,7 +190,7 @@ def _make_memory(
         control_on_device,
         address,
         address,
-        reads_back=options.read_back or driver.remote_writes_need_flush(index),
+        reads_back=read_back or driver.remote_writes_need_flush(index),
         is_gpu_memory=True,
         dmabuf=dmabuf,
     )

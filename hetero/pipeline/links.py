@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
-from hetero.link.names import FAMILIES
-from hetero.link.open import ChannelOptions, Choice, open_link
+from hetero.link.open import ChannelOptions, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.new_group import create_group
 from hetero.pipeline.reshard import layout_of
@@ -56,8 +55,10 @@ class PipelineLinks:
     downstream: Neighbour | None
     is_boundary: Mapping[str, bool]
     """Whether the "upstream" and the "downstream" neighbour belong to another mesh."""
-    choices: tuple[Choice, ...] = ()
-    """What `auto` chose for this rank's downstream links, and why; the peers chose alike."""
+
+    def choices(self) -> list[Link]:
+        """This rank's downstream links whose path was chosen from a family; peers chose alike."""
+        return [link for link in _links_of(self.downstream) if link.passed_over is not None]
 
     def by_side(self) -> dict[str, list[Link]]:
         """The "upstream" and the "downstream" links."""
@@ -106,16 +107,14 @@ def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
         upstream=sides["upstream"],
         downstream=sides["downstream"],
         is_boundary=boundaries,
-        choices=tuple(opener.choices),
     )
 
 
 class _Opener:
-    """Opens the links of one rank, and records the transports chosen downstream."""
+    """Opens the links of one rank."""
 
     def __init__(self, plan: Plan, rank: int, options: LinkOptions) -> None:
         self._plan, self._rank, self._options = plan, rank, options
-        self.choices: list[Choice] = []
 
     def open_side(self, edge: Edge, side: str) -> Neighbour:
         """Open this rank's links to the stage at the other end of an edge."""
@@ -154,15 +153,12 @@ class _Opener:
             return _open_vendor(description, side, edge, options.timeout)
         if transport == "gloo":
             return _open_gloo(description, side, edge)
-        choice = open_link(
+        return open_link(
             transport,
             _rendezvous(description, side, edge, options),
             options=channel,
             device=options.device,
         )
-        if side == "downstream" and transport in FAMILIES:
-            self.choices.append(choice)
-        return choice.link
 
 
 def _is_direct(plan: Plan, edge: Edge) -> bool:

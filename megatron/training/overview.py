@@ -104,7 +104,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
                 to_next,
             ]
         )
-    choices = [] if job.links is None else [str(choice) for choice in job.links.choices]
+    choices = [] if job.links is None else [link.choice() for link in job.links.choices()]
     lines = [line for part in _all_gather(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")

@@ -18,7 +18,6 @@ from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_options import RingOptions
 from hetero.link.tcp import open_tcp
-from hetero.link.tcp_connections import TcpPaths
 
 NBYTES = 1 << 20
 TIMEOUT = 8.0
@@ -32,7 +31,8 @@ def main(rank: int, store_at: str, addresses: tuple[str, ...]) -> None:
     link = open_tcp(
         Rendezvous(store, description, "link", listens=rank == 0, secret=b"hosts"),
         RingOptions("tcp", 4 << 20, 64 << 10, HostDevice(torch.device("cpu"))),
-        TcpPaths(addresses=addresses, connections=len(addresses)),
+        addresses=addresses,
+        rails=len(addresses),
     )
     print("open", flush=True)
     for line in sys.stdin:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from hetero.link.rdma_ports import find_ports
 from hetero.native.binding import checked, native
 from hetero.native.headers import FOLDER
 from tests.hip_on_cuda.library import COMPILER, compiled
@@ -92,6 +93,11 @@ class LoopbackNics:
         with (
             mock.patch("hetero.link.carrier.native", return_value=self.library),
             mock.patch("hetero.link.rdma_ports.native", return_value=self.library),
+            mock.patch(
+                "hetero.link.verbs.find_ports",
+                functools.partial(find_ports, sys_root=self.sys_root),
+            ),
+            mock.patch("hetero.link.verbs._MAX_STALL_SECONDS", 0.5),
         ):
             yield
 

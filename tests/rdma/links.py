@@ -13,7 +13,7 @@ from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_options import RingOptions
-from hetero.link.verbs import VerbsOptions, open_verbs
+from hetero.link.verbs import open_verbs
 from tests.hetero.link.transports import Transport
 from tests.rdma.rails import Rail
 
@@ -52,8 +52,9 @@ def _open(
     return open_verbs(
         rendezvous,
         RingOptions("verbs", ring_bytes, chunk_bytes, HostDevice(device)),
-        VerbsOptions(nics=nics[description.rank], read_back=read_back),
         device=device,
+        nics=nics[description.rank],
+        read_back=read_back,
     )
 
 

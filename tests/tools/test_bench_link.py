@@ -124,7 +124,9 @@ class _Opened:
     """What opening links gives, of one link."""
 
     link: Link
-    choices: tuple = ()
+
+    def choices(self) -> list[Link]:
+        return []
 
     def all(self) -> list[Link]:
         return [self.link]

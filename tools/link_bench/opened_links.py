@@ -64,7 +64,9 @@ class Opener:
             host_bytes=host,
             device_bytes=device,
             open_seconds=seconds,
-            passed_over=tuple(why for choice in opened[0].choices for why in choice.rejected),
+            passed_over=tuple(
+                why for link in opened[0].choices() for why in link.passed_over or ()
+            ),
         )
         return path, facts
 

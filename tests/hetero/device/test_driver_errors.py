@@ -83,12 +83,6 @@ USES: dict[str, tuple[str, str, Use, str]] = {
         lambda d: d.pci_bus_id(3),
         "ask where GPU 3 sits",
     ),
-    "uuid": (
-        "cuDeviceGetUuid_v2",
-        "hipDeviceGetUuid",
-        lambda d: d.uuid(3),
-        "ask for the identity of GPU 3",
-    ),
 }
 
 FAKES = {"cuda": ("fake_cuda", CudaDriver, 0), "hip": ("fake_hip", HipDriver, 1)}

@@ -128,8 +128,7 @@ def test_a_handle_that_is_none_is_an_error_in_words(driver) -> None:
         driver.open_ipc(bytes(64))
 
 
-def test_devices_have_identities(driver) -> None:
-    assert {len(driver.uuid(device)) for device in range(GPUS)} == {32}
+def test_devices_have_places_on_the_bus(driver) -> None:
     assert len({driver.pci_bus_id(device) for device in range(GPUS)}) == GPUS
     assert driver.pci_bus_id(0).endswith((".0", ".1"))
 

@@ -41,7 +41,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     if request.param == "tcp":
         request.getfixturevalue("network")
         return tcp.Setup()
-    return verbs.Setup(request.getfixturevalue("nics"))
+    request.getfixturevalue("nics")
+    return verbs.Setup()
 
 
 @pytest.fixture(params=["tcp", "tcp-checksum", "verbs", "verbs-read-back"])
@@ -51,7 +52,8 @@ def any_setup(request: pytest.FixtureRequest) -> Setup:
     if kind == "tcp":
         request.getfixturevalue("network")
         return tcp.Setup(devices=tcp.checked()) if way else tcp.Setup()
-    return verbs.Setup(request.getfixturevalue("nics"), read_back=bool(way))
+    request.getfixturevalue("nics")
+    return verbs.Setup(read_back=bool(way))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_the_loss_of_the_last_connection_is_an_error_at_both_ends_that_names_it(
 def test_the_loss_of_the_last_nic_is_an_error_at_both_ends_that_names_it(
     nics: LoopbackNics, fault: Fault
 ) -> None:
-    setup = verbs.Setup(nics, names=(("a0",), ("b0",)))
+    setup = verbs.Setup(names=(("a0",), ("b0",)))
     _lose_the_last(setup, lambda: setattr(nics["a0"], "fault", fault), ("a0:1", "b0:1"))
 
 
@@ -150,7 +152,7 @@ def test_the_loss_of_the_last_nic_is_an_error_at_both_ends_that_names_it(
 @pytest.mark.timeout(900)
 def test_a_hundred_thousand_messages_cross_between_emulated_nics(nics: LoopbackNics) -> None:
     """As the contract has them cross between two processes, over every other transport."""
-    setup = replace(verbs.Setup(nics), ring_bytes=2 << 20, chunk_bytes=64 << 10)
+    setup = replace(verbs.Setup(), ring_bytes=2 << 20, chunk_bytes=64 << 10)
     with setup.links() as links, ThreadPoolExecutor(2) as pool:
         sides: list[Any] = [
             SimpleNamespace(

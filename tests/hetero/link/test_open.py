@@ -19,7 +19,6 @@ from hetero.link.names import PATHS
 from hetero.link.open import (
     Capabilities,
     ChannelOptions,
-    Choice,
     PeerCapabilities,
     open_link,
     open_path,
@@ -29,12 +28,8 @@ from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
-NVIDIA = Capabilities(
-    HOST, gpu={"vendor": "nvidia", "uuid": "1"}, stream_wait_missing=None, rdma_missing=None
-)
-AMD = Capabilities(
-    HOST, gpu={"vendor": "amd", "uuid": "2"}, stream_wait_missing=None, rdma_missing=None
-)
+NVIDIA = Capabilities(HOST, gpu="nvidia", stream_wait_missing=None, rdma_missing=None)
+AMD = Capabilities(HOST, gpu="amd", stream_wait_missing=None, rdma_missing=None)
 CPU = Capabilities(
     HOST, gpu=None, stream_wait_missing="it is a CPU", rdma_missing="it has no RDMA device"
 )
@@ -85,7 +80,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[RingOptions]:
     """The options of the links that are opened meanwhile, which are none."""
     found: list[RingOptions] = []
 
-    def opened(rendezvous: object, options: RingOptions, *paths: object) -> SimpleNamespace:
+    def opened(rendezvous: object, options: RingOptions, **paths: object) -> SimpleNamespace:
         found.append(options)
         return SimpleNamespace(detail="")
 
@@ -145,10 +140,10 @@ OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
 
 
 def choose() -> list[Any]:
-    """What `auto` gives both ends: a Choice, or an error."""
+    """What `auto` gives both ends: a Link, or an error."""
     store = dist.HashStore()
 
-    def choose_at(rank: int) -> Choice:
+    def choose_at(rank: int) -> Link:
         ours = rendezvous(rank, store, timeout=20.0)
         return open_link("auto", ours, options=OPTIONS, device=torch.device("cpu"))
 
@@ -157,16 +152,16 @@ def choose() -> list[Any]:
 
 @pytest.fixture
 def choices() -> Iterator[Any]:
-    made: list[Choice] = []
+    made: list[Link] = []
 
-    def run() -> list[Choice]:
+    def run() -> list[Link]:
         found = choose()
-        assert all(isinstance(choice, Choice) for choice in found), found
+        assert all(isinstance(choice, Link) for choice in found), found
         made.extend(found)
         return found
 
     yield run
-    both(*[choice.link.close for choice in made])
+    both(*[choice.close for choice in made])
 
 
 def broken(path: str, *, on_rank: int):
@@ -183,12 +178,12 @@ def broken(path: str, *, on_rank: int):
 
 def test_two_processes_of_one_host_get_shared_memory(choices) -> None:
     first, second = choices()
-    assert first.link.transport == second.link.transport == "shm"
-    assert str(first) == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NO_GPU})"
+    assert first.transport == second.transport == "shm"
+    assert first.choice() == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NO_GPU})"
 
 
 def test_what_the_probe_moved_is_not_counted(choices) -> None:
-    assert [choice.link.counters for choice in choices()] == [LinkCounters(), LinkCounters()]
+    assert [choice.counters for choice in choices()] == [LinkCounters(), LinkCounters()]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -198,8 +193,8 @@ def test_a_path_that_one_end_cannot_open_is_left_by_both(
     monkeypatch.setattr(opening, "_PROBE_SECONDS", 2.0)
     monkeypatch.setattr(opening, "open_path", broken("shm", on_rank=rank))
     found = choices()
-    assert [choice.link.transport for choice in found] == ["tcp", "tcp"], found
-    assert "shm: shm is broken here" in str(found[rank])
+    assert [choice.transport for choice in found] == ["tcp", "tcp"], found
+    assert "shm: shm is broken here" in found[rank].choice()
 
 
 def test_a_path_that_changes_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +233,8 @@ def test_ends_on_two_hosts_do_not_try_shared_memory(
 ) -> None:
     monkeypatch.setattr(PeerCapabilities, "share_memory", False)
     found = choices()
-    assert [choice.link.transport for choice in found] == ["tcp", "tcp"]
-    assert "shm: the two ends run on different hosts" in str(found[0])
+    assert [choice.transport for choice in found] == ["tcp", "tcp"]
+    assert "shm: the two ends run on different hosts" in found[0].choice()
 
 
 def test_the_line_of_a_choice_says_how_it_works_on_this_machine() -> None:
@@ -247,8 +242,9 @@ def test_the_line_of_a_choice_says_how_it_works_on_this_machine() -> None:
         description="link rank 0 (stage 0) - rank 1 (stage 1)",
         transport="verbs",
         detail="writes are made visible by a read-back over the NIC",
+        passed_over=("ipc: the two ends run on different hosts",),
     )
-    assert str(Choice(link, ("ipc: the two ends run on different hosts",))) == (  # type: ignore[arg-type]
+    assert Link.choice(link) == (  # type: ignore[arg-type]
         "link rank 0 (stage 0) - rank 1 (stage 1): verbs, writes are made visible by a read-back "
         "over the NIC (ipc: the two ends run on different hosts)"
     )

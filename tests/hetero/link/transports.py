@@ -24,7 +24,7 @@ from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
-from hetero.link.verbs import VerbsOptions, open_verbs
+from hetero.link.verbs import open_verbs
 from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 
@@ -121,8 +121,9 @@ def open_rdma(
     return open_verbs(
         _rendezvous(description, store),
         RingOptions("verbs", 1 << 20, 64 << 10, HostDevice(device)),
-        VerbsOptions(nics=tuple(rails.split(",")), read_back=read_back),
         device=device,
+        nics=rails.split(","),
+        read_back=read_back,
     )
 
 

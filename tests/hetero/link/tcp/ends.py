@@ -20,7 +20,6 @@ from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
 from hetero.link.tcp import open_tcp
-from hetero.link.tcp_connections import TcpPaths
 from tests.hetero.link.joined import CPU, JoinedEnds
 
 RING_BYTES = 256 << 10
@@ -142,7 +141,8 @@ class Setup(JoinedEnds):
         return open_tcp(
             rendezvous,
             RingOptions("tcp", self.ring_bytes, self.chunk_bytes, self.devices[rank]),
-            TcpPaths(addresses=self.addresses, connections=self.connections),
+            addresses=self.addresses,
+            rails=self.connections,
         )
 
 

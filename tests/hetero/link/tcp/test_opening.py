@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +13,21 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from hetero.link.tcp_connections import TcpPaths, _reachable, open_connections, tune
+from hetero.link.tcp_connections import _reachable, open_connections, tune
 from tests.hetero.link.test_handshake import both, rendezvous
 
 
-def opened(*paths: TcpPaths, timeout: float = 5.0) -> list[Any]:
+def opened(*addresses: Sequence[str], rails: int = 4, timeout: float = 5.0) -> list[Any]:
     """Each end's connections, which the caller of this closes with the stacks they are on."""
     store = dist.HashStore()
     stacks = [ExitStack(), ExitStack()]
     ends = both(
         *(
             lambda rank=rank: open_connections(
-                rendezvous(rank, store, timeout=timeout), paths[rank], stacks[rank]
+                rendezvous(rank, store, timeout=timeout),
+                addresses[rank],
+                rails=rails,
+                stack=stacks[rank],
             )
             for rank in range(2)
         )
@@ -32,23 +36,20 @@ def opened(*paths: TcpPaths, timeout: float = 5.0) -> list[Any]:
 
 
 def test_connections_are_spread_over_the_addresses_with_two_paths_to_talk_over() -> None:
-    paths = [
-        TcpPaths(addresses=("127.0.0.1", "127.0.0.2"), connections=4),
-        TcpPaths(addresses=("127.0.0.3", "127.0.0.4"), connections=4),
-    ]
-    *ends, one, other = opened(*paths)
+    addresses = ["127.0.0.1", "127.0.0.2"], ["127.0.0.3", "127.0.0.4"]
+    *ends, one, other = opened(*addresses, rails=4)
     with one, other:
-        for end, path in zip(ends, paths, strict=True):
-            assert [c.getsockname()[0] for c in end.rails] == [*path.addresses] * 2
-            assert [c.getsockname()[0] for c in end.control] == [*path.addresses]
+        for end, own in zip(ends, addresses, strict=True):
+            assert [c.getsockname()[0] for c in end.rails] == own * 2
+            assert [c.getsockname()[0] for c in end.control] == own
         for kind in ("rails", "control"):
             here, there = (getattr(end, kind) for end in ends)
             assert [c.getpeername() for c in here] == [c.getsockname() for c in there]
 
 
 def test_each_address_has_a_connection_at_least() -> None:
-    paths = TcpPaths(addresses=("127.0.0.1", "127.0.0.2"), connections=1)
-    *ends, one, other = opened(paths, paths)
+    addresses = ["127.0.0.1", "127.0.0.2"]
+    *ends, one, other = opened(addresses, addresses, rails=1)
     with one, other:
         assert [len(end.rails) for end in ends] == [2, 2]
 
@@ -78,8 +79,7 @@ def test_an_address_that_does_not_answer_is_left_out() -> None:
         silent = stack.enter_context(socket.socket())
         silent.bind(("127.0.0.1", 0))
         addresses = [one.getsockname() for one in (answering[0], silent, answering[1])]
-        paths = TcpPaths(("127.0.0.1",))
-        reached, why = _reachable(addresses, paths, timeout=5.0)
+        reached, why = _reachable(addresses, ["127.0.0.1"], timeout=5.0)
     assert reached == [0, 2]
     port = addresses[1][1]
     assert f"cannot reach 127.0.0.1:{port} from 127.0.0.1: Connection refused" in why
@@ -87,8 +87,7 @@ def test_an_address_that_does_not_answer_is_left_out() -> None:
 
 def test_both_ends_say_from_where_nothing_was_reached() -> None:
     """An address of no interface here, as where --hetero-nics names one that leads elsewhere."""
-    elsewhere = TcpPaths(addresses=("192.0.2.1",))
-    *errors, _, _ = opened(TcpPaths(addresses=("127.0.0.1",)), elsewhere, timeout=0.3)
+    *errors, _, _ = opened(["127.0.0.1"], ["192.0.2.1"], timeout=0.3)
     for error in errors:
         assert re.search(r"reach 127.0.0.1:\d+ from 192.0.2.1: Cannot assign", str(error))
     assert "rank 1 says: " in str(errors[0])

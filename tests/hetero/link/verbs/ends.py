@@ -9,18 +9,15 @@ import torch
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
-from hetero.link.verbs import VerbsOptions, open_verbs
+from hetero.link.verbs import open_verbs
 from tests.hetero.link.joined import CPU, JoinedEnds
-from tests.loopback_nic.library import LoopbackNics
 
 RING_BYTES = 64 << 10
 CHUNK_BYTES = 16 << 10
-STALL = 0.5
 
 
 @dataclass(frozen=True)
 class Setup(JoinedEnds):
-    nics: LoopbackNics
     names: tuple[tuple[str, ...], ...] = (("a0", "a1"), ("b0", "b1"))
     """Each end's NICs."""
     ring_bytes: int = RING_BYTES
@@ -34,11 +31,7 @@ class Setup(JoinedEnds):
         return open_verbs(
             rendezvous,
             RingOptions(self.transport, self.ring_bytes, self.chunk_bytes, self.devices[rank]),
-            VerbsOptions(
-                nics=self.names[rank],
-                stall_seconds=STALL,
-                read_back=self.read_back,
-                sys_root=self.nics.sys_root,
-            ),
             device=self.tensors_on[rank],
+            nics=self.names[rank],
+            read_back=self.read_back,
         )

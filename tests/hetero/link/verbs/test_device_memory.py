@@ -66,7 +66,7 @@ def on_emulated_gpus(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(opening, "driver_for", lambda device: driver)
     monkeypatch.setattr(opening, "index_of", lambda device: 0)
     devices = EmulatedDevice(), EmulatedDevice()
-    return Setup(driver.nics, tensors_on=(GPU, GPU), devices=devices)
+    return Setup(tensors_on=(GPU, GPU), devices=devices)
 
 
 def carries(links: tuple[RingLink, RingLink]) -> bool:

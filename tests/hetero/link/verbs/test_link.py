@@ -28,7 +28,7 @@ SIZES = (0, 1, 511, 5000, 2 * RING_BYTES)
 
 def test_two_rails_share_the_entries_of_a_message(nics: LoopbackNics) -> None:
     """Of small entries several are under way at once, sooner or later."""
-    with Setup(nics, chunk_bytes=4096).links() as (one, other):
+    with Setup(chunk_bytes=4096).links() as (one, other):
         stream(one, other, nbytes=NBYTES)
     assert min(nics["b0"].writes, nics["b1"].writes) > 0
 
@@ -48,7 +48,7 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         return all(any(rail in line for line in lost) for rail in ("(a0:1)", "(b0:1)"))
 
     strike = at(MESSAGES // 3, lambda: setattr(nics[name], "fault", fault))
-    with caplog.at_level(logging.WARNING), Setup(nics, read_back=read_back).links() as links:
+    with caplog.at_level(logging.WARNING), Setup(read_back=read_back).links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
         # A rail that was slow for a moment, on a busy machine, is not asked again at once.
         assert wait_for(
@@ -60,7 +60,7 @@ def test_a_port_that_goes_down_is_a_lost_rail_at_once(
     nics: LoopbackNics, caplog: pytest.LogCaptureFixture
 ) -> None:
     strike = at(3, lambda: nics.take_port_down("b0"))
-    with caplog.at_level(logging.WARNING), Setup(nics).links() as links:
+    with caplog.at_level(logging.WARNING), Setup().links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
     assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
 
@@ -74,7 +74,7 @@ def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread
     nics: LoopbackNics, end: Callable[[LoopbackNics, str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     strike = at(3, lambda: end(nics, "b0"))
-    with caplog.at_level(logging.WARNING), Setup(nics).links() as links:
+    with caplog.at_level(logging.WARNING), Setup().links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
         assert wait_for(lambda: any("(b0:1) is lost: its device" in m for m in caplog.messages))
         assert stream(*links, nbytes=NBYTES) == MESSAGES
@@ -84,7 +84,7 @@ def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread
 def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
     for name in ("b0", "b1"):
         nics[name].holds_writes = True
-    with Setup(nics, read_back=True).links() as links:
+    with Setup(read_back=True).links() as links:
         assert stream(*links, nbytes=NBYTES) == MESSAGES
     assert nics["b0"].reads + nics["b1"].reads > 0
 
@@ -94,7 +94,7 @@ def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: Loopba
     for name in ("b0", "b1"):
         nics[name].holds_writes = True
     strike = at(MESSAGES // 2, lambda: setattr(nics["b0"], "cannot_read", True))
-    with Setup(nics, read_back=True).links() as links:
+    with Setup(read_back=True).links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
 
 
@@ -116,12 +116,12 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
     if read_back:
         nics[name].holds_writes = True
     chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
-    with Setup(nics, read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
+    with Setup(read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
         cross_and_compare(links, chance, sizes=SIZES, before=at(when, strike))
 
 
 def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:
-    with Setup(nics).links() as links:
+    with Setup().links() as links:
         stream(*links, nbytes=NBYTES)
         time.sleep(0.2)
         before = _times_slept()
@@ -131,7 +131,7 @@ def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:
 
 
 def test_a_carrier_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
-    with Setup(nics).links():
+    with Setup().links():
         for task in threads_named("hetero-carrier"):
             (blocked,) = re.findall(r"SigBlk:\s*(\w+)", (task / "status").read_text())
             assert int(blocked, 16) & (1 << (signal.SIGINT - 1))

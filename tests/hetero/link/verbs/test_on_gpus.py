@@ -68,7 +68,7 @@ def opened_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
     with (
         reaching_gpus(LoopbackNics(tmp_path_factory.mktemp("nics") / "sys")) as nics,
         nics.in_place(),
-        setup(nics, read_back=False).links() as (one, other),
+        setup(read_back=False).links() as (one, other),
     ):
         assert cross(one, other, nbytes=3 * CHUNK_BYTES, source=0)
         assert cross(other, one, nbytes=3 * CHUNK_BYTES, source=1)
@@ -80,10 +80,9 @@ def gpu_nics(nics: LoopbackNics) -> Iterator[LoopbackNics]:
         yield nics
 
 
-def setup(nics: LoopbackNics, *, read_back: bool, transport: str = "verbs") -> Setup:
+def setup(*, read_back: bool, transport: str = "verbs") -> Setup:
     gpus = gpu_of(0), gpu_of(1)
     return Setup(
-        nics,
         transport=transport,
         read_back=read_back,
         ring_bytes=RING_BYTES,
@@ -118,14 +117,14 @@ def cross(sender: RingLink, receiver: RingLink, *, nbytes: int, source: int) -> 
 def test_every_byte_crosses_both_ways(
     gpu_nics: LoopbackNics, transport: str, read_back: bool
 ) -> None:
-    with setup(gpu_nics, transport=transport, read_back=read_back).links() as (one, other):
+    with setup(transport=transport, read_back=read_back).links() as (one, other):
         for nbytes in SIZES:
             assert cross(one, other, nbytes=nbytes, source=0), nbytes
             assert cross(other, one, nbytes=nbytes, source=1), nbytes
 
 
 def test_a_lost_rail_costs_no_byte(gpu_nics: LoopbackNics) -> None:
-    with setup(gpu_nics, read_back=True).links() as (one, other):
+    with setup(read_back=True).links() as (one, other):
         for number in range(MESSAGES):
             if number == MESSAGES // 3:
                 gpu_nics["b0"].fault = Fault.CUT

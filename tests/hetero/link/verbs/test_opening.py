@@ -14,25 +14,25 @@ from tests.loopback_nic.library import LoopbackNics
 
 def test_host_memory_that_cannot_be_registered_says_what_may_be_locked(nics: LoopbackNics) -> None:
     nics["a0"].refuses_memory = True
-    own, told = Setup(nics).errors()
+    own, told = Setup().errors()
     assert "ulimit -l" in own
     assert "rank 0 says" in told
 
 
 def test_a_chunk_larger_than_a_port_carries_is_an_error(nics: LoopbackNics) -> None:
     nics["b0"].max_message = CHUNK_BYTES - 1
-    for error in Setup(nics).errors():
+    for error in Setup().errors():
         assert "choose smaller chunks" in error
 
 
 def test_a_nic_with_too_short_queues_is_an_error(nics: LoopbackNics) -> None:
     nics["b0"].max_requests = 20
-    _, own = Setup(nics).errors()
+    _, own = Setup().errors()
     assert "b0:1 cannot be used for RDMA: it takes 20 requests at once" in own
 
 
 def test_a_nic_that_is_not_there_is_an_error_at_both_ends(nics: LoopbackNics) -> None:
-    own, told = replace(Setup(nics), names=(("nowhere",), ("b0",))).errors()
+    own, told = replace(Setup(), names=(("nowhere",), ("b0",))).errors()
     assert "nowhere:1 the device cannot be opened" in own
     assert "rank 0 says" in told
 
@@ -48,7 +48,7 @@ def test_an_end_that_cannot_look_for_its_nics_tells_the_other(
         return real(devices, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(joining, "find_ports", find)
-    told, own = Setup(nics).errors()
+    told, own = Setup().errors()
     assert "libibverbs is out of order" in own
     assert "rank 1 says: libibverbs is out of order" in told
 
@@ -58,7 +58,7 @@ def test_one_end_with_fewer_nics_uses_as_many_rails(
 ) -> None:
     with (
         caplog.at_level("INFO", "hetero"),
-        replace(Setup(nics), names=(("a0", "a1"), ("b1",))).links(),
+        replace(Setup(), names=(("a0", "a1"), ("b1",))).links(),
     ):
         pass
     rails = [line.partition(": over ")[2] for line in caplog.messages if ": over " in line]

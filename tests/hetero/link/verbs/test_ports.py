@@ -14,9 +14,9 @@ from hetero.link.rdma_ports import (
     ROCE,
     Gid,
     Port,
-    choose_devices,
     choose_gid,
     find_ports,
+    nearest_devices,
     pair_ports,
     read_gids,
 )
@@ -84,16 +84,11 @@ def sys_root(tmp_path: Path) -> Path:
 
 def test_the_nics_below_the_gpus_own_switch_are_chosen(sys_root: Path) -> None:
     gpu = pci_device("0000:15:00.0", sys_root=sys_root)
-    assert choose_devices(gpu, sys_root=sys_root) == ("mlx5_1", "mlx5_2")
-
-
-def test_named_nics_are_taken_as_they_are(sys_root: Path) -> None:
-    gpu = pci_device("0000:15:00.0", sys_root=sys_root)
-    assert choose_devices(gpu, ["mlx5_0"], sys_root=sys_root) == ("mlx5_0",)
+    assert nearest_devices(gpu, sys_root=sys_root) == ("mlx5_1", "mlx5_2")
 
 
 def test_without_a_gpu_every_nic_is_taken(sys_root: Path) -> None:
-    assert choose_devices(None, sys_root=sys_root) == ("mlx5_0", "mlx5_1", "mlx5_2")
+    assert nearest_devices(None, sys_root=sys_root) == ("mlx5_0", "mlx5_1", "mlx5_2")
 
 
 def port(name: str, network: str, kind: str = ROCE) -> Port:
