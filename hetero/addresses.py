@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import psutil
 
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 4),
+)
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
@@ -126,6 +131,19 @@ def listen_everywhere(*, backlog: int) -> socket.socket:
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
         )
     return socket.create_server(("", 0), backlog=backlog)
+
+
+def keep_alive(connection: socket.socket, *, ack_timeout: float | None = None) -> None:
+    """Have the kernel end a connection about half a minute after the other host disappears.
+
+    `ack_timeout`: seconds without a TCP acknowledgement of what was sent that end it as well.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if ack_timeout is not None:
+        milliseconds = int(ack_timeout * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def close_in_child(connection: socket.socket) -> socket.socket:

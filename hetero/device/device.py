@@ -67,6 +67,8 @@ class Device(ABC):
 
     checksum_bytes: int = 0
     """Behind each entry in the ring."""
+    notifies: bool = False
+    """Whether it can call a function after each word that it writes; else poll for them."""
     has_host_tensors: bool = False
     """Whether CPU threads can access its tensors, for zero-copy."""
 
@@ -78,12 +80,9 @@ class Device(ABC):
     def new_streams(self) -> DeviceStreams:
         """Make streams for one direction of a link."""
 
-    def notify(self, function: Any, argument: int | None) -> bool:
-        """Call a C function after each word that streams made from now on write.
-
-        False if the device cannot; then the words have to be polled.
-        """
-        return False
+    def notify(self, function: Any, argument: int | None) -> None:
+        """Where it `notifies`: call a C function after each word that streams made later write."""
+        return
 
     @abstractmethod
     def current_stream(self) -> CurrentStream:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from hetero.device.vendor_library import Function
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import DRIVER_STEPS, HostGpu, Step, Vendor, entry_points
+from hetero.native.structures import DRIVER_STEPS, HostGpu, Step, entry_points
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
@@ -59,7 +59,8 @@ class GpuDriver(ABC):
     """Whether the vendor documents that a stream may wait on registered host memory."""
     calls: ClassVar[Mapping[str, str]]
     """Our alias -> the library's name, for functions with the same arguments at both vendors."""
-    _vendor_in_c: ClassVar[Vendor]
+    _vendor_in_c: ClassVar[Any]
+    """Of `structures.Vendor`."""
 
     def __init__(self, functions: dict[str, Function]) -> None:
         self._functions = functions

@@ -40,7 +40,7 @@ class HostStreams(DeviceStreams):
         library: CDLL,
         *,
         gpu: GpuDevice | None = None,
-        on_write: tuple[Any, int | None] | None = None,
+        on_write: tuple[Any, int | None] = (None, None),
     ) -> None:
         """`on_write` is a function in C, and its argument, to call after each word written."""
         self._library = library
@@ -49,11 +49,9 @@ class HostStreams(DeviceStreams):
         request = None
         if gpu is not None and self._stream is not None:
             request = byref(gpu.driver.host_gpu(gpu.index, self._stream.cuda_stream))
-        self._handle = library.host_stream_create(request)
+        self._handle = library.host_stream_create(request, *on_write)
         if not self._handle:
             raise LinkError("no thread could be started for a link; raise the limit (ulimit -u)")
-        if on_write is not None:
-            library.host_stream_notify(self._handle, *on_write)
         # Not at the interpreter's exit: links still in use end with the process.
         weakref.finalize(self, library.host_stream_destroy, self._handle).atexit = False
         functions = {
@@ -111,18 +109,19 @@ class HostDevice(Device):
         checksum: append one to each entry and verify it at the other end.
     """
 
+    notifies = True
+
     def __init__(self, device: torch.device, *, checksum: bool = False) -> None:
         self._library = native()
         self._gpu = None if device.type == "cpu" else GpuDevice(device)
         self._caller = CallingThread(self._library, accepts_work=self._gpu is None)
         self._streams: list[HostStreams] = []
-        self._on_write: tuple[Any, int | None] | None = None
+        self._on_write: tuple[Any, int | None] = (None, None)
         self.checksum_bytes = CHECKSUM_BYTES if checksum else 0
         self.has_host_tensors = self._gpu is None
 
-    def notify(self, function: Any, argument: int | None) -> bool:
+    def notify(self, function: Any, argument: int | None) -> None:
         self._on_write = function, argument
-        return True
 
     def use(self) -> None:
         if self._gpu is not None:

@@ -59,15 +59,14 @@ class Carrier:
                     ring_bytes=options.ring_bytes,
                     checksum_bytes=options.device.checksum_bytes,
                     stall_seconds=stall_seconds,
+                    device_notifies=options.device.notifies,
                     reads_back=memory.reads_back,
                     dmabuf=memory.dmabuf[0],
                     dmabuf_offset=memory.dmabuf[1],
                 )
             ),
         )
-        # Where the device cannot call it after each word that it writes, the thread polls.
-        if options.device.notify(self._library.carrier_progress, self._handle):
-            self._library.carrier_set_device_notifies(self._handle)
+        options.device.notify(self._library.carrier_progress, self._handle)
 
     def add_verbs_rail(self, port: Port) -> tuple[dict[str, Any], str]:
         """Open a port; returns its CONNECTION (docs/wire.md) and how its NIC addresses the rings.

@@ -13,24 +13,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hetero.addresses import is_unreachable
+from hetero.addresses import is_unreachable, keep_alive
 from hetero.link.handshake import send_json
 
 _LENGTH = struct.Struct("<I")
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)
 """A `struct timeval`. With a timeout of Python's, `recv` would wait too."""
-_KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 10),
-    (socket.TCP_KEEPINTVL, 5),
-    (socket.TCP_KEEPCNT, 4),
-)
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel end a connection about half a minute after the other host disappears."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class PathsLost(ConnectionError):
@@ -54,11 +42,7 @@ class Control:
         for connection in connections:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-            keep_alive(connection)
-            if ack_timeout is not None:
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ack_timeout * 1000)
-                )
+            keep_alive(connection, ack_timeout=ack_timeout)
 
     def filenos(self) -> list[int]:
         return [connection.fileno() for connection in self._connections]

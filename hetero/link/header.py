@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -20,7 +21,6 @@ _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_OFFSET = struct.calcsize("<4sHHQ")
 _TAG = struct.Struct("<I")
 _TAG_OFFSET = HEADER_BYTES - _TAG.size
-_MAX_CACHED = 64
 
 # The numbers are part of the protocol: append, never reorder.
 _DTYPES = (
@@ -114,24 +114,17 @@ def difference(arrived: bytes, expected: bytes) -> str | None:
     return None
 
 
-class HeaderWriter:
-    """Packs headers, cached by dtype and shape: a pipeline's messages repeat them."""
+@lru_cache(maxsize=64)
+def _packed(job: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """A message's header but for its numbers: a pipeline's messages repeat it."""
+    return Header(job, 0, dtype, tuple(shape), math.prod(shape) * dtype.itemsize).pack()
 
-    def __init__(self, *, job: int) -> None:
-        self._job = job
-        self._packed: dict[tuple[torch.dtype, tuple[int, ...]], bytearray] = {}
 
-    def pack(
-        self, dtype: torch.dtype, shape: tuple[int, ...], *, sequence: int, tag: int = 0
-    ) -> bytes:
-        kind = (dtype, shape)
-        packed = self._packed.get(kind)
-        if packed is None:
-            if len(self._packed) >= _MAX_CACHED:
-                self._packed.clear()
-            nbytes = math.prod(shape) * dtype.itemsize
-            packed = bytearray(Header(self._job, 0, dtype, tuple(shape), nbytes).pack())
-            self._packed[kind] = packed
-        _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
-        _TAG.pack_into(packed, _TAG_OFFSET, tag)
-        return bytes(packed)
+def pack_header(
+    job: int, dtype: torch.dtype, shape: tuple[int, ...], *, sequence: int, tag: int = 0
+) -> bytes:
+    """`Header.pack`, faster."""
+    packed = bytearray(_packed(job, dtype, shape))
+    _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
+    _TAG.pack_into(packed, _TAG_OFFSET, tag)
+    return bytes(packed)

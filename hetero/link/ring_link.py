@@ -26,7 +26,7 @@ from hetero.link.base import (
     start_thread,
 )
 from hetero.link.flow import Flow, UnexpectedEntry
-from hetero.link.header import HeaderWriter, job_token
+from hetero.link.header import job_token, pack_header
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -59,7 +59,7 @@ class RingLink(RingLinkBase):
         """Whether C rings the peer's doorbell when it has enqueued something."""
         self._device = options.device
         self._ring_bytes = options.ring_bytes
-        self._headers = HeaderWriter(job=job_token(description.job))
+        self._job = job_token(description.job)
         self._doorbell_address = ends.local.doorbell_address()
         self._spin = native().native_spin
         self._progress_requested = threading.Event()
@@ -301,7 +301,7 @@ class RingLink(RingLinkBase):
         sequence = flow.sequence
         begin, nbytes = piece or (0, tensor.nbytes)
         dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
-        header = self._headers.pack(dtype, shape, sequence=sequence, tag=tag)
+        header = pack_header(self._job, dtype, shape, sequence=sequence, tag=tag)
         # Not before: a message that cannot be packed takes no number.
         flow.sequence = sequence + 1
         self._count(nbytes, is_receive=is_receive)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from hetero.addresses import family_of, interface_with
+from hetero.addresses import family_of, interface_with, keep_alive
 from hetero.errors import LinkError
-from hetero.link.control import keep_alive
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
 
 # Within a host there is no latency to hide, and data are best received while still in the cache.

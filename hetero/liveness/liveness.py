@@ -28,7 +28,7 @@ _HEARTBEATS_A_SECOND = 256
 """The most that rank 0 reads, from all others together."""
 _GRACE_SECONDS = 5.0
 """For a rank to fail by itself, with an error of its own, after another has failed."""
-_TCP_TIMEOUT_SECONDS = 30.0
+ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
 
 
@@ -188,18 +188,6 @@ class ServerAddress:
 def heartbeat_interval(world_size: int) -> float:
     """Seconds between two heartbeats of a rank."""
     return max(_HEARTBEAT_SECONDS, world_size / _HEARTBEATS_A_SECOND)
-
-
-def enable_keepalive(connection: socket.socket) -> None:
-    """Have the kernel close the connection if the other host does not respond for long."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 5),
-        (socket.TCP_KEEPINTVL, 5),
-        (socket.TCP_USER_TIMEOUT, int(_TCP_TIMEOUT_SECONDS * 1000)),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

@@ -12,15 +12,15 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetero.addresses import Route, is_unreachable
+from hetero.addresses import Route, is_unreachable, keep_alive
 from hetero.errors import UserError
 from hetero.liveness.liveness import (
+    ACK_SECONDS,
     HEARTBEAT,
     Liveness,
     RankFailure,
     ServerAddress,
     clock,
-    enable_keepalive,
     encode,
 )
 
@@ -101,7 +101,7 @@ class LivenessClient(Liveness):
 
     def _connect(self, server: ServerAddress) -> socket.socket:
         connection = socket.create_connection((server.host, server.port), timeout=_CONNECT_SECONDS)
-        enable_keepalive(connection)
+        keep_alive(connection, ack_timeout=ACK_SECONDS)
         local, remote = connection.getsockname()[0], connection.getpeername()[0]
         host = socket.gethostname()
         connection.sendall(encode({"token": server.token, "rank": self._rank, "host": host}))

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetero.addresses import is_unreachable, listen_everywhere
+from hetero.addresses import is_unreachable, keep_alive, listen_everywhere
 from hetero.liveness.liveness import (
+    ACK_SECONDS,
     HEARTBEAT,
     Liveness,
     RankFailure,
     clock,
-    enable_keepalive,
     encode,
     try_send,
 )
@@ -114,7 +114,7 @@ class LivenessServer(Liveness):
             return
         with suppress(OSError):
             connection.setblocking(False)
-            enable_keepalive(connection)
+            keep_alive(connection, ack_timeout=ACK_SECONDS)
             with self._lock:
                 client = _Client(connection, last_heard=time.monotonic())
                 self._clients[connection.fileno()] = client

@@ -245,11 +245,6 @@ bool carrier_start(struct carrier *carrier, char *error)
     return code == 0 || set_reason(error, "a link's thread cannot be started (%s)", strerror(code));
 }
 
-void carrier_set_device_notifies(struct carrier *carrier)
-{
-    carrier->engine.device_notifies = true;
-}
-
 void carrier_progress(struct carrier *carrier)
 {
     bool needs_polling;

@@ -37,9 +37,6 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 
-/* Declare that carrier_progress is called after each word that this end's device writes, so that the
- * thread need not poll for them. */
-void carrier_set_device_notifies(struct carrier *carrier);
 /* Make progress in the calling thread; wake the carrier's if something is left to poll for. */
 void carrier_progress(struct carrier *carrier);
 /* eventfd, readable when a rail has been lost. */

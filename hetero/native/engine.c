@@ -334,7 +334,7 @@ bool engine_needs_polling(struct engine *engine)
             return true;
         has_rail |= rail->live;
     }
-    if (!has_rail || engine->device_notifies)
+    if (!has_rail || engine->options.device_notifies)
         return false;
     return ring_load(&engine->out->posted) != ring_load(&engine->out->produced) ||
            ring_load(&engine->in->retired) != ring_load(&engine->in->consumed);

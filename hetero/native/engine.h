@@ -17,6 +17,8 @@ struct engine_options {
     uint64_t ring_bytes; /* of each */
     uint64_t checksum_bytes; /* behind each entry's, in the ring */
     double stall_seconds;
+    /* Whether carrier_progress is called after each word that this end's device writes; else poll for it. */
+    bool device_notifies;
     bool reads_back; /* whether what a NIC wrote is visible only after a read-back */
     int32_t dmabuf;  /* descriptor of the rings' memory; -1 where it has none */
     uint64_t dmabuf_offset;
@@ -30,7 +32,6 @@ struct engine {
     struct incoming incoming;
     struct rail *rails[ENGINE_RAILS];
     int rail_count;
-    bool device_notifies;           /* carrier_progress is called after each word a device writes */
     double last_checked;            /* by the watchdog */
     double posted_at[RING_ENTRIES]; /* an outgoing entry's data */
     int loss_fd;                    /* eventfd, readable when a rail is lost */

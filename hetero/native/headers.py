@@ -1,7 +1,7 @@
 """The structures, functions and numbers that the C headers beside this file declare, for ctypes.
 
 The headers keep to what is read here: structures of numbers, of pointers, of structures and of
-arrays of these, a declaration a line; functions that begin a line.
+arrays of these, a declaration a line; enumerations and functions that begin a line.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ def constant(name: str) -> int:
     found = re.search(rf"^#define {name} (\d+)$", _text(), re.MULTILINE)
     assert found is not None, name
     return int(found[1])
+
+
+def enumeration(name: str, *, prefix: str = "") -> Any:
+    """The numbers of an `enum`, as an IntEnum; `prefix` is what its names begin with in C."""
+    found = re.search(rf"^enum {name} {{(.*?)}};", _text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    members: dict[str, int] = {}
+    following = 0
+    for member in found[1].split(","):
+        label, _, value = (part.strip() for part in member.partition("="))
+        members[label.removeprefix(prefix)] = number = int(value or following)
+        following = number + 1
+    return IntEnum(name.title().replace("_", ""), members)
 
 
 @cache

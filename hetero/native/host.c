@@ -329,7 +329,8 @@ uint32_t host_stream_failure(const struct host_stream *stream)
     return atomic_load(&stream->failure);
 }
 
-struct host_stream *host_stream_create(const struct host_gpu *gpu)
+struct host_stream *host_stream_create(const struct host_gpu *gpu, void (*on_write)(void *),
+                                       void *argument)
 {
     struct host_stream *stream = calloc(1, sizeof *stream);
 
@@ -339,18 +340,14 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu)
         stream->gpu = *gpu;
         stream->has_gpu = true;
     }
+    stream->on_write = on_write;
+    stream->argument = argument;
     stream->process = getpid();
     initialize(stream);
     if (pthread_create(&stream->thread, NULL, run, stream) == 0)
         return stream;
     deinitialize(stream);
     return NULL;
-}
-
-void host_stream_notify(struct host_stream *stream, void (*on_write)(void *), void *argument)
-{
-    stream->argument = argument;
-    stream->on_write = on_write;
 }
 
 void host_stream_destroy(struct host_stream *stream)

@@ -29,12 +29,12 @@ struct host_stream;
 
 enum host_failure { HOST_OK, HOST_GPU_FAILED, HOST_WRONG_CHECKSUM };
 
-/* `gpu` is NULL for memory of the host alone. Returns NULL where no thread can be started. */
-struct host_stream *host_stream_create(const struct host_gpu *gpu);
+/* `gpu` is NULL for memory of the host alone. `on_write`, unless NULL, is called after each word that the
+ * stream writes. Returns NULL where no thread can be started. */
+struct host_stream *host_stream_create(const struct host_gpu *gpu, void (*on_write)(void *),
+                                       void *argument);
 /* An enum host_failure. After a failure the stream executes nothing more. */
 uint32_t host_stream_failure(const struct host_stream *stream);
-/* Call a function after each word that the stream writes. Set it before the first request. */
-void host_stream_notify(struct host_stream *stream, void (*on_write)(void *), void *argument);
 /* End the thread; requests that it has not executed are dropped. A process forked since has no such thread,
  * and keeps its copy. */
 void host_stream_destroy(struct host_stream *stream);

@@ -1,13 +1,12 @@
-"""The structures and numbers that Python and C share. A test compares the enumerations with C's."""
+"""The structures and numbers that Python and C share, as the C headers declare them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from enum import IntEnum
 from typing import Any
 
-from hetero.native.headers import constant, structure
+from hetero.native.headers import constant, enumeration, structure
 
 CHECKSUM_BYTES = constant("HOST_CHECKSUM_BYTES")
 TEXT_BYTES = constant("RAIL_TEXT_BYTES")
@@ -29,43 +28,10 @@ VerbsEnd = structure("verbs_end")
 VerbsRoute = structure("verbs_route")
 VerbsPort = structure("verbs_port")
 
-
-class Vendor(IntEnum):
-    """`enum vendor`."""
-
-    CUDA = 0
-    HIP = 1
-
-
-class Step(IntEnum):
-    """`enum step`."""
-
-    WAIT_VALUE = 1
-    COPY = 2
-    WRITE_VALUE = 3
-    RECORD_EVENT = 4
-    WAIT_EVENT = 5
-    COUNTER_LIMIT = 6
-    CHECKSUM = 7
-
-
-class HostFailure(IntEnum):
-    """`enum host_failure`."""
-
-    OK = 0
-    GPU_FAILED = 1
-    WRONG_CHECKSUM = 2
-
-
-class Progress(IntEnum):
-    """`enum progress`."""
-
-    WAITING = 0
-    ENQUEUED = 1
-    NEEDS_EVENT = 2
-    REFUSED = 3
-    FAILED = 4
-
+Vendor = enumeration("vendor")
+Step = enumeration("step", prefix="STEP_")
+HostFailure = enumeration("host_failure", prefix="HOST_")
+Progress = enumeration("progress")
 
 DRIVER_STEPS = (
     Step.COPY,
@@ -77,7 +43,7 @@ DRIVER_STEPS = (
 """Those of `struct entry_points`."""
 
 
-def entry_points(functions: Mapping[Step, Any], *, vendor: Vendor, counter_limit: int) -> Any:
+def entry_points(functions: Mapping[Any, Any], *, vendor: int, counter_limit: int) -> Any:
     """`struct entry_points` of ctypes functions, which the caller has to keep alive."""
     addresses = {
         step.name.lower(): ctypes.cast(function, ctypes.c_void_p).value

@@ -13,8 +13,8 @@ from hetero.link.header import (
     HEADER_BYTES,
     MAX_DIMENSIONS,
     Header,
-    HeaderWriter,
     difference,
+    pack_header,
 )
 from hetero.version import PROTOCOL_VERSION
 
@@ -94,6 +94,6 @@ def test_the_codes_of_dtypes_never_change() -> None:
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="uint16"):
-        HeaderWriter(job=0).pack(torch.uint16, (1,), sequence=0)
+        pack_header(0, torch.uint16, (1,), sequence=0)
     with pytest.raises(ValueError, match="at most 8 dimensions"):
-        HeaderWriter(job=0).pack(torch.float32, (1,) * 9, sequence=0)
+        pack_header(0, torch.float32, (1,) * 9, sequence=0)

@@ -269,16 +269,14 @@ static void open_end(struct end *end)
         .stall_seconds = STALL_SECONDS,
         .reads_back = is_verbs && seed % 2,
         .dmabuf = -1,
+        .device_notifies = true,
     };
     end->carrier = carrier_new(&options, error);
     REQUIRE(end->carrier != NULL);
-    carrier_set_device_notifies(end->carrier);
     for (int rail = 0; rail < rails; rail++)
         (is_verbs ? add_verbs : add_tcp)(end, rail);
-    end->filling = host_stream_create(NULL);
-    end->emptying = host_stream_create(NULL);
-    host_stream_notify(end->filling, notified, end->carrier);
-    host_stream_notify(end->emptying, notified, end->carrier);
+    end->filling = host_stream_create(NULL, notified, end->carrier);
+    end->emptying = host_stream_create(NULL, notified, end->carrier);
 }
 
 static void start_end(struct end *end)

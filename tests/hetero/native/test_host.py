@@ -55,8 +55,9 @@ def words() -> Words:
 
 
 class Stream:
-    def __init__(self, gpu: Any = None) -> None:
-        self.handle = LIBRARY.host_stream_create(None if gpu is None else ctypes.byref(gpu))
+    def __init__(self, gpu: Any = None, *, on_write: Any = None, argument: int = 0) -> None:
+        request = None if gpu is None else ctypes.byref(gpu)
+        self.handle = LIBRARY.host_stream_create(request, on_write, argument)
 
     def copy(self, target: Any, source: Any, nbytes: int) -> None:
         addresses = ctypes.addressof(target), ctypes.addressof(source)
@@ -202,8 +203,7 @@ def test_after_a_wrong_checksum_a_stream_does_nothing_more(
 def test_whoever_asked_is_called_after_each_word(words: Words) -> None:
     seen: list[tuple[int, int]] = []
     called = CFUNCTYPE(None, c_void_p)(lambda argument: seen.append((argument, words[0])))
-    made = Stream()
-    LIBRARY.host_stream_notify(made.handle, called, 42)
+    made = Stream(on_write=called, argument=42)
     for number in (1, 2):
         made.write(words.address(), number)
         assert made.rests()
