@@ -1,10 +1,10 @@
 """How the ranks of a job agree to continue, or to stop, before any process group exists.
 
 In each phase every rank appends its payload, or its error, to one value of the rendezvous store.
-The last rank wakes rank 0, which folds all of them into the phase's outcome and thereby wakes the
-others. An error of any rank ends all of them, with one sentence, within seconds. So does a rank
-that ends without reporting one, which its connection to rank 0 shows (hetero.liveness). The outcome
-is set once, by whichever rank is first, and every rank reads the same.
+The last rank folds all of them into the phase's outcome and thereby wakes the others. An error of
+any rank ends all of them, with one sentence, within seconds. So does a rank that ends without
+reporting one, which its connection to rank 0 shows (hetero.liveness). The outcome is set once, by
+whichever rank is first, and every rank reads the same.
 
 Each rank does the same number of operations on the store per phase, however many ranks there are.
 """
@@ -93,8 +93,10 @@ class Agreement:
         with self._on_store(phase):
             current = self._next(phase)
             current.arrive(self._rank)
-            current.submit(own)
-            outcome = self._await_outcome(current, error)
+            if current.submit(own):
+                outcome = current.decide(self._folded(current))
+            else:
+                outcome = self._await_outcome(current, error)
         raise_failure(outcome, cause=error)
         return unfold(outcome["columns"], self._world_size)
 
@@ -144,12 +146,14 @@ class Agreement:
                     self._raise_cause(phase, error)
                     raise
                 monitoring.disarm()
-                phase.finish(self._rank)
-                waiting = StoreWait(self._wait_store, phase.outcome_key, self._timeout + 60.0)
-                while not waiting.done.wait(1.0):
-                    pass
-                waiting.result()
-                outcome = phase.read_outcome()
+                if phase.submit(Record.of(self._rank, what, None, None)):
+                    outcome = phase.decide(self._folded(phase))
+                else:
+                    waiting = StoreWait(self._wait_store, phase.outcome_key, self._timeout + 60.0)
+                    while not waiting.done.wait(1.0):
+                        pass
+                    waiting.result()
+                    outcome = phase.read_outcome()
             finally:
                 monitoring.stop()
             raise_failure(outcome, cause=None)
@@ -223,8 +227,7 @@ class Agreement:
         """The outcome of a phase: when all ranks have submitted, or some cannot."""
         timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
         deadline = time.monotonic() + timeout
-        key = phase.all_key if self._rank == 0 else phase.outcome_key
-        store_wait = StoreWait(self._wait_store, key, timeout + 60.0)
+        store_wait = StoreWait(self._wait_store, phase.outcome_key, timeout + 60.0)
         waiting = WaitReporter()
         has_grace = False
         while not store_wait.done.wait(
@@ -243,17 +246,16 @@ class Agreement:
                 continue
             return phase.decide(self._timed_out(phase, self._monitor.unreachable(phase)))
         store_wait.result()
-        if self._rank > 0:
-            return phase.read_outcome()
-        return phase.outcome() or phase.decide(self._folded(phase.what, phase.records()))
+        return phase.read_outcome()
 
-    def _folded(self, what: str, records: list[Record]) -> dict[str, Any]:
+    def _folded(self, phase: Phase) -> dict[str, Any]:
         """The outcome once all ranks have submitted."""
-        other = [record for record in records if record.phase != what]
-        if other:
+        records = phase.records()
+        if other := [record for record in records if record.phase != records[0].phase]:
             text = (
-                f"rank {other[0].rank} compares its {other[0].phase} while rank 0 compares its "
-                f"{what}; start every rank with the same flags"
+                f"rank {other[0].rank} compares its {other[0].phase} while rank "
+                f"{records[0].rank} compares its {records[0].phase}; start every rank with the "
+                "same flags"
             )
             return failure(text, agreed=True)
         ranks = [record.rank for record in records]
@@ -278,7 +280,7 @@ class Agreement:
             agreed = phase.rank_0_arrived() and not unreachable
             return failure(self._combined(errors), agreed=agreed)
         absent = phase.absent()
-        late = absent or phase.unfinished() or [0]
+        late = absent or phase.unfinished() or range(self._world_size)
         what = "did not come" if absent else "did not answer"
         text = (
             f"{name_ranks(late, self._world_size)} {what} within {self._timeout:g} s while "

@@ -20,37 +20,23 @@ class Phase:
         self._store, self._world_size = store, world_size
         self._began = time.monotonic()
         base = f"hetero/phase {number}"
-        self._records_key = f"{base}/records"
         self._arrived_key, self._rank_0_key = f"{base}/arrived", f"{base}/rank 0"
-        self._finished_key, self.count_key = f"{base}/finished", f"{base}/count"
-        self.all_key, self.outcome_key = f"{base}/all", f"{base}/outcome"
+        self._records_key, self.count_key = f"{base}/records", f"{base}/count"
+        self.outcome_key = f"{base}/outcome"
 
     def arrive(self, rank: int) -> None:
         self._store.append(self._arrived_key, f"{rank}\n")
         if rank == 0:
             self._store.set(self._rank_0_key, "1")
 
-    def submit(self, record: Record) -> None:
-        """Append this rank's record. The last rank wakes rank 0, which waits for `all_key`."""
+    def submit(self, record: Record) -> bool:
+        """Append this rank's record; whether it is the last one, whose rank decides the outcome."""
         self._store.append(self._records_key, record.line())
-        if self._is_last():
-            self._store.set(self.all_key, "1")
-
-    def finish(self, rank: int) -> None:
-        """End a phase without records. The last rank sets the outcome."""
-        self._store.append(self._finished_key, f"{rank}\n")
-        if self._is_last():
-            self.decide({"columns": {}})
-
-    def _is_last(self) -> bool:
         return self._store.add(self.count_key, 1) >= self._world_size
 
     def decide(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         """Set the phase's outcome unless another rank has; return the one that is set."""
-        decided = unpack(self._store.compare_set(self.outcome_key, "", pack(outcome)))
-        if "error" in outcome:  # Rank 0 may wait for the last rank.
-            self._store.set(self.all_key, "1")
-        return decided
+        return unpack(self._store.compare_set(self.outcome_key, "", pack(outcome)))
 
     def outcome(self) -> dict[str, Any] | None:
         """The outcome, once it is decided."""
@@ -73,19 +59,14 @@ class Phase:
 
     def absent(self) -> list[int]:
         """The ranks that have not arrived. One operation on the store."""
-        return sorted(set(range(self._world_size)) - self._ranks_in(self._arrived_key))
+        arrived = {int(line) for line in self._store.get(self._arrived_key).split()}
+        return sorted(set(range(self._world_size)) - arrived)
 
     def unfinished(self) -> list[int]:
-        """The ranks that have neither submitted a record nor finished."""
-        done: set[int] = set()
-        if self._store.check([self._finished_key]):
-            done |= self._ranks_in(self._finished_key)
-        if self._store.check([self._records_key]):
-            done |= {record.rank for record in self.records()}
+        """The ranks that have not submitted a record."""
+        has_any = self._store.check([self._records_key])
+        done = {record.rank for record in self.records()} if has_any else set()
         return sorted(set(range(self._world_size)) - done)
-
-    def _ranks_in(self, key: str) -> set[int]:
-        return {int(line) for line in self._store.get(key).split()}
 
 
 def failure(text: str, *, agreed: bool, code: int = UserError.exit_code) -> dict[str, Any]:
