@@ -12,9 +12,9 @@ Each rank does the same number of operations on the store per phase, however man
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -25,7 +25,7 @@ from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, error_text, failure, raise_failure
 from hetero.records import Record, errors_by_text, fold, unfold
-from hetero.store import BoundedStore, Store, StoreUnresponsive, StoreWait
+from hetero.store import BoundedStore, Store, StoreCall, StoreUnresponsive
 from hetero.wait_reporter import WaitReporter
 
 _TIMEOUT_WITH_AN_ERROR = 30.0
@@ -91,12 +91,7 @@ class Agreement:
                 raise AgreedError(own.error) from error
             return unfold(fold([own]), 1)
         with self._on_store(phase):
-            current = self._next(phase)
-            current.arrive(self._rank)
-            if current.submit(own):
-                outcome = current.decide(self._folded(current))
-            else:
-                outcome = self._await_outcome(current, error)
+            outcome = self._conclude(self._begin(phase), own, error)
         raise_failure(outcome, cause=error)
         return unfold(outcome["columns"], self._world_size)
 
@@ -107,9 +102,7 @@ class Agreement:
         """
         if self._world_size == 1:
             return
-        announcing = threading.Thread(target=self._announce, args=(error,), daemon=True)
-        announcing.start()
-        announcing.join(_ANNOUNCE_SECONDS)
+        StoreCall(lambda: self._announce(error)).done.wait(_ANNOUNCE_SECONDS)
 
     def _announce(self, error: Exception) -> None:
         text = f"rank {self._rank} failed: {error_text(error)}"
@@ -136,27 +129,17 @@ class Agreement:
             yield
             return
         with self._on_store(what):
-            phase = self._next(what)
-            phase.arrive(self._rank)
+            phase = self._begin(what, is_section=True)
             monitoring = MonitorThread(self._monitor, phase, on_failure)
             try:
-                try:
-                    yield
-                except Exception as error:
-                    self._raise_cause(phase, error)
-                    raise
-                monitoring.disarm()
-                if phase.submit(Record.of(self._rank, what, None, None)):
-                    outcome = phase.decide(self._folded(phase))
-                else:
-                    waiting = StoreWait(self._wait_store, phase.outcome_key, self._timeout + 60.0)
-                    while not waiting.done.wait(1.0):
-                        pass
-                    waiting.result()
-                    outcome = phase.read_outcome()
+                yield
+            except Exception as error:
+                self._raise_cause(phase, error)
+                raise
             finally:
                 monitoring.stop()
-            raise_failure(outcome, cause=None)
+            outcome = self._conclude(phase, Record.of(self._rank, what, None, None), None)
+        raise_failure(outcome, cause=None)
 
     def _raise_cause(self, phase: Phase, error: Exception) -> None:
         """Decide a section's outcome by an error in it, or raise the failure that caused it."""
@@ -206,9 +189,11 @@ class Agreement:
         except Exception:  # the others are gone, so there is no reason to wait
             return
 
-    def _next(self, what: str) -> Phase:
+    def _begin(self, what: str, *, is_section: bool = False) -> Phase:
         self._number += 1
-        return Phase(self._store, self._number, what, self._world_size)
+        phase = Phase(self._store, self._number, what, self._world_size, is_section=is_section)
+        phase.arrive(self._rank)
+        return phase
 
     @contextlib.contextmanager
     def _on_store(self, what: str) -> Iterator[None]:
@@ -223,11 +208,14 @@ class Agreement:
                 known_to_all=False,
             ) from error
 
-    def _await_outcome(self, phase: Phase, error: Exception | None) -> dict[str, Any]:
-        """The outcome of a phase: when all ranks have submitted, or some cannot."""
+    def _conclude(self, phase: Phase, own: Record, error: Exception | None) -> dict[str, Any]:
+        """Submit this rank's record; the outcome when all ranks have, or some cannot."""
+        if phase.submit(own):
+            return phase.decide(self._folded(phase))
         timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
-        deadline = time.monotonic() + timeout
-        store_wait = StoreWait(self._wait_store, phase.outcome_key, timeout + 60.0)
+        deadline = time.monotonic() + timeout - phase.seconds
+        limit = timedelta(seconds=timeout + 60.0)
+        store_wait = StoreCall(lambda: self._wait_store.wait([phase.outcome_key], limit))
         waiting = WaitReporter()
         has_grace = False
         while not store_wait.done.wait(
@@ -273,6 +261,8 @@ class Agreement:
 
         `unreachable` is why this rank has no connection to rank 0, which may therefore have ended.
         """
+        if phase.is_section:
+            return self._monitor.overdue(phase)
         errors = errors_by_text(phase.records())
         if unreachable:
             errors[unreachable] = [self._rank]

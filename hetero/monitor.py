@@ -49,14 +49,12 @@ class Monitor:
         """In the first phase: why this rank cannot reach rank 0. In the second it reports it."""
         return None if self._liveness is None or phase.number > 1 else self._liveness.unreachable
 
-    def find_failure(self, phase: Phase, *, is_section: bool = False) -> dict[str, Any] | None:
-        """The outcome of the phase if a rank has failed or hangs.
-
-        `is_section`: the phase is what an `Agreement.section` is about.
-        """
+    def find_failure(self, phase: Phase) -> dict[str, Any] | None:
+        """The outcome of the phase if a rank has failed or hangs."""
         if self._liveness is None:
             return None
-        doing = f"while the ranks {'opened the' if is_section else 'compared their'} {phase.what}"
+        verb = "opened the" if phase.is_section else "compared their"
+        doing = f"while the ranks {verb} {phase.what}"
         failed = self._liveness.failure
         if failed is not None and (self.rank == 0 or failed.rank == 0):
             text = failed.sentence(self._liveness.name([failed.rank]), during=f" {doing}")
@@ -85,7 +83,7 @@ class Monitor:
             return {rank: age for rank, age in silent.items() if rank in awaited}
         return silent
 
-    def awaited(self, phase: Phase, *, is_section: bool = False) -> str | None:
+    def awaited(self, phase: Phase) -> str | None:
         """Which ranks have not arrived, or else not finished, if this rank is to print it."""
         if self.rank > 0 and phase.rank_0_arrived():
             return None
@@ -93,14 +91,20 @@ class Monitor:
         late = absent or phase.unfinished()
         if not late or self.rank != min(set(range(self.world_size)) - set(absent)):
             return None
-        if is_section:
-            return self.late(phase, "to come to", "to finish", absent=absent)
-        return f"{name_ranks(late, self.world_size)}{self.at}"
+        who = name_ranks(late, self.world_size)
+        if phase.is_section:
+            who += f" to {'come to' if absent else 'finish'} the {phase.what}"
+        return f"{who}{self.at}"
 
-    def late(self, phase: Phase, arriving: str, finishing: str, *, absent: list[int]) -> str:
-        """The ranks that hold up a section, with the verb for absent or for unfinished ones."""
+    def overdue(self, phase: Phase) -> dict[str, Any]:
+        """The outcome of a section at its timeout."""
+        absent = phase.absent()
         who = name_ranks(absent or phase.unfinished(), self.world_size)
-        return f"{who} {arriving if absent else finishing} the {phase.what}{self.at}"
+        return failure(
+            f"{who} did not {'come to' if absent else 'finish'} the {phase.what}{self.at} within "
+            f"{self.timeout:g} s; see its log, and whether it hangs",
+            agreed=0 not in absent,
+        )
 
 
 class MonitorThread:
@@ -114,50 +118,37 @@ class MonitorThread:
     ) -> None:
         self._monitor, self._phase, self._on_failure = monitor, phase, on_failure
         self._stopped, self._lock = threading.Event(), threading.Lock()
-        self._is_armed = True
         threading.Thread(target=self._run, name=phase.what, daemon=True).start()
 
-    def disarm(self) -> None:
-        """Never call `on_failure` from now on: the main thread reads the outcome itself."""
-        with self._lock:
-            self._is_armed = False
-
     def stop(self) -> None:
-        self.disarm()
-        self._stopped.set()
+        """Never call `on_failure` from now on: the main thread goes on with the phase itself."""
+        with self._lock:
+            self._stopped.set()
 
     def _run(self) -> None:
         monitor, phase = self._monitor, self._phase
         waiting = WaitReporter()
         try:
             while not self._stopped.wait(Monitor.poll_seconds):
-                waiting.report(lambda: monitor.awaited(phase, is_section=True))
+                waiting.report(lambda: monitor.awaited(phase))
                 outcome = phase.outcome()
-                if outcome is None and (failed := self._find_failure()) is not None:
-                    outcome = phase.decide(failed)
+                if outcome is None:
+                    found = monitor.find_failure(phase)
+                    if found is None and phase.seconds > monitor.timeout:
+                        found = monitor.overdue(phase)
+                    outcome = found and phase.decide(found)
                 if outcome is not None:
                     self._notify(outcome)
                     return
         except DistError:  # the store is gone, which the main thread notices and reports too
             return
 
-    def _find_failure(self) -> dict[str, Any] | None:
-        """The outcome of the section if a rank has failed, or at the timeout."""
-        monitor, phase = self._monitor, self._phase
-        found = monitor.find_failure(phase, is_section=True)
-        if found is None and phase.seconds > monitor.timeout:
-            absent = phase.absent()
-            late = monitor.late(phase, "did not come to", "did not finish", absent=absent)
-            text = f"{late} within {monitor.timeout:g} s; see its log, and whether it hangs"
-            found = failure(text, agreed=0 not in absent)
-        return found
-
     def _notify(self, outcome: Mapping[str, Any]) -> None:
         # Give the main thread time to fail by itself, in which case it finds the same outcome.
         if self._stopped.wait(Monitor.poll_seconds):
             return
         with self._lock:
-            if not self._is_armed or self._on_failure is None:
+            if self._stopped.is_set() or self._on_failure is None:
                 return
             try:
                 raise_failure(outcome, cause=None)

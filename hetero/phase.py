@@ -14,9 +14,17 @@ from hetero.store import RendezvousStore
 class Phase:
     """The keys of one phase, and the operations of each rank on them."""
 
-    def __init__(self, store: RendezvousStore, number: int, what: str, world_size: int) -> None:
-        """`number` counts a job's phases, from 1."""
-        self.number, self.what = number, what
+    def __init__(
+        self,
+        store: RendezvousStore,
+        number: int,
+        what: str,
+        world_size: int,
+        *,
+        is_section: bool = False,
+    ) -> None:
+        """`number` counts a job's phases, from 1; `is_section`: it is an `Agreement.section`."""
+        self.number, self.what, self.is_section = number, what, is_section
         self._store, self._world_size = store, world_size
         self._began = time.monotonic()
         base = f"hetero/phase {number}"

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hetero.launch.exec_script import exec_script_if_rank
 from hetero.megatron_imports import exit_unless_installed
@@ -127,7 +127,7 @@ class _Launcher:
             ) from error
         return 0
 
-    def _rendezvous(self, parameters: RendezvousParameters) -> LauncherRendezvous:
+    def _rendezvous(self, parameters: RendezvousParameters) -> Any:
         return LauncherRendezvous(self._settings, parameters, self._on_joined)
 
     def _on_joined(self, info: RendezvousInfo) -> None:

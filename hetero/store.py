@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -35,26 +35,28 @@ class RendezvousStore(Store, Protocol):
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
-class StoreWait:
-    """A wait for a key in a thread of its own, so that Ctrl-C interrupts the main thread."""
+class StoreCall(Generic[_Result]):
+    """An operation on the store in a thread of its own: Ctrl-C interrupts whoever waits for it."""
 
-    def __init__(self, store: Store, key: str, seconds: float) -> None:
-        self._store, self._key, self._seconds = store, key, seconds
+    def __init__(self, operation: Callable[[], _Result]) -> None:
+        self._operation = operation
         self.done = threading.Event()
+        self._result: _Result | None = None
         self._failure: Exception | None = None
-        threading.Thread(target=self._wait, name=f"wait for {key}", daemon=True).start()
+        threading.Thread(target=self._run, name="store operation", daemon=True).start()
 
-    def _wait(self) -> None:
+    def _run(self) -> None:
         try:
-            self._store.wait([self._key], timedelta(seconds=self._seconds))
+            self._result = self._operation()
         except Exception as failure:
             self._failure = failure
         self.done.set()
 
-    def result(self) -> None:
-        """Raise the error that the wait ended with, if any. Call it once `done` is set."""
+    def result(self) -> _Result:
+        """What it has returned or raised. Call it once `done` is set."""
         if self._failure is not None:
             raise self._failure
+        return self._result  # type: ignore[return-value]
 
 
 class StoreUnresponsive(DistNetworkError):
@@ -106,37 +108,16 @@ class BoundedCalls:
     """
 
     def __init__(self) -> None:
-        self._running: threading.Thread | None = None
+        self._last: StoreCall[Any] | None = None
 
     def call(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
         """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""
         deadline = time.monotonic() + seconds
-        if (previous := self._running) is not None:
-            previous.join(seconds)
-            if previous.is_alive():
-                raise self._unresponsive(seconds)
-        outcome: list[tuple[_Result | None, Exception | None]] = []
-
-        def run() -> None:
-            try:
-                outcome.append((operation(), None))
-            except Exception as error:
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name="store operation", daemon=True)
-        thread.start()
-        self._running = thread
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if not outcome:
-            raise self._unresponsive(seconds)
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
-
-    @staticmethod
-    def _unresponsive(seconds: float) -> StoreUnresponsive:
-        return StoreUnresponsive(
+        if self._last is None or self._last.done.wait(seconds):
+            self._last = call = StoreCall(operation)
+            if call.done.wait(max(0.0, deadline - time.monotonic())):
+                return call.result()
+        raise StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
             "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached, "
             "by large packets too (compare the MTUs of NICs and switches)"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 
 from hetero.errors import print_line
 
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 30.0
 """Until a wait's first line, and between the later ones."""
+_PAUSE_SECONDS = 0.1
 
 
 class WaitReporter:
@@ -25,3 +28,22 @@ class WaitReporter:
         self._due = AGAIN_SECONDS * (waited // AGAIN_SECONDS + 1)
         if text := whom if isinstance(whom, str) else whom():
             print_line(f"waiting for {text}, {waited:.0f} s so far")
+
+
+def await_listener(
+    host: str, port: int, *, seconds: float, who: Callable[[OSError], str | None]
+) -> None:
+    """Wait until the port accepts connections: TCPStore's own retries would flood the log.
+
+    Reports `who` is waited for, given why it is not there. Raises the last error after `seconds`.
+    """
+    waiting, deadline = WaitReporter(), time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5.0):
+                return
+        except OSError as error:
+            waiting.report(partial(who, error))
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_PAUSE_SECONDS)

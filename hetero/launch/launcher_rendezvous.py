@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -30,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from hetero.errors import UserError
 from hetero.formatting import spans
 from hetero.store import BoundedCalls, BoundedStore, StoreUnresponsive
-from hetero.wait_reporter import WaitReporter
+from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
 _PAUSE = 0.1
@@ -57,8 +58,8 @@ class RendezvousSettings:
         return host.strip("[]"), int(port)
 
 
-class LauncherRendezvous(RendezvousHandler):
-    """One launcher's side of the rendezvous."""
+class LauncherRendezvous:
+    """One launcher's side of the rendezvous: a RendezvousHandler."""
 
     def __init__(
         self,
@@ -167,19 +168,19 @@ class LauncherRendezvous(RendezvousHandler):
             raise self._unreachable("it does not answer") from error
 
     def _await_listener(self) -> None:
-        waiting, deadline = WaitReporter(), time.monotonic() + self._settings.timeout
-        while True:
-            try:
-                with socket.create_connection(self._settings.address, timeout=5.0):
-                    return
-            except OSError as error:
-                reason = error.strerror or str(error)
-                if isinstance(error, ConnectionRefusedError) and self._is_here():
-                    reason += f"; that is an address of {socket.gethostname()} itself"
-            waiting.report(f"{self._store_host()} ({reason})")
-            if time.monotonic() > deadline:
-                raise self._unreachable(reason)
-            time.sleep(_PAUSE)
+        def who(error: OSError) -> str:
+            return f"{self._store_host()} ({self._reason(error)})"
+
+        try:
+            await_listener(*self._settings.address, seconds=self._settings.timeout, who=who)
+        except OSError as error:
+            raise self._unreachable(self._reason(error)) from error
+
+    def _reason(self, error: OSError) -> str:
+        reason = error.strerror or str(error)
+        if isinstance(error, ConnectionRefusedError) and self._is_here():
+            reason += f"; that is an address of {socket.gethostname()} itself"
+        return reason
 
     def _unreachable(self, reason: str) -> UserError:
         settings = self._settings
@@ -250,26 +251,9 @@ class LauncherRendezvous(RendezvousHandler):
         finally:
             done.set()
 
-    # The rest of torchelastic's RendezvousHandler.
-
     def get_backend(self) -> str:
         return BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return self._handler.use_agent_store
-
-    def is_closed(self) -> bool:
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        self._handler.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._parameters.run_id
-
-    def shutdown(self) -> bool:
-        return self._handler.shutdown()
+    def __getattr__(self, name: str) -> Any:
+        """The rest of torchelastic's RendezvousHandler."""
+        return getattr(self._handler, name)

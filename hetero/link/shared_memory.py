@@ -6,14 +6,13 @@ however that process ends. The socket stays open: it closes when the peer dies.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-
-import torch
 
 from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, accept, connect, look_up, publish
@@ -89,7 +88,7 @@ def pin(memory: SharedMemory, device: Device, stack: ExitStack) -> int:
 
 
 class SharedMemory:
-    """One mapping, as bytes, 32-bit words and a tensor; `close` invalidates all of them."""
+    """One mapping, as bytes and 32-bit words; `close` invalidates both. Idempotent."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Closes the descriptor."""
@@ -99,18 +98,10 @@ class SharedMemory:
             os.close(descriptor)
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("I")
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address = self.tensor.data_ptr()
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.nbytes = nbytes
-        self._open = True
 
     def close(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        del self.tensor
         self.words.release()
         self.bytes.release()
-        # torch may hold the mapping a moment longer; it is unmapped with the last reference.
-        with suppress(BufferError):
-            self._map.close()
+        self._map.close()

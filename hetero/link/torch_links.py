@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
-from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, Header, difference, job_token
+from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, difference, job_token, pack_header
 
 _JOIN_SECONDS = 1.0
 # The thread reaches the link's own deadline first, and has the better error.
@@ -202,9 +202,8 @@ class GlooLink(Link):
             self._finish(dist.isend(as_bytes(transfer.host), peer, tag=self._send_tag))
 
     def _header(self, transfer: _Transfer, sequence: int) -> bytes:
-        host = transfer.host
-        shape = tuple(host.shape)
-        return Header(self._job, sequence, host.dtype, shape, host.nbytes, transfer.tag).pack()
+        host, tag = transfer.host, transfer.tag
+        return pack_header(self._job, host.dtype, host.shape, sequence=sequence, tag=tag)
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer

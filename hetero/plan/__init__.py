@@ -6,7 +6,7 @@ anywhere. `python -m hetero.plan FILE --world-size N` does so from a shell.
 
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.plan import Block, Coordinate, Edge, Plan, split_over_chunks
-from hetero.plan.plan_file import load_plan, plan_from_mapping
+from hetero.plan.plan_file import load_plan
 
 __all__ = [
     "VENDORS",
@@ -17,6 +17,5 @@ __all__ = [
     "Plan",
     "PlanError",
     "load_plan",
-    "plan_from_mapping",
     "split_over_chunks",
 ]

@@ -47,12 +47,8 @@ class _Entry:
     problems: list[str] = field(default_factory=list)
 
 
-def plan_from_mapping(data: object, *, source: str, chunks: int = 1) -> Plan:
-    """Build a Plan from parsed YAML. `source` names the file in errors."""
-    return _read_mapping(data, source=source, chunks=chunks).plan()
-
-
-def _read_mapping(data: object, *, source: str, chunks: int) -> PlanFile:
+def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
+    """Read what is valid of parsed YAML. `source` names the file in errors."""
     if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
         raise PlanError(f"{source}: expected a top-level list named 'meshes'")
     unknown = sorted(set(map(str, data)) - {"meshes"})
@@ -144,7 +140,7 @@ def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
         )
     source = f"the plan {path}"
     data = load_yaml(path, source=source, refusal=PlanError)
-    return _read_mapping(data, source=source, chunks=chunks)
+    return read_mapping(data, source=source, chunks=chunks)
 
 
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:

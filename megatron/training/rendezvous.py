@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING
 from hetero.addresses import Route, interface_with, own_address, unusable_interfaces
 from hetero.errors import AgreedError, UserError
 from hetero.open_files import allow_open_files
-from hetero.wait_reporter import WaitReporter
+from hetero.wait_reporter import await_listener
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -131,22 +129,19 @@ def _check_gloo_interfaces(unusable: Sequence[Sequence[str]], liveness: Liveness
 
 
 def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
-    """Wait until the port accepts connections: TCPStore's own retries would flood the log."""
-    deadline, waiting, reason = time.monotonic() + timeout, WaitReporter(), ""
-    # One rank per node logs.
-    is_logger = os.environ.get("LOCAL_RANK", "0") == "0"
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout=5.0):
-                return
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"nobody listens at {host}:{port}, where rank {rank} was told to meet the "
-                    f"others ({reason}), for {timeout:.0f} s; see that rank 0 "
-                    "was started and that this address can be reached from here"
-                ) from error
-        if is_logger:
-            waiting.report(f"rank 0 at {host}:{port} ({reason}; this is rank {rank})")
-        time.sleep(0.2)
+    """Wait for rank 0. Raises UserError."""
+
+    def who(error: OSError) -> str | None:
+        # One rank per node logs.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return None
+        return f"rank 0 at {host}:{port} ({error.strerror or error}; this is rank {rank})"
+
+    try:
+        await_listener(host, port, seconds=timeout, who=who)
+    except OSError as error:
+        raise UserError(
+            f"nobody listens at {host}:{port}, where rank {rank} was told to meet the others "
+            f"({error.strerror or error}), for {timeout:.0f} s; see that rank 0 was started and "
+            "that this address can be reached from here"
+        ) from error

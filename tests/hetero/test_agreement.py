@@ -87,7 +87,7 @@ def test_a_rank_that_is_missing_ends_the_others_in_time() -> None:
 
 def test_a_rank_that_comes_and_whose_answer_does_not_is_named() -> None:
     """As where the network loses large packets."""
-    first, _, third = _run(_says(), lambda a: a._next("flags").arrive(1), _says(), timeout=1.0)
+    first, _, third = _run(_says(), lambda a: a._begin("flags"), _says(), timeout=1.0)
     for outcome in (first, third):
         assert "rank 1 did not answer within 1 s while the ranks compared their fl" in str(outcome)
 

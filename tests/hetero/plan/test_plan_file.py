@@ -18,13 +18,13 @@ from hetero.plan import (
     Plan,
     PlanError,
     load_plan,
-    plan_from_mapping,
 )
 from hetero.plan.limits import (
     layer_problems,
     tensor_problems,
     world_size_problems,
 )
+from hetero.plan.plan_file import read_mapping
 from tests.hetero.plan.drawn_plans import plans
 
 # Files.
@@ -33,7 +33,7 @@ from tests.hetero.plan.drawn_plans import plans
 @given(plans())
 def test_a_plan_written_out_reads_back_the_same(plan: Plan) -> None:
     text = yaml.safe_dump(plan.to_mapping())
-    back = plan_from_mapping(yaml.safe_load(text), source="it", chunks=plan.chunks)
+    back = read_mapping(yaml.safe_load(text), source="it", chunks=plan.chunks).plan()
     assert back == plan
 
 
@@ -49,7 +49,7 @@ def test_a_file_may_leave_out_what_is_one(tmp_path: Path) -> None:
 
 def test_a_file_that_counts_layers_by_stage_is_split_over_the_chunks() -> None:
     mapping = {"meshes": [{"vendor": "amd", "layers": [5, [1, 3]]}]}
-    assert plan_from_mapping(mapping, source="it", chunks=2).layers == ((3, 2), (1, 3))
+    assert read_mapping(mapping, source="it", chunks=2).layers == ((3, 2), (1, 3))
 
 
 # Refusals.
@@ -166,7 +166,7 @@ AMD = {"vendor": "amd", "layers": [1]}
 )
 def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: str) -> None:
     with pytest.raises(PlanError) as error:
-        plan_from_mapping(data, source="the plan p.yaml")
+        read_mapping(data, source="the plan p.yaml").plan()
     assert names in _refusal(error)
 
 
@@ -176,7 +176,7 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
     several = {"vendor": "amd", "layers": [0], "stages": 2, "context": 2}
     data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
     with pytest.raises(PlanError) as error:
-        plan_from_mapping(data, source="p.yaml")
+        read_mapping(data, source="p.yaml").plan()
     assert [re.split("[;,]", sentence)[0] for sentence in error.value.sentences] == [
         "p.yaml: unknown key 'mesh'",
         "p.yaml: mesh 0: unknown key 'tensr'",
@@ -254,7 +254,7 @@ yaml_values = st.recursive(
 @given(yaml_values | st.fixed_dictionaries({"meshes": st.lists(yaml_values, max_size=3)}))
 def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any) -> None:
     try:
-        plan = plan_from_mapping(data, source="it")
+        plan = read_mapping(data, source="it").plan()
     except PlanError:
         return
     assert plan.num_layers >= plan.stages
