@@ -13,11 +13,13 @@ from tests import preloaded
 
 
 def pytest_configure() -> None:
-    """One thread for torch, which reads it when it is imported.
+    """One thread for torch, which reads it when it is imported, and no launcher around the tests.
 
-    Tiny models gain nothing by more, and lose much where other tests run beside them.
+    Tiny models gain nothing by more threads, and lose much where other tests run beside them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,8 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def losses(script: str, *arguments: str, launcher: tuple[str, ...], mixed: bool) -> list[float]:
     """What a run of four ranks prints: two vendors of two, or one vendor over gloo."""
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment |= {
+    environment = os.environ | {
         "HETERO_VENDOR": "nvidia*2,amd*2" if mixed else "nvidia",
         "HETERO_INSTEAD_OF": "gloo" if mixed else "",
         "GLOO_SOCKET_IFNAME": "lo",

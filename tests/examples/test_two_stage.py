@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "two_stage" / "train
 
 
 def run(*launcher: str, arguments: tuple[str, ...] = ("--steps", "4")) -> tuple[int, str, str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), *arguments],
-        env=environment,
         capture_output=True,
         text=True,
         timeout=240,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+Refused = Callable[..., str]
+
 
 def refusal(
     capsys: pytest.CaptureFixture[str],

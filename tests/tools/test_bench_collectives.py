@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.tools.refusals import refusal
 from tools.bench_collectives import main, parse_options
 from tools.collective_bench import collective_rank
 from tools.collective_bench.collective_rank import run_started_rank
@@ -46,11 +45,10 @@ def outcome(tmp_path_factory) -> Outcome:
     folder = tmp_path_factory.mktemp("collectives")
     backends = ("--backends", "gloo", "nccl", "hetero", "flagcx")
     command = [sys.executable, str(TOOL), *QUICK, *backends, "--ranks", "2+1"]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     ended = subprocess.run(
         [*command, "--out", str(folder)],
         # As under this project's launcher, which has hetero take NCCL's and even gloo's place.
-        env=environment | {"HETERO_INSTEAD_OF": "nccl,gloo"},
+        env=os.environ | {"HETERO_INSTEAD_OF": "nccl,gloo"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -108,10 +106,9 @@ def test_the_table_has_a_row_for_every_operation_and_size(outcome) -> None:
 def test_under_a_launcher_the_ranks_are_what_they_are(tmp_path) -> None:
     launcher = ["-m", "hetero.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*QUICK[:-1], "4K", "--operations", "broadcast", "--out", str(tmp_path)]
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     ended = subprocess.run(
         [sys.executable, *launcher, str(TOOL), *flags],
-        env=environment | {"HETERO_VENDOR": "amd,cpu", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ | {"HETERO_VENDOR": "amd,cpu", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -185,17 +182,17 @@ def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tm
         ("--dtype int8 --reduction avg", "--reduction avg of int8 would be cut off"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, capsys) -> None:
-    assert says in refusal(capsys, parse_options, flags)
+def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, refused) -> None:
+    assert says in refused(parse_options, flags)
 
 
-def test_ranks_without_a_gpu_each_are_refused(tmp_path, monkeypatch, capsys) -> None:
+def test_ranks_without_a_gpu_each_are_refused(tmp_path, monkeypatch, refused) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    said = refusal(capsys, main, f"--device cuda --ranks 2 --out {tmp_path}")
+    said = refused(main, f"--device cuda --ranks 2 --out {tmp_path}")
     assert "every rank needs a GPU: 2 in all, and this host has 1" in said
 
 
-def test_ranks_are_not_given_where_a_launcher_has_started_them(monkeypatch, capsys) -> None:
+def test_ranks_are_not_given_where_a_launcher_has_started_them(monkeypatch, refused) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "a launcher has started these" in refusal(capsys, parse_options, "--ranks 1+1")
+    assert "a launcher has started these" in refused(parse_options, "--ranks 1+1")

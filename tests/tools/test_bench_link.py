@@ -15,7 +15,6 @@ import torch
 
 from hetero.link.base import Link
 from hetero.link.names import FAMILIES
-from tests.tools.refusals import refusal
 from tools import bench_link
 from tools.bench_link import main, parse_options
 from tools.link_bench import opened_links
@@ -222,8 +221,8 @@ def test_a_transport_that_broke_is_the_exit_code(tmp_path, monkeypatch, capsys):
         (f"--out {TOOL}/x", f"--out {TOOL}/x cannot be made (Not a directory); name another"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, capsys):
-    assert says in refusal(capsys, main, flags)
+def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, refused):
+    assert says in refused(main, flags)
 
 
 def test_by_default_every_transport_is_measured_that_does_not_choose_among_others():

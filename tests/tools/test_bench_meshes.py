@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.tools.made_measurements import MEASURED
-from tests.tools.refusals import refusal
 from tools import bench_meshes
 from tools.bench_meshes import parse_options
 from tools.reproduction.measurement import Attempt
@@ -58,9 +57,9 @@ def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> N
     ],
 )
 def test_what_no_run_could_do_is_refused_in_a_sentence(
-    capsys, tmp_path: Path, words: str, reason: str
+    refused, tmp_path: Path, words: str, reason: str
 ) -> None:
-    assert reason in refusal(capsys, bench_meshes.main, f"{words} --out {tmp_path / 'out'}")
+    assert reason in refused(bench_meshes.main, f"{words} --out {tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
 

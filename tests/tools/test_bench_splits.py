@@ -10,7 +10,6 @@ import pytest
 
 from hetero.errors import HeteroError
 from tests.tools.made_measurements import MEASURED
-from tests.tools.refusals import refusal
 from tools import bench_splits
 from tools.bench_splits import parse_options
 from tools.reproduction import split_sweep
@@ -52,10 +51,10 @@ def test_every_split_runs_with_every_factor_beside_each_vendor_alone() -> None:
     ],
 )
 def test_what_no_run_could_do_is_refused_in_a_sentence(
-    capsys, tmp_path: Path, monkeypatch, words: str, reason: str
+    refused, tmp_path: Path, monkeypatch, words: str, reason: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert reason in refusal(capsys, bench_splits.main, f"{words} --out {tmp_path / 'out'}")
+    assert reason in refused(bench_splits.main, f"{words} --out {tmp_path / 'out'}")
     assert list(tmp_path.iterdir()) == []
 
 

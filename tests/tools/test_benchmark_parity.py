@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import UserError
-from tests.tools.refusals import refusal
 from tools import benchmark_parity
 from tools.parity_benchmark.parity_options import Options, parse_options
 from tools.runs import ROOT
@@ -55,9 +54,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_run_is_refused_in_a_sentence(
-    capsys, tmp_path: Path, words: str, reason: str
+    refused, tmp_path: Path, words: str, reason: str
 ) -> None:
-    assert reason in refusal(capsys, benchmark_parity.main, f"--out {tmp_path / 'out'} {words}")
+    assert reason in refused(benchmark_parity.main, f"--out {tmp_path / 'out'} {words}")
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tools.refusals import refusal
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
 from tools.compare_loss import main
 from tools.run_comparison.curves import Curve
@@ -127,8 +126,9 @@ def test_the_range_can_be_chosen(run):
         ("seed1 short", "give --to-iteration 200 to compare what both have"),
         ("seed1 right --from-iteration 301", "has no iteration from 301"),
         ("seed1 larger", "has a global batch of 16 at iteration 1 and"),
-        ("seed1 right --seeds seed2", "needs 3 homogeneous runs"),
-        ("seed1 right --criteria envelope", "needs 3 homogeneous runs"),
+        ("seed1 right --seeds seed2", "needs 3 homogeneous runs that"),
+        ("seed1 right --criteria grad-norm-envelope --seeds seed2", "--seed, and has 2; give"),
+        ("seed1 right --criteria envelope", "--seed, and has 1; give"),
         ("seed1 right --seeds seed2 seed2", "hold the same numbers"),
         ("seed1 right --criteria smoothly", "there is no 'smoothly'; choose from identical"),
         ("seed1 right --criteria final-relative final-relative=1", "names final-relative twice"),
@@ -141,8 +141,8 @@ def test_the_range_can_be_chosen(run):
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2_and_nothing_is_written(
-    files, tmp_path, capsys, command, says
+    files, tmp_path, refused, command, says
 ):
     words = [files.get(word, word) for word in command.format(tool=TOOL).split()]
-    assert says in refusal(capsys, main, ["--out", tmp_path / "out", *words])
+    assert says in refused(main, ["--out", tmp_path / "out", *words])
     assert not (tmp_path / "out").exists()

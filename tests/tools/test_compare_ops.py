@@ -8,19 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tools.refusals import refusal
 from tools.compare_ops import main
 from tools.operators import dump as dumps
 from tools.operators.sample import Sample
 
 PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
 TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--padded-vocab-size", "512"]
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def _changed(path: Path, name: str, factor: float) -> None:
@@ -40,7 +33,7 @@ def test_check_compares_this_device_with_float64(dtype, capsys) -> None:
     assert text.endswith("All 16 operators agree within rounding, forward and backward.\n")
 
 
-def test_dumps_travel_between_machines_as_small_files(tmp_path, capsys) -> None:
+def test_dumps_travel_between_machines_as_small_files(tmp_path, capsys, refused) -> None:
     """Two runs of one machine stand for two machines here."""
     here, there, exact, other = (str(tmp_path / name) for name in ("here", "there", "exact", "o"))
     assert main(["run", "--out", here, "--sample", "1000", *TINY]) == 0
@@ -61,7 +54,7 @@ def test_dumps_travel_between_machines_as_small_files(tmp_path, capsys) -> None:
     dump = dumps.read(Path(here))
     flags = dump.header.flags | {"layernorm_epsilon": 1e-6}
     dumps.write(dumps.Dump(replace(dump.header, flags=flags), dump.samples), Path(other))
-    said = refusal(capsys, main, ["compare", here, other])
+    said = refused(main, ["compare", here, other])
     assert "layernorm_epsilon is 1e-05 in one and 1e-06" in said
 
 
@@ -80,8 +73,8 @@ def test_dumps_travel_between_machines_as_small_files(tmp_path, capsys) -> None:
         ([], "COMMAND"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, capsys) -> None:
-    assert sentence in refusal(capsys, main, words)
+def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, refused) -> None:
+    assert sentence in refused(main, words)
 
 
 GPU_SHAPES = {

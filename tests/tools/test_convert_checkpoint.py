@@ -24,6 +24,7 @@ from megatron.training.huggingface import convert
 from megatron.training.huggingface.configuration import args_from_config
 from megatron.training.huggingface.hub_folders import CONFIG, SINGLE, write_shard
 from megatron.training.huggingface.mapping import ModelShape, rules
+from tests.tools.refusals import Refused
 from tests.training.huggingface.test_configuration import LLAMA_3_1_8B
 from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
 from tools import convert_checkpoint
@@ -245,20 +246,14 @@ def _config_of(**changes: Any) -> Callable[[Path], None]:
     ],
 )
 def test_what_cannot_be_converted_is_one_sentence_and_leaves_nothing(
-    damage: Callable[[Path], None],
-    said: str,
-    sharded: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None], said: str, sharded: Path, tmp_path: Path, refused: Refused
 ) -> None:
     damage(sharded)
-    capsys.readouterr()
-    assert _there(sharded, tmp_path / "deep" / "ours") == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
+    error = refused(
+        convert_checkpoint.main, ["hf-to-megatron", sharded, tmp_path / "deep" / "ours"]
+    )
+    assert said in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "deep").exists()
 
 
@@ -301,18 +296,17 @@ def test_an_export_names_its_iteration_and_never_takes_an_older_one_by_itself(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _there(sharded, tmp_path / "ours") == 0
-    _trained(tmp_path / "ours", 10, 20)
+    _trained(tmp_path / "ours", 5, 10, 20)
     capsys.readouterr()
+    newest = tmp_path / "ours" / "iter_0000020"
     assert _back(tmp_path / "ours", tmp_path / "newest") == 0
-    assert f"parameters of {tmp_path / 'ours' / 'iter_0000020'}, iteration 20" in (
-        capsys.readouterr().out
-    )
-    weights = tmp_path / "ours" / "iter_0000020" / "weights_00000.safetensors"
+    assert f"parameters of {newest}, iteration 20" in capsys.readouterr().out
+    weights = newest / "weights_00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert _back(tmp_path / "ours", tmp_path / "back") == 2
     said = capsys.readouterr().err
-    assert "iter_0000020, cannot be used: weights_00000.safetensors has other bytes" in said
-    assert "--ckpt-step 10" in said
+    assert f"the newest checkpoint, {newest}, cannot be used: weights_00000.safetensors has" in said
+    assert "name an older one instead: --ckpt-step 10 or --ckpt-step 5" in said
     assert not (tmp_path / "back").exists()
     assert _back(tmp_path / "ours", tmp_path / "back", "--ckpt-step", "10") == 0
     assert "iteration 10 written to" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from megatron.training.checkpoint.regions import Region
 from megatron.training.megatron_lm import torch_dist_writer
 from megatron.training.megatron_lm.torch_dist_reader import TorchDistReader
 from megatron.training.megatron_lm.torch_dist_writer import TensorChunk
+from tests.tools.refusals import Refused
 from tests.training.megatron_lm.test_pickles import Malicious
 from tests.training.megatron_lm.tiny_megatron import (
     GPT2,
@@ -261,33 +262,34 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def _refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *flags: str) -> str:
-    """The one sentence of an import that ends with 2 and leaves nothing."""
-    capsys.readouterr()
-    assert _import(source, target, *flags) == 2
-    assert not target.exists()
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert len(error.strip().splitlines()) == 1
-    return error
+@pytest.fixture
+def refused_import(tmp_path: Path, refused: Refused) -> Refused:
+    """The one sentence of an import that leaves nothing."""
+
+    def refused_of(source: Path, *flags: str) -> str:
+        target = tmp_path / "back"
+        error = refused(main, ["import-megatron", source, target, *flags], silent=False)
+        assert not target.exists()
+        assert error.count("\n") == 1
+        return error
+
+    return refused_of
 
 
-def test_ranks_that_are_missing_or_damaged_are_named(
-    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_are_missing_or_damaged_are_named(legacy: Path, refused_import: Refused) -> None:
     path = _rank_files(legacy)[2]
     path.write_bytes(path.read_bytes()[:-2000])
-    assert "mp_rank_01_000" in _refused(capsys, legacy, tmp_path / "back")
+    assert "mp_rank_01_000" in refused_import(legacy)
     shutil.rmtree(legacy / "release" / "mp_rank_01_001")
-    error = _refused(capsys, legacy, tmp_path / "back")
+    error = refused_import(legacy)
     assert "tensor-parallel rank 1 in pipeline stage 1" in error
     shutil.rmtree(legacy / "release" / "mp_rank_01_000")
-    error = _refused(capsys, legacy, tmp_path / "back")
+    error = refused_import(legacy)
     assert "holds 1 tensor-parallel ranks and its arguments say 2" in error
 
 
 def test_tensors_that_the_arguments_do_not_account_for_are_named(
-    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    legacy: Path, refused_import: Refused
 ) -> None:
     def change(state: Mapping[str, Any]) -> None:
         state["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(2)
@@ -295,16 +297,16 @@ def test_tensors_that_the_arguments_do_not_account_for_are_named(
 
     for path in _rank_files(legacy):
         _edit(path, change)
-    error = _refused(capsys, legacy, tmp_path / "back")
+    error = refused_import(legacy)
     assert "decoder.layers.0.mlp.router.weight is no tensor of this model" in error
     assert "_extra_state" not in error
     for path in _rank_files(legacy):
         _edit(path, lambda state: setattr(state["args"], "num_experts", 8))
-    assert "--num-experts 8" in _refused(capsys, legacy, tmp_path / "back")
+    assert "--num-experts 8" in refused_import(legacy)
 
 
 def test_a_pickle_that_runs_something_is_refused(
-    legacy: Path, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    legacy: Path, sharded: Path, tmp_path: Path, refused_import: Refused
 ) -> None:
     marker = tmp_path / "ran"
     common = sharded / "iter_0000003" / "common.pt"
@@ -312,37 +314,37 @@ def test_a_pickle_that_runs_something_is_refused(
     torch.save({"args": Namespace(), "more": malicious}, common)
     _edit(_rank_files(legacy)[3], lambda state: state.update(more=malicious))
     for source in (sharded, legacy):
-        assert "posix.system" in _refused(capsys, source, tmp_path / "back")
+        assert "posix.system" in refused_import(source)
     assert not marker.exists()
 
 
 def test_shards_that_are_missing_or_cut_short_are_named(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sharded: Path, refused_import: Refused
 ) -> None:
     path = sharded / "iter_0000003" / "__0_0.distcp"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    assert "__0_0.distcp is cut short" in _refused(capsys, sharded, tmp_path / "back")
+    assert "__0_0.distcp is cut short" in refused_import(sharded)
     path.unlink()
-    assert "__0_0.distcp is missing" in _refused(capsys, sharded, tmp_path / "back")
+    assert "__0_0.distcp is missing" in refused_import(sharded)
     (sharded / "iter_0000003" / ".metadata").write_bytes(b"nothing")
-    assert ".metadata is damaged" in _refused(capsys, sharded, tmp_path / "back")
+    assert ".metadata is damaged" in refused_import(sharded)
     (sharded / "iter_0000003" / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
-    assert "format zarr" in _refused(capsys, sharded, tmp_path / "back")
+    assert "format zarr" in refused_import(sharded)
 
 
 def test_another_number_of_layers_than_the_arguments_say_is_refused(
-    legacy: Path, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    legacy: Path, sharded: Path, refused_import: Refused
 ) -> None:
     for path in [sharded / "iter_0000003" / "common.pt", *_rank_files(legacy)]:
         _edit(path, lambda state: setattr(state["args"], "num_layers", 3))
-    assert "is of 4 layers instead of 3" in _refused(capsys, sharded, tmp_path / "back")
-    error = _refused(capsys, legacy, tmp_path / "back")
+    assert "is of 4 layers instead of 3" in refused_import(sharded)
+    error = refused_import(legacy)
     assert "decoder.layers.3.input_layernorm.weight is no tensor of this model" in error
 
 
 def test_copies_that_are_not_of_these_weights_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused_import: Refused
 ) -> None:
     name = "decoder.layers.2.mlp.linear_fc2.weight"
     other = weights(LLAMA)[name].flip(0)
@@ -350,33 +352,31 @@ def test_copies_that_are_not_of_these_weights_are_refused(
         tmp_path / "ours", LLAMA, dtype=torch.bfloat16, changed={f"optimizer.main.{name}": other}
     )
     assert _export(tmp_path / "ours", tmp_path / "theirs") == 0
-    error = _refused(capsys, tmp_path / "theirs", tmp_path / "back")
+    error = refused_import(tmp_path / "theirs")
     assert f"copy of {name}" in error
     assert "--weights-only" in error
 
 
 def test_targets_and_sources_that_cannot_be_are_refused(
-    legacy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    legacy: Path, tmp_path: Path, refused: Refused, refused_import: Refused
 ) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    capsys.readouterr()
-    assert _import(legacy, tmp_path / "full") == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert _export(tmp_path / "ours", tmp_path / "full") == 2
-    assert "is not empty" in capsys.readouterr().err
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    assert "is not empty" in refused(main, ["import-megatron", legacy, full])
+    assert "is not empty" in refused(main, ["export-megatron", tmp_path / "ours", full])
     flags = ["--format", "torch", *_sizes(5, 3)]
-    assert _export(tmp_path / "ours", tmp_path / "divided", *flags) == 2
-    error = capsys.readouterr().err
+    words = ["export-megatron", tmp_path / "ours", tmp_path / "divided", *flags]
+    error = refused(main, words)
     assert "4 layers over 3 stages" in error
     assert "embedding.word_embeddings.weight over 5" in error
     assert not (tmp_path / "divided").exists()
-    assert "is not a folder" in _refused(capsys, tmp_path / "nowhere", tmp_path / "back")
+    assert "is not a folder" in refused_import(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert TRACKER in _refused(capsys, tmp_path / "empty", tmp_path / "back")
-    error = _refused(capsys, legacy, tmp_path / "back", "--ckpt-step", "7")
+    assert TRACKER in refused_import(tmp_path / "empty")
+    error = refused_import(legacy, "--ckpt-step", "7")
     assert "holds no iter_0000007" in error
-    assert "--load takes as they are" in _refused(capsys, tmp_path / "ours", tmp_path / "back")
+    assert "--load takes as they are" in refused_import(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("kind", ["torch_dist", "torch"])

@@ -22,7 +22,7 @@ from megatron.training.generation import (
     sample_token,
     whole_model,
 )
-from tests.tools.refusals import refusal
+from tests.tools.refusals import Refused
 from tests.training.huggingface.tiny_huggingface import MODELS, save_tokenizer
 from tools import generate_text
 from tools.convert_checkpoint import main as convert
@@ -195,10 +195,10 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(
     ],
 )
 def test_bad_input_is_one_sentence(
-    flags: list[str], said: str, converted: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], said: str, converted: Path, refused: Refused
 ) -> None:
     words = ["--load", converted / "ours", "--prompt", PROMPT, *flags]
-    assert said in refusal(capsys, generate_text.main, words)
+    assert said in refused(generate_text.main, words)
 
 
 @pytest.mark.parametrize(
@@ -224,12 +224,12 @@ def test_which_tokens_can_be_drawn(sampling: Sampling, possible: set[int]) -> No
 
 @pytest.mark.parametrize("name", ["num_layers", "swiglu"])
 def test_a_checkpoint_that_leaves_a_shape_open_is_refused(
-    name: str, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, converted: Path, tmp_path: Path, refused: Refused
 ) -> None:
     shutil.copytree(converted / "ours", tmp_path / "ours")
     release = tmp_path / "ours" / "release"
     index = read_index(release)
     known = {key: value for key, value in index.args.items() if key != name}
     (release / INDEX_FILE).write_text(dataclasses.replace(index, args=known).to_json())
-    said = refusal(capsys, generate_text.main, ["--load", tmp_path / "ours", "--prompt", PROMPT])
+    said = refused(generate_text.main, ["--load", tmp_path / "ours", "--prompt", PROMPT])
     assert f"does not say --{name.replace('_', '-')}" in said

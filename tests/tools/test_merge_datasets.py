@@ -17,7 +17,6 @@ from megatron.training.dataset_description import (
     TokenizerInfo,
     read_description,
 )
-from tests.tools.refusals import refusal
 from tools import preprocess_data
 from tools.merge_datasets import main
 from tools.preprocessing import index_file
@@ -113,12 +112,12 @@ def test_bytes_behind_the_tokens_do_not_displace_what_follows(tmp_path):
     assert dataset[1].tolist() == [3]
 
 
-def test_token_files_of_different_types_and_an_empty_folder_are_refused(tmp_path, capsys):
-    said = refusal(capsys, main, merge(tmp_path, str(tmp_path)))
+def test_token_files_of_different_types_and_an_empty_folder_are_refused(tmp_path, refused):
+    said = refused(main, merge(tmp_path, str(tmp_path)))
     assert f"{tmp_path} is a folder without any .idx file" in said
     narrow = build(tmp_path / "narrow", [[[1]]])
     wide = build(tmp_path / "wide", [[[1]]], dtype=numpy.int32)
-    assert "different tokenizers" in refusal(capsys, main, merge(tmp_path, narrow, wide))
+    assert "different tokenizers" in refused(main, merge(tmp_path, narrow, wide))
 
 
 def described(prefix: str, size: int, digest: str | None, *, eod: bool = True) -> str:
@@ -128,7 +127,7 @@ def described(prefix: str, size: int, digest: str | None, *, eod: bool = True) -
     return prefix
 
 
-def test_files_of_other_tokenizers_are_refused_all_at_once(tmp_path, capsys):
+def test_files_of_other_tokenizers_are_refused_all_at_once(tmp_path, refused):
     """Their ids fit one another's vocabulary, so nothing else would tell."""
     first, same, other, larger = (
         described(build(tmp_path / name, [[[1]]]), size, digest)
@@ -139,7 +138,7 @@ def test_files_of_other_tokenizers_are_refused_all_at_once(tmp_path, capsys):
             ("larger", 600, "abc"),
         )
     )
-    error = refusal(capsys, main, merge(tmp_path, first, same, other, larger))
+    error = refused(main, merge(tmp_path, first, same, other, larger))
     assert f"{first} was made with SentencePieceTokenizer abc.model of 500 tokens" in error
     assert f"{other} was made with SentencePieceTokenizer def.model of 500 tokens" in error
     assert "(other tokens for the same text)" in error
@@ -172,22 +171,22 @@ def test_files_that_say_nothing_are_joined_with_a_warning_and_give_one_that_says
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path, capsys, suffix):
+def test_a_damaged_part_is_named_and_nothing_is_written(tmp_path, refused, suffix):
     whole = build(tmp_path / "whole", [[[1, 2, 3]]])
     cut = build(tmp_path / "cut", [[[1, 2, 3]]])
     path = Path(cut + suffix)
     path.write_bytes(path.read_bytes()[:-1])
-    error = refusal(capsys, main, merge(tmp_path, whole, cut))
+    error = refused(main, merge(tmp_path, whole, cut))
     assert str(path) in error
     assert "cut short" in error
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_an_existing_output_is_kept_unless_told_otherwise(tmp_path, capsys):
+def test_an_existing_output_is_kept_unless_told_otherwise(tmp_path, refused):
     part = build(tmp_path / "part", [[[1], [2]]])
     (tmp_path / "part" / "cache").mkdir(parents=True)  # as one that was trained on
     out = build(tmp_path / "out", [[[9]]])
-    assert f"{out}.bin exists" in refusal(capsys, main, merge(tmp_path, part))
+    assert f"{out}.bin exists" in refused(main, merge(tmp_path, part))
     assert main([*merge(tmp_path, part), "--overwrite"]) == 0
     assert contents(out) == contents(part)
     assert main([*merge(tmp_path, out, out), "--overwrite"]) == 0  # onto itself

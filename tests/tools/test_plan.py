@@ -15,7 +15,7 @@ from hetero.planner.placement import Placement
 from megatron.training.arguments import parse_args
 from megatron.training.layout import apply_plan_file, plan_from_args
 from tests.distributed.harness import ROOT
-from tests.tools.refusals import refusal
+from tests.tools.refusals import Refused
 from tools.plan import main
 from tools.planning.plan_files import training_flags
 
@@ -117,33 +117,29 @@ def test_replicas_are_written_as_flags_that_training_understands(
     assert args.recompute_granularity == "full"
 
 
-def test_all_that_is_wrong_is_told_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, refused: Refused) -> None:
     damaged = tmp_path / "profile.json"
     damaged.write_text(json.dumps({"format": 99}))
     wrong = ("--profile", str(damaged), "--model", "llama9-8b", "--out", "/proc/plan")
     words = request(tmp_path, *wrong, cluster="nodes: [{accelerator: H1000, nodes: 1}]\n")
-    told = refusal(capsys, main, words)
+    told = refused(main, words)
     for said in ("H1000", "--out /proc/plan cannot be written", "llama9-8b", str(damaged)):
         assert said in told
 
 
-def test_a_model_that_fits_nowhere_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_fits_nowhere_is_one_sentence(tmp_path: Path, refused: Refused) -> None:
     small = "nodes: [{accelerator: V100-SXM2-16GB, nodes: 1, gpus_per_node: 1}]\n"
-    told = refusal(capsys, main, request(tmp_path, cluster=small))
+    told = refused(main, request(tmp_path, cluster=small))
     assert "no plan of llama3-8b for a global batch of 64 fits" in told
     assert not (tmp_path / "out").exists()
 
 
 def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
     two = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
     words = request(tmp_path, "--interleave", "2", "--global-batch", "7", cluster=two)
-    told = refusal(capsys, main, words)
+    told = refused(main, words)
     assert "it divides into no number of micro-batches that --interleave 2 can be" in told
     assert "GiB" not in told
 
@@ -158,29 +154,27 @@ def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
     ],
 )
 def test_choices_of_which_none_can_be_are_named(
-    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], said: str, tmp_path: Path, refused: Refused
 ) -> None:
-    assert said in refusal(capsys, main, request(tmp_path, *words))
+    assert said in refused(main, request(tmp_path, *words))
 
 
-def test_a_model_that_cannot_be_trained_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
     others = "num-experts: 8\nmtp-num-layers: 1\ncontext-parallel-size: 2\n"
     model.write_text(model_file("llama3-8b").read_text() + others)
-    told = refusal(capsys, main, request(tmp_path, "--model", str(model)))
+    told = refused(main, request(tmp_path, "--model", str(model)))
     for name in ("num-experts", "mtp-num-layers", "context-parallel-size"):
         assert told.count(f"--{name} is a flag of ") == 1
     # A misspelt flag is not left at its default.
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
-    told = refusal(capsys, main, request(tmp_path, "--model", str(model)))
+    told = refused(main, request(tmp_path, "--model", str(model)))
     for said in ("--swiglo", "--add-bias-liner", "hidden-size is 'x'", "not say num-attention"):
         assert said in told
 
 
 def test_a_profile_that_lacks_the_point_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     point = {"tensor": 8, "micro_batch": 1, "seq_length": 8192, "recompute": "none"}
     part = {"forward": 1.0, "backward": 2.0}
@@ -192,7 +186,7 @@ def test_a_profile_that_lacks_the_point_names_it(
     }
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
-    told = refusal(capsys, main, request(tmp_path, "--profile", str(file)))
+    told = refused(main, request(tmp_path, "--profile", str(file)))
     assert "the profile of H100-SXM lacks tensor size 1" in told
     assert "of all that may be chosen it has none" in told
     assert told.count("tensor size 2") == 2  # with and without recomputation
@@ -203,7 +197,7 @@ def test_a_profile_that_lacks_the_point_names_it(
 
 
 def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Refused
 ) -> None:
     words = request(tmp_path, "--seq-length", "4096", "--recompute", "full", "--no-replicas")
     assert main(words) == 0
@@ -213,21 +207,19 @@ def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
     files = ["--yaml-cfg", preset, "--yaml-cfg", str(flags)]
     read = parse_args([*files, *"--lr 1 --train-iters 1 --mock-data".split()], world_size=ranks)
     assert (read.seq_length, read.bf16) == (4096, True)
-    told = refusal(capsys, main, [*words, "--dtype", "fp32"])
+    told = refused(main, [*words, "--dtype", "fp32"])
     assert "says bf16, and --dtype is fp32; give --dtype bf16" in told
 
 
-def test_figures_of_bf16_are_not_taken_for_those_of_fp32(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_of_bf16_are_not_taken_for_those_of_fp32(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
     model.write_text(model_file("llama3-8b").read_text().replace("bf16: true", "bf16: false"))
-    told = refusal(capsys, main, request(tmp_path, "--model", str(model), "--dtype", "fp32"))
+    told = refused(main, request(tmp_path, "--model", str(model), "--dtype", "fp32"))
     assert "the published figures are of bf16" in told
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"format": 1, "model": {"dtype": "bf16"}, "accelerators": {}}))
     words = request(tmp_path, "--model", str(model), "--profile", str(profile), "--dtype", "fp32")
-    assert "dtype bf16 where the plan's is fp32; measure this one" in refusal(capsys, main, words)
+    assert "dtype bf16 where the plan's is fp32; measure this one" in refused(main, words)
 
 
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])

@@ -14,7 +14,6 @@ import yaml
 
 from tests import preloaded
 from tests.distributed.harness import ROOT, free_port
-from tests.tools.refusals import refusal
 from tools import preflight
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -123,12 +122,12 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
         ("--no-bandwidth --hetero-nics nope0", "--hetero-nics nope0 is no NIC with"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, monkeypatch, flags, expected):
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, refused, monkeypatch, flags, expected):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
-    assert expected in refusal(capsys, preflight.main, flags.format(folder=tmp_path))
+    assert expected in refused(preflight.main, flags.format(folder=tmp_path))
     monkeypatch.setenv("RANK", "two")
-    assert "RANK='two', which must be" in refusal(capsys, preflight.main, "--no-bandwidth")
+    assert "RANK='two', which must be" in refused(preflight.main, "--no-bandwidth")
 
 
 def test_a_wrong_nic_on_all_nodes_is_said_once():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.wrapper import Tokenizer
-from tools import train_tokenizer
+from tests.training.tokenizer.test_tokenizer_build import train_sentencepiece
 from tools.preprocessing.encoder import tokenize_many
 
 CORPUS = "one small step for a man\n\none giant leap for mankind 1969, don't you know?\n"
@@ -18,10 +18,7 @@ texts = st.lists(any_text | st.sampled_from([CORPUS, "<|end|>", " <|end|>x", "</
 
 
 def sentencepiece(folder: Path) -> Tokenizer:
-    (folder / "text.txt").write_text(CORPUS * 5)
-    command = ["--input", f"{folder}/text.txt", "--output-prefix", f"{folder}/tok"]
-    assert train_tokenizer.main([*command, "--vocab-size", "300"]) == 0
-    model = f"{folder}/tok.model"
+    model = train_sentencepiece(folder / "tok")
     return build_tokenizer(
         Namespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
     )

@@ -11,7 +11,7 @@ import pytest
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
 from hetero.planner.model_shape import load_model
 from megatron.training.model_size import model_shape
-from tests.tools.refusals import refusal
+from tests.tools.refusals import Refused
 from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageMemory
 from tools.layer_profile.swept_points import layers_of_deep_stages
 from tools.operators.layer_flags import model_arguments
@@ -145,13 +145,10 @@ def test_a_second_accelerator_joins_the_file(
     ],
 )
 def test_what_cannot_be_measured_leaves_the_file_as_it_was(
-    measured: tuple[Path, MeasuredProfile],
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    sentence: str,
+    measured: tuple[Path, MeasuredProfile], refused: Refused, flags: list[str], sentence: str
 ) -> None:
     out, _ = measured
     before = out.read_bytes()
     words = ["--out", out, "--accelerator", "one", *LLAMA, *flags]
-    assert sentence in refusal(capsys, main, words)
+    assert sentence in refused(main, words)
     assert out.read_bytes() == before

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.tools.refusals import refusal
 from tools import prove_parity
 from tools.prove_parity import HOMOGENEOUS, conclude, parse_options
 from tools.runs import Finished
@@ -87,8 +86,8 @@ MODEL = (
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(
-    words: str, reason: str, tmp_path: Path, capsys, monkeypatch
+    words: str, reason: str, tmp_path: Path, refused, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert reason in refusal(capsys, prove_parity.main, words)
+    assert reason in refused(prove_parity.main, words)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 from hetero.errors import HeteroError, UserError
 from megatron.training.arguments import parse_args
 from tests.tools.made_measurements import MEASURED
-from tests.tools.refusals import refusal
+from tests.tools.refusals import Refused
 from tools import reproduce_table
 from tools.reproduction import steadiness, table, training_runs
 from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
@@ -131,9 +131,9 @@ def test_rounds_go_forth_and_back() -> None:
     ],
 )
 def test_what_no_row_could_run_with_is_refused_in_a_sentence(
-    capsys, tmp_path: Path, words: str, reason: str
+    refused, tmp_path: Path, words: str, reason: str
 ) -> None:
-    assert reason in refusal(capsys, reproduce_table.main, f"--out {tmp_path / 'out'} {words}")
+    assert reason in refused(reproduce_table.main, f"--out {tmp_path / 'out'} {words}")
     assert not (tmp_path / "out").exists()
 
 
@@ -169,7 +169,10 @@ def test_a_row_that_has_no_result_says_why_and_rows_with_two_vendors_are_simulat
 
 
 def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     made: list[str] = []
 
@@ -193,7 +196,7 @@ def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
 
     for changed in ("--warmup 2", "--rows gloo", "-- --lr 2e-4"):
         again = f"{words} --resume {changed}"
-        assert "has runs of other flags" in refusal(capsys, reproduce_table.main, again)
+        assert "has runs of other flags" in refused(reproduce_table.main, again)
     assert reproduce_table.main([*words.split(), "--resume"]) == 0
     assert made == ["homogeneous", "device-direct", *ROWS[1:]]
     record = json.loads((tmp_path / "table.json").read_text())

@@ -10,7 +10,6 @@ import pytest
 
 from hetero.planner.import_sailor import import_sailor
 from hetero.planner.layer_profile import Point
-from tests.tools.refusals import refusal
 from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
 from tools.planner_validation.recorded_runs import find_records
 from tools.planner_validation.replayed_run import MODELS, Replay
@@ -109,8 +108,8 @@ def test_the_tool_prints_errors_and_writes_figures(
     assert figures["scores"]["all"]["runs"] == 2
 
 
-def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, capsys) -> None:
-    told = refusal(capsys, main, f"--sailor {tmp_path}")
+def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, refused) -> None:
+    told = refused(main, f"--sailor {tmp_path}")
     assert "holds no measured runs; give a checkout of eth-easl/sailor" in told
 
 

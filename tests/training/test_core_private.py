@@ -68,6 +68,15 @@ def test_registered_groups_are_what_megatron_core_finds_until_they_are_cleared(
     assert left == set()
 
 
+def test_groups_are_built_and_registered_once_more(groups: Groups) -> None:
+    """As for a second model in one process."""
+    again = build_groups(ALONE, 0, vendor_backend="gloo", timeout=MINUTE)
+    for made in (groups, again):
+        register_groups(made, ALONE, 0)
+        assert parallel_state.get_tensor_model_parallel_group() is made.tensor
+    assert again.tensor is not groups.tensor
+
+
 def test_the_collection_names_every_group_by_megatron_cores_names(groups: Groups) -> None:
     collection = group_collection(groups)
     names = "tp:tensor pp:pipeline mp:model dp:data dp_cp:data_context cp:context embd:embedding"

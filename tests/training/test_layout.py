@@ -28,12 +28,6 @@ MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
-@pytest.fixture(autouse=True)
-def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def _args(flags: str, *, layers: int = 8, ranks: int = 1) -> Namespace:
     return parse_args(shlex.split(f"{LAUNCH} --num-layers {layers} {flags}"), world_size=ranks)
 

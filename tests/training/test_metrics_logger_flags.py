@@ -34,7 +34,7 @@ def _recorder(flags: str) -> MetricsLogger:
     return MetricsLogger(args, enabled=True)
 
 
-def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))
@@ -50,7 +50,7 @@ def _written(tmp_path: Path, flags: str = "") -> dict[str, list[tuple[int, float
     metrics_logger.iteration(RECORD)
     metrics_logger.evaluation("validation", loss=2.0, perplexity=8.0, iteration=4)
     metrics_logger.close()
-    return _points(tmp_path)
+    return points(tmp_path)
 
 
 def test_points_have_megatrons_names(tmp_path: Path) -> None:

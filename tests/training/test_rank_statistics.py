@@ -32,36 +32,27 @@ class World:
             target.copy_(torch.tensor(row, dtype=torch.float64))
 
 
-def _gather(
-    monkeypatch: pytest.MonkeyPatch, rows: list[list[float]], values: torch.Tensor
-) -> tuple[list[list[float]], torch.Tensor]:
-    world: Any = World(rows, "gloo")
-    monkeypatch.setattr(dist, "all_gather", world.all_gather)
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = World([[0.0]], "gloo")
+    monkeypatch.setattr(dist, "all_gather", made.all_gather)
     monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
-    gathered = RankStatistics(world, CPU).gather(values)
-    return gathered, world.sent
+    return made
 
 
-def test_rows_come_in_rank_order_and_travel_as_float64_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows = [[3.0, 0.0], [1.0, 5.0], [2.0, 7.0]]
-    assert _gather(monkeypatch, rows, torch.tensor([1.0, 5.0]))[0] == rows
+def test_rows_come_in_rank_order_and_travel_as_float64_on_the_cpu(world: Any) -> None:
     third = 1 / 3
-    gathered, sent = _gather(monkeypatch, [[third]], torch.tensor([third], dtype=torch.float64))
-    assert gathered == [[third]]
-    assert (sent.dtype, sent.device) == (torch.float64, CPU)
-    _, sent = _gather(monkeypatch, [[0.0]], torch.tensor([1], dtype=torch.int32))
-    assert sent.dtype == torch.float64
+    for rows, values in (
+        ([[3.0, 0.0], [1.0, 5.0], [2.0, 7.0]], torch.tensor([1.0, 5.0])),
+        ([[third]], torch.tensor([third], dtype=torch.float64)),
+        ([[0.0]], torch.tensor([1], dtype=torch.int32)),
+    ):
+        world.rows = rows
+        assert RankStatistics(world, CPU).gather(values) == rows
+        assert (world.sent.dtype, world.sent.device) == (torch.float64, CPU)
 
 
-def test_no_other_rank_hears_of_values_that_came_over_a_broken_link(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world: Any = World([[0.0]], "gloo")
-    monkeypatch.setattr(dist, "all_gather", world.all_gather)
-    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
-
+def test_no_other_rank_hears_of_values_that_came_over_a_broken_link(world: Any) -> None:
     def check() -> None:
         raise LinkError("rank 1 has ended")
 
@@ -74,13 +65,9 @@ def test_no_other_rank_hears_of_values_that_came_over_a_broken_link(
     ("device", "backend", "travels_on"),
     [("cpu", "gloo", "cpu"), ("cuda", "gloo", "cpu"), ("cuda", "nccl", "cuda")],
 )
-def test_where_values_travel(
-    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, travels_on: str
-) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    group: Any = World([[0.0]], backend)
-    statistics = RankStatistics(group, torch.device(device))
-    assert statistics._device.type == travels_on
+def test_where_values_travel(world: Any, device: str, backend: str, travels_on: str) -> None:
+    world.backend = backend
+    assert RankStatistics(world, torch.device(device))._device.type == travels_on
 
 
 @pytest.mark.parametrize(("loss_sum", "tokens", "loss"), [(6.0, 4.0, 1.5), (0.0, 0.0, math.nan)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.refusals import refusal
+from tests.tools.refusals import Refused
 from tools.measure_overlap import main, phases_of, rows_of
 from tools.overlap.phases import as_variable, from_variable, phase_of
 from tools.overlap.predicted_steps import Passes, predict
@@ -46,9 +46,9 @@ def test_a_row_has_the_medians_of_its_phases() -> None:
 
 
 def test_without_a_gpu_a_large_model_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said = refusal(capsys, main, f"--out {tmp_path / 'out'}")
+    said = refused(main, f"--out {tmp_path / 'out'}")
     assert "llama3_8b would fill its memory" in said
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.refusals import refusal
+from tests.tools.refusals import Refused
 from tests.tools.sailor_checkout import write_checkout
 from tools.compare_planners import main
 from tools.planner_validation.metis_planner import run_metis
@@ -147,9 +147,7 @@ def test_a_planner_that_is_not_built_is_named(sailor: Path) -> None:
     assert table([found])[1].count(" - ") == 4
 
 
-def test_folders_that_are_no_checkouts_are_named_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refusal(capsys, main, f"--sailor {tmp_path} --metis {tmp_path}")
+def test_folders_that_are_no_checkouts_are_named_at_once(tmp_path: Path, refused: Refused) -> None:
+    said = refused(main, f"--sailor {tmp_path} --metis {tmp_path}")
     assert "give a checkout of eth-easl/sailor" in said
     assert "give a checkout of SamsungLabs/Metis" in said

@@ -152,17 +152,6 @@ def test_seeds_that_end_further_apart_than_candidates_may_are_said():
     assert compare(align(close[0], seeds=close[1:], candidates=[close[0]]), Options()).notes == ()
 
 
-@pytest.mark.parametrize("seeds", [0, 1])
-def test_an_envelope_of_fewer_than_three_runs_is_refused(seeds):
-    others = [simulated_run(2)][:seeds]
-    aligned = align(simulated_run(1), seeds=others, candidates=[simulated_run(9)])
-    with pytest.raises(UserError, match=f"needs 3 homogeneous runs .* and has {seeds + 1}; give"):
-        compare(aligned, Options(criteria=ENVELOPES))
-    if seeds:
-        with pytest.raises(UserError, match="needs 3 homogeneous runs"):
-            compare(aligned, Options())
-
-
 def test_a_named_criterion_that_the_files_do_not_allow_is_refused():
     columns = ("grad_norm", "learning_rate", "weight_decay")
     silent = replace(simulated_run(1), **dict.fromkeys(columns, np.full(1000, np.nan)))

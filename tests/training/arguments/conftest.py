@@ -30,12 +30,6 @@ Parse = Callable[..., Namespace]
 Refusal = Callable[..., str]
 
 
-@pytest.fixture(autouse=True)
-def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def command_line(flags: str, without: str) -> list[str]:
     dropped = without.split()
     kept = [f"{flag} {value}" for flag, value in SMALLEST.items() if flag not in dropped]

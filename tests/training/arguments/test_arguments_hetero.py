@@ -9,25 +9,6 @@ TWO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1
 PLAN = "--hetero-pipeline --hetero-plan plan.yaml"
 
 
-def test_pipeline_size_follows_from_the_meshes(parse):
-    args = parse(f"{TWO} --hetero-pipeline-layers 3 5 --hetero-timeout 30", world_size=4)
-    assert args.pipeline_model_parallel_size == 2
-    assert args.data_parallel_size == 2
-    assert args.hetero_vendors == ["amd", "nvidia"]
-    assert args.hetero_pipeline_sizes == [1, 1]
-    assert args.hetero_pipeline_layers == [3, 5]
-    assert args.hetero_timeout == 30.0
-
-
-def test_layers_of_an_interleaved_pipeline_are_given_for_every_chunk(parse):
-    args = parse(
-        f"{TWO} --hetero-pipeline-layers 1 3 2 2 --num-virtual-stages-per-pipeline-rank 2"
-        " --global-batch-size 8",
-        world_size=2,
-    )
-    assert args.virtual_pipeline_model_parallel_size == 2
-
-
 def test_plan_leaves_the_parallel_sizes_to_whoever_reads_it(parse):
     args = parse(PLAN, world_size=6)
     assert args.pipeline_model_parallel_size is None

@@ -6,28 +6,7 @@ from megatron.training.arguments.problems import Problems
 from megatron.training.arguments.validate import check_sizes
 
 PP2 = "--pipeline-model-parallel-size 2"
-PP4 = "--pipeline-model-parallel-size 4"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
-
-
-def test_the_rest_of_the_world_is_data_parallel(parse):
-    args = parse(f"--tensor-model-parallel-size 2 {PP2}", world_size=12)
-    assert args.data_parallel_size == 3
-    assert args.global_batch_size == 6
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{PP2} --decoder-first-pipeline-num-layers 3",
-        f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5",
-        f"{PP4} --num-layers 10 --decoder-first-pipeline-num-layers 1"
-        " --decoder-last-pipeline-num-layers 3",
-        f"{PP2} --num-layers 7 --pipeline-model-parallel-layout 'Ettt|ttttL'",
-    ],
-)
-def test_uneven_stages_that_come_out_are_accepted(parse, flags):
-    assert parse(flags, world_size=4).virtual_pipeline_model_parallel_size is None
 
 
 @pytest.mark.parametrize(
@@ -46,11 +25,6 @@ def test_model_chunks_on_a_rank(parse, flags, virtual):
     assert args.virtual_pipeline_model_parallel_size == virtual
     assert args.overlap_p2p_comm is (virtual is not None)
     assert args.align_param_gather is (virtual is not None)
-
-
-def test_interleaving_over_four_stages_may_wait_for_its_transfers(parse):
-    args = parse(f"{PP4} {VPP2} --no-overlap-p2p-communication --global-batch-size 8", world_size=4)
-    assert (args.virtual_pipeline_model_parallel_size, args.overlap_p2p_comm) == (2, False)
 
 
 @pytest.mark.parametrize(

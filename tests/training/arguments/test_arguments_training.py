@@ -12,10 +12,6 @@ def test_global_batch_defaults_to_one_micro_batch_on_every_replica(parse):
     assert parse("--global-batch-size 12", world_size=3).global_batch_size == 12
 
 
-def test_samples_become_steps_and_the_last_partial_batch_is_dropped(parse):
-    assert parse("--train-samples 21 --global-batch-size 4", **SAMPLES).train_iters == 5
-
-
 @pytest.mark.parametrize(
     ("samples", "ramp"),
     [(100, (2, 2, 30)), (100, (2, 6, 10)), (11, (2, 2, 30)), (64, (2, 2, 64))],
@@ -58,13 +54,6 @@ def test_what_follows_from_the_precision(parse, flags, dtype, fp32_gradients, na
     assert args.params_dtype == dtype
     assert args.accumulate_allreduce_grads_in_fp32 is fp32_gradients
     assert args.check_for_nan_in_loss_and_grad is nan_check
-
-
-def test_a_run_counted_in_steps_can_ramp_up_too(parse):
-    """Batches of 2, then of 4, four samples of each, and of 6 from the eighth sample on."""
-    args = parse("--global-batch-size 6 --rampup-batch-size 2 2 8")
-    assert args.train_iters == 10
-    assert [samples_after(args, steps) for steps in range(6)] == [0, 2, 4, 8, 14, 20]
 
 
 def test_samples_and_steps_of_a_ramp_up_agree(parse):

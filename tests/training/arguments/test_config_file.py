@@ -32,12 +32,6 @@ def test_the_command_line_wins_wherever_the_file_is_named(parse, written):
     assert (args.num_layers, args.seed) == (8, 7)
 
 
-def test_a_later_file_wins_over_an_earlier_one(parse, written):
-    one, two = written("seed: 7\nmin-lr: 1e-5\n", "one"), written("seed: 8\n", "two")
-    args = parse(f"--yaml-cfg {one} --yaml-cfg {two}")
-    assert (args.seed, args.min_lr) == (8, 1e-5)
-
-
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
@@ -116,11 +110,13 @@ def test_null_and_false_ask_for_nothing(parse, written, key, nothing):
 @pytest.mark.parametrize(
     ("earlier", "later", "name", "value"),
     [
+        ("seed: 7", "seed: 8", "seed", 8),
+        ("min-lr: 1e-5", "seed: 8", "min_lr", 1e-5),
         ("swiglu: true", "swiglu: false", "swiglu", False),
         ("disable-bias-linear: true", "add_bias_linear: true", "add_bias_linear", True),
     ],
 )
-def test_a_later_file_takes_back_what_an_earlier_one_asked_for(
+def test_a_later_file_wins_over_an_earlier_one_and_takes_back_what_that_asked_for(
     parse, written, earlier, later, name, value
 ):
     files = f"--yaml-cfg {written(earlier, 'one')} --yaml-cfg {written(later, 'two')}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.training.arguments.parser import build_parser
 from megatron.training.cpu_shim import cpu_shim
-from tests.training.arguments.flag_rows import ROWS, Row
+from tests.training.arguments import observers as see
+from tests.training.arguments.launch_table import Launch, read_table
 
 TESTS = Path(__file__).resolve().parents[2]
 OPTIONS = [action for action in build_parser()._actions if action.dest != "help"]
@@ -72,6 +75,35 @@ ELSEWHERE = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """A line of flags_act.txt."""
+
+    words: str
+    """The flag and its value."""
+    base: str
+    """Flags of both launches."""
+    observer: see.Observer
+    name: str
+    expected: Any
+    launch: Launch
+
+    @classmethod
+    def of(cls, launch: Launch) -> Row:
+        words, _, more = launch.flags.partition(" with ")
+        observer, _, seen = launch.result.partition(" ")
+        name, _, value = seen.rpartition(" = ")
+        name = name or words.split()[0].removeprefix("--").replace("-", "_")
+        expected = eval(value, {"torch": torch})
+        return cls(words, f"{launch.base} {more}", getattr(see, observer), name, expected, launch)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+ROWS = [Row.of(launch) for launch in read_table("flags_act.txt")]
+
+
 @pytest.fixture(autouse=True)
 def _without_accelerator(engine):
     with cpu_shim():
@@ -81,8 +113,9 @@ def _without_accelerator(engine):
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_flag_brings_what_a_launch_without_it_does_not_have(parse, row: Row) -> None:
     def observed(flags: str) -> dict[str, Any]:
-        args = parse(f"{row.base} {flags}", without=row.without, world_size=row.world_size)
-        return row.observer(args)
+        launch = row.launch
+        flags = f"{row.base} {flags}"
+        return row.observer(parse(flags, without=launch.without, world_size=launch.world_size))
 
     # A name that nothing reports would pass for nothing.
     assert observed(row.words)[row.name] == row.expected
@@ -105,7 +138,7 @@ def test_a_flag_is_shown_to_act(option) -> None:
     flags = set(option.option_strings)
     if flags & _checkpoint_flags():
         return
-    shown = flags & {row.flag for row in ROWS}
+    shown = flags & {row.words.split()[0] for row in ROWS}
     elsewhere = flags & set(ELSEWHERE)
     assert shown or elsewhere, "no test shows what this flag does"
     for flag in elsewhere:
@@ -115,4 +148,4 @@ def test_a_flag_is_shown_to_act(option) -> None:
 def test_every_flag_of_a_row_exists() -> None:
     known = {flag for option in OPTIONS for flag in option.option_strings}
     assert set(ELSEWHERE) <= known
-    assert {row.flag for row in ROWS} <= known
+    assert {row.words.split()[0] for row in ROWS} <= known

@@ -111,13 +111,6 @@ def test_a_tracker_that_passes_over_newer_ones_is_said(tmp_path: Path) -> None:
     assert "cannot be read" in note
 
 
-def test_a_released_model_is_committed_under_that_name(tmp_path: Path) -> None:
-    folder.commit(folder.begin(tmp_path, folder.RELEASE))
-    assert names(tmp_path) == [folder.TRACKER, "release"]
-    assert (tmp_path / folder.TRACKER).read_text() == "release"
-    assert folder.candidates(tmp_path) == ["release"]
-
-
 @pytest.mark.parametrize(
     ("newest", "kept", "left"),
     [

@@ -243,12 +243,6 @@ def test_a_folder_without_an_index_says_whose_it_is(tmp_path: Path) -> None:
     assert f"convert_checkpoint.py import-megatron {tmp_path.parent}" in _damaged(tmp_path)
 
 
-def test_a_tensor_with_a_hole_is_refused(tmp_path: Path) -> None:
-    whole = torch.randn(6, 2)
-    write(tmp_path, {"a": [piece_of("w", whole, [Region((0, 0), (5, 2))])]})
-    assert _damaged(tmp_path) == "tensor w is not whole"
-
-
 NAMES = [
     "embedding.word_embeddings.weight",
     "decoder.layers.0.mlp.linear_fc1.weight",
@@ -283,30 +277,6 @@ def _saved(save: Path, *iterations: int) -> None:
         write_items = {"x.safetensors": [WriteItem.whole("a", torch.full((3,), float(number)))]}
         write(save / folder_name(number), write_items, iteration=number)
     write_tracker(save, str(iterations[-1]))
-
-
-def test_a_reader_that_takes_an_older_one_says_why(tmp_path: Path) -> None:
-    _saved(tmp_path, 10, 20, 30)
-    with CheckpointReader.open(tmp_path) as reader:
-        assert (reader.title, reader.notes) == (f"{tmp_path / 'iter_0000030'}, iteration 30", ())
-    (tmp_path / "iter_0000030" / "x.safetensors").write_bytes(b"x")
-    with CheckpointReader.open(tmp_path) as reader:
-        assert reader.tensor("a").tolist() == [20.0, 20.0, 20.0]
-        (note,) = reader.notes
-    assert note.startswith(f"checkpoint {tmp_path / 'iter_0000030'} is not used: x.safetensors has")
-
-
-def test_a_reader_that_may_not_take_an_older_one_names_them(tmp_path: Path) -> None:
-    _saved(tmp_path, 10, 20, 30)
-    (tmp_path / "iter_0000030" / "x.safetensors").write_bytes(b"x")
-    with pytest.raises(DamagedCheckpoint) as error:
-        CheckpointReader.open(tmp_path, older=False)
-    assert str(error.value).startswith(
-        f"the newest checkpoint, {tmp_path / 'iter_0000030'}, cannot"
-    )
-    assert str(error.value).endswith("name an older one instead: --ckpt-step 20 or --ckpt-step 10")
-    with CheckpointReader.open(tmp_path, iteration=20, older=False) as reader:
-        assert reader.index.iteration == 20
 
 
 def test_a_checkpoint_s_own_folder_beside_another_step_is_refused(tmp_path: Path) -> None:

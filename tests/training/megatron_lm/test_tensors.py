@@ -9,11 +9,9 @@ import torch
 
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.tensor_names import stored_name
-from megatron.training.cpu_shim import cpu_shim
 from megatron.training.megatron_lm.tensors import buffer_order, model_tensors
-from megatron.training.model import build_chunk, transformer_config
-from megatron.training.single_process_groups import single_process_groups
 from tests.training.megatron_lm.tiny_megatron import LLAMA, MODELS
+from tools.operators.recording import built_model
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -25,12 +23,8 @@ def test_they_are_those_of_megatron_core_in_its_order(name: str) -> None:
         "tensor_model_parallel_size": 1,
     }
     args = argparse.Namespace(**flags)
-    with cpu_shim(), single_process_groups(args.num_layers) as (plan, groups):
-        config = transformer_config(args, plan, torch.device("cpu"))
-        model = build_chunk(
-            args, config, plan=plan, coordinate=plan.coordinate(0), chunk=0, groups=groups
-        )
-    found = [(stored_name(n), tuple(p.shape)) for n, p in model.named_parameters()]
+    with built_model(args, torch.device("cpu")) as (model, _):
+        found = [(stored_name(n), tuple(p.shape)) for n, p in model.named_parameters()]
     expected = [(t.name, t.shape) for t in model_tensors(MODELS[name], rows=32)]
     assert found == expected
 
