@@ -19,7 +19,7 @@ from hetero.errors import UserError
 from hetero.formatting import counted, spans
 from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
-from hetero.version import PROTOCOL_VERSION, __version__
+from hetero.version import PROTOCOL_VERSION, __version__, sources
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
@@ -121,7 +121,7 @@ def identify(
         vendor=vendor,
         actual_vendor=actual,
         device=device,
-        project_version=f"{__version__} with protocol {PROTOCOL_VERSION}",
+        project_version=f"{__version__} with protocol {PROTOCOL_VERSION}, {sources()}",
         torch_version=str(torch.__version__),
         core_version=core_version(),
         flags=dict(flags),
@@ -178,8 +178,9 @@ def _check_flags(identities: Sequence[RankIdentity]) -> None:
             if ours != theirs:
                 flag = "--" + name.replace("_", "-")
                 raise UserError(
-                    f"rank {reference.rank} was started with {flag} {ours!r} and rank "
-                    f"{identity.rank} with {theirs!r}; start every rank with the same flags"
+                    f"rank {reference.rank} on {reference.host} was started with {flag} {ours!r} "
+                    f"and rank {identity.rank} on {identity.host} with {theirs!r}; start every "
+                    "rank with the same flags"
                 )
 
 

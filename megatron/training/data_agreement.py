@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from typing import Any
 
 from hetero.agreement import Agreement
@@ -56,6 +57,7 @@ def _agree_on_tokenizer(
         fim = fill_in_middle(args, tokenizer)
         special = None if fim is None else fim.ids
         payload = {
+            "host": socket.gethostname(),
             "tokenizer": [args.tokenizer_vocab_size, [args.tokenizer_digest, special]],
             "absent": [],
             "data": [],

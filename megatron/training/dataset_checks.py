@@ -271,13 +271,14 @@ def require_same_data(payloads: Sequence[dict[str, Any]]) -> None:
         if record["tokenizer"] != first:
             what = "other tokens for the same text" if size == first_size else f"{size} tokens"
             raise AgreedError(
-                f"rank {rank} reads another tokenizer than rank 0, whose has {first_size} tokens: "
-                f"it has {what}; give every node the same tokenizer"
+                f"rank {rank} on {record['host']} reads another tokenizer than rank 0 on "
+                f"{payloads[0]['host']}, whose has {first_size} tokens: it has {what}; "
+                "give every node the same tokenizer"
             )
         if record["data"] and record["data"] != payloads[0]["data"]:
             raise AgreedError(
-                f"rank {rank} on its node reads other data than rank 0"
-                f"{_differing(record, payloads[0])}"
+                f"rank {rank} on {record['host']} reads other data than rank 0 on "
+                f"{payloads[0]['host']}{_differing(record, payloads[0])}"
                 "; give every node the same files"
             )
 

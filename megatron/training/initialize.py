@@ -7,7 +7,6 @@ import os
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from megatron.training.checkpoint.find_checkpoint import (
 )
 from megatron.training.checkpoint.folder import check_save_folder
 from megatron.training.checkpoint.lock import SaveLock
+from megatron.training.checkpoint.save_folder import take_save_folder
 from megatron.training.communication_flags import (
     channel_options,
     find_rails,
@@ -181,7 +181,7 @@ class Initializer:
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
             self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
-        self._acquire_save_lock(args)
+        self._lock = take_save_folder(args, self.agreement.exchange, rank=self.rank)
         datasets = agree_on_data(
             args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
         )
@@ -231,18 +231,6 @@ class Initializer:
         if not self._is_exiting:
             self.report(error)
             os._exit(error.exit_code)
-
-    def _acquire_save_lock(self, args: argparse.Namespace) -> None:
-        """Rank 0 locks --save, before anything is written or restored there. Collective."""
-        if args.save is None or args.skip_train:
-            return
-        problem: UserError | None = None
-        if self.rank == 0:
-            try:
-                self._lock = SaveLock.take(Path(args.save), say=partial(print, flush=True))
-            except UserError as error:
-                problem = error
-        self._require_agreement().exchange("save folder", error=problem)
 
     def close(self) -> None:
         """Release the lock on --save. Call last, also after a failure."""

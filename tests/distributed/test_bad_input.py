@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from socket import gethostname
 
 import pytest
 
@@ -111,7 +112,8 @@ def test_nodes_with_different_tokenizers_of_one_size(
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--data-path", str(prefix)]
     other = {1: [*flags, "--tokenizer-model", other_tokenizer]}
     outcomes = launch(flags, 2, environ=SIMULATED, flags_by_rank=other)
-    assert_refused(outcomes, "rank 1 reads another tokenizer", "give every node the same tokenizer")
+    says = f"rank 1 on {gethostname()} reads another tokenizer"
+    assert_refused(outcomes, says, "give every node the same tokenizer")
 
 
 TWO_NODES = {1: {"LOCAL_RANK": "0"}}
@@ -125,8 +127,10 @@ def test_nodes_with_different_data_under_one_name(corpus, tmp_path: Path) -> Non
     data.write_bytes(tokens[4:6] + tokens[2:])
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     other = {1: [*flags, "--data-path", str(prefix)]}
+    host = gethostname()
+    says = f"rank 1 on {host} reads other data than rank 0 on {host}"
     for outcome in launch(flags, 2, environ=SIMULATED, by_rank=TWO_NODES, flags_by_rank=other):
-        assert_refused([outcome], "rank 1 on its node reads other data than rank 0", "same files")
+        assert_refused([outcome], says, "same files")
 
 
 def test_a_damaged_index_cache(corpus, tmp_path: Path) -> None:

@@ -155,13 +155,16 @@ def test_different_versions_are_refused_with_both_and_their_ranks(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"num_layers": 30, "lr": 1e-3}, "--num-layers 32 and rank 2 with 30"),
-        ({"num_layers": 32, "lr": 1e-3, "seed": 5}, "--seed None and rank 2 with 5"),
+        (
+            {"num_layers": 30, "lr": 1e-3},
+            "on node was started with --num-layers 32 and rank 2 on mi325-7 with 30",
+        ),
+        ({"num_layers": 32, "lr": 1e-3, "seed": 5}, "--seed None and rank 2 on mi325-7 with 5"),
     ],
 )
 def test_different_flags_are_refused_by_name_and_value(flags: dict[str, Any], says: str) -> None:
     identities = _identities(["amd", "amd", "nvidia", "nvidia"])
-    identities[2] = replace(identities[2], flags=flags)
+    identities[2] = replace(identities[2], flags=flags, host="mi325-7")
     assert says in _refusal(identities, MIXED)
 
 

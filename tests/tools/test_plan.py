@@ -196,6 +196,27 @@ def test_a_profile_that_lacks_the_point_names_it(
     assert note in capsys.readouterr().out
 
 
+def test_what_was_not_measured_is_told_shape_by_shape_and_only_what_the_nodes_could_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = {"forward": 1.0, "backward": 2.0}
+    costs = {"layer": part, "embedding": part, "head": part, "layer_activation_bytes": 1.0}
+    point = {"tensor": 1, "micro_batch": 1, "seq_length": 8192, "recompute": "none"}
+    measured = {"points": [{**point, "costs": costs}], "optimizer_seconds_per_parameter": 1e-9}
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
+    cluster = tmp_path / "small.yaml"
+    cluster.write_text("nodes: [{accelerator: H100-SXM, nodes: 8, gpus_per_node: 2}]")
+    flags = "--micro-batch", "1", "2", "4", "--recompute", "none", "--profile", str(file)
+    words = request(tmp_path, *flags, "--cluster", str(cluster))
+    assert main(words) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "not measured" in line]
+    assert told.endswith(
+        "5 points that the search did without: tensor size 1, recompute none, micro-batch 2 4; "
+        "tensor size 2, recompute none, micro-batch 1 2 4"
+    )
+
+
 def test_a_run_trains_on_the_sequences_and_in_the_precision_that_were_planned(
     tmp_path: Path, refused: Refused
 ) -> None:
@@ -219,7 +240,8 @@ def test_figures_of_bf16_are_not_taken_for_those_of_fp32(tmp_path: Path, refused
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"format": 1, "model": {"dtype": "bf16"}, "accelerators": {}}))
     words = request(tmp_path, "--model", str(model), "--profile", str(profile), "--dtype", "fp32")
-    assert "dtype bf16 where the plan's is fp32; measure this one" in refused(main, words)
+    told = refused(main, words)
+    assert "dtype bf16 where the plan's is fp32; plan with --dtype bf16, or measure with" in told
 
 
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.errors import UserError
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
 from hetero.planner.model_shape import load_model
 from megatron.training.model_size import model_shape
@@ -93,6 +94,16 @@ def test_a_machine_whose_speed_drifts_is_told_and_hardly_seen(
     assert costs.head.forward == pytest.approx(0.005, rel=0.1)
     assert costs.embedding.forward == pytest.approx(0.001, rel=0.2)
     assert "the machine is not quiet" in capsys.readouterr().out
+
+
+def test_the_data_of_a_run_does_not_matter_and_its_vocabulary_does() -> None:
+    """A file of a run's flags is taken as it is; the tokenizer that it names is not read."""
+    words = [*LLAMA[:-6], "--data-path", "text", "--tokenizer-type", "SentencePieceTokenizer"]
+    words += ["--tokenizer-model", "tok.model"]
+    assert model_arguments([*words, "--padded-vocab-size", "64"]).padded_vocab_size == 64
+    assert model_arguments([*words, "--vocab-size", "300"]).padded_vocab_size == 384
+    with pytest.raises(UserError, match="do not say --padded-vocab-size"):
+        model_arguments(words)
 
 
 @pytest.mark.parametrize("bias", ["add-bias-linear: true", "disable-bias-linear: true"])

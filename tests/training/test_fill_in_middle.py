@@ -230,9 +230,12 @@ def test_nodes_whose_tokenizers_number_the_tokens_otherwise_do_not_train_togethe
     ids = made(**BYTES).ids
     other = made(**{**BYTES, "tokenizer_special_tokens": NAMES[::-1]}).ids
     assert ids != other
-    records = [{"tokenizer": [264, ["digest", found]], "data": []} for found in (ids, other)]
+    records = [
+        {"host": host, "tokenizer": [264, ["digest", found]], "data": []}
+        for host, found in (("a", ids), ("b", other))
+    ]
     require_same_data([records[0], records[0]])
-    with pytest.raises(UserError, match="rank 1 reads another tokenizer than rank 0"):
+    with pytest.raises(UserError, match="rank 1 on b reads another tokenizer than rank 0 on a"):
         require_same_data(records)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
+from megatron.training.arguments.checks.check_data import SPLITS
 from megatron.training.arguments.config_file import expand_config_files
 from megatron.training.tokenizer.vocabulary import padded_vocab_size
 
@@ -19,8 +20,8 @@ _FALLBACKS = {
     "--micro-batch-size": ["1"],
     "--train-iters": ["1"],
     "--lr": ["1"],
-    "--mock-data": [],
 }
+_DATA = ("--data-path", *(f"--{split}-data-path" for split in SPLITS))
 # How one process runs whole operators, whatever the training run does.
 _LONE_PROCESS = {
     "recompute_granularity": None,
@@ -50,7 +51,7 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
 
     `dtype` is a key of DTYPES and wins over the flags. Raises UserError.
     """
-    args = model_arguments(words)
+    args = model_arguments(words, vocabulary=_VOCABULARY)
     if args.transformer_impl != "local":
         raise UserError(
             f"--transformer-impl {args.transformer_impl} joins several operators into one module; "
@@ -64,22 +65,34 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
     return args
 
 
-def model_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Megatron's flags in `words`; what only a run needs may be left out. Raises UserError."""
+def model_arguments(words: Sequence[str], *, vocabulary: int | None = None) -> argparse.Namespace:
+    """Megatron's flags in `words`; what only a run needs may be left out.
+
+    `vocabulary` is that of flags that say none, also where they name a tokenizer, which is not
+    read. Raises UserError; without `vocabulary` also where the flags say none.
+    """
     words, _ = expand_config_files(words, build_parser())
     given = {word.split("=", 1)[0] for word in words}
     for flag, values in _FALLBACKS.items():
         if flag not in given:
             words += [flag, *values]
+    if given.isdisjoint(("--mock-data", *_DATA)):
+        words += ["--mock-data"]
+    if given.isdisjoint(("--vocab-size", "--padded-vocab-size")):
+        if vocabulary is None:
+            raise UserError(
+                "the flags do not say --padded-vocab-size, the rows of the embedding; add it "
+                "(no tokenizer is read for it)"
+            )
+        words += ["--vocab-size", str(vocabulary)]
+    elif "--tokenizer-type" not in given and "--vocab-size" not in given:
+        words += ["--vocab-size", "1"]
     if "--tokenizer-type" not in given:
         words += ["--tokenizer-type", "NullTokenizer"]
-        if "--vocab-size" not in given:
-            size = 1 if "--padded-vocab-size" in given else _VOCABULARY
-            words += ["--vocab-size", str(size)]
     args = parse_args(words, world_size=1)
     if args.padded_vocab_size is None:
         args.padded_vocab_size = padded_vocab_size(
-            args.vocab_size or _VOCABULARY,
+            args.vocab_size,
             make_divisible_by=args.make_vocab_size_divisible_by,
             tensor_parallel_size=1,
         )

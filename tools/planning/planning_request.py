@@ -167,9 +167,14 @@ def _model_mismatches(
     ]
     if not differing:
         return []
-    return [
-        f"the profile {path} is of another model or dtype: {', '.join(differing)}; measure this one"
-    ]
+    remedy = "measure this one"
+    if differing == [f"dtype {profile.model.get('dtype')} where the plan's is {dtype}"]:
+        remedy = f"plan with --dtype {profile.model['dtype']}, or measure with {_flag_of(dtype)}"
+    return [f"the profile {path} is of another model or dtype: {', '.join(differing)}; {remedy}"]
+
+
+def _flag_of(dtype: str) -> str:
+    return "neither --bf16 nor --fp16" if dtype == "fp32" else f"--{dtype}"
 
 
 def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
@@ -213,20 +218,25 @@ def _require_points(problem: Problem) -> list[str]:
     Raises a Refusal that names the points which an accelerator lacks.
     """
     space, length = problem.space, problem.model.seq_length
-    points = [
-        Point(tensor, micro_batch, length, recompute, space.sequence_parallel and tensor > 1)
-        for tensor in space.tensor
-        for micro_batch in space.micro_batch
-        for recompute in space.recompute
-    ]
+    largest: dict[str, int] = {}
+    for kind in problem.cluster.kinds:
+        name = kind.accelerator.name
+        largest[name] = max(largest.get(name, 0), kind.gpus_per_node)
     notes, faults = [], Faults()
-    for name in dict.fromkeys(kind.accelerator.name for kind in problem.cluster.kinds):
+    for name, gpus in largest.items():
+        points = [
+            Point(tensor, micro_batch, length, recompute, space.sequence_parallel and tensor > 1)
+            for tensor in space.tensor
+            for micro_batch in space.micro_batch
+            for recompute in space.recompute
+            if tensor <= gpus
+        ]
         lacking = [point for point in points if not _has_point(problem.profile, name, point)]
-        if len(lacking) == len(points):
-            faults.read(partial(problem.profile.costs, name, points[0]))
         if not lacking:
             continue
-        listed = "; ".join(str(point) for point in lacking)
+        if len(lacking) == len(points):
+            faults.read(partial(problem.profile.costs, name, points[0]))
+        listed = _points_text(lacking)
         if len(lacking) == len(points):
             faults.sentences[-1] += f" (of all that may be chosen it has none: {listed})"
         else:
@@ -236,6 +246,18 @@ def _require_points(problem: Problem) -> list[str]:
             )
     faults.refuse(ProfileError)
     return notes
+
+
+def _points_text(points: Iterable[Point]) -> str:
+    """Those that differ in their micro-batch alone are told together."""
+    micro_batches: dict[str, list[str]] = {}
+    for point in points:
+        shared = ", sequence parallel" if point.sequence_parallel else ""
+        shape = f"tensor size {point.tensor}{shared}, recompute {point.recompute}"
+        micro_batches.setdefault(shape, []).append(str(point.micro_batch))
+    return "; ".join(
+        f"{shape}, micro-batch {' '.join(sizes)}" for shape, sizes in micro_batches.items()
+    )
 
 
 def _has_point(profile: Profile, accelerator: str, point: Point) -> bool:

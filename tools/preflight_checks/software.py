@@ -13,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from hetero.cluster import release_of
 from hetero.errors import UserError
 from hetero.megatron_imports import core_version, require_supported_core
-from hetero.version import __version__
+from hetero.version import __version__, sources
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read_software(requirements: Path) -> SoftwareFacts:
     build = str(torch.__version__).partition("+")[2]
     rocm, cuda = torch.version.hip or "", torch.version.cuda or ""
     return SoftwareFacts(
-        project=__version__,
+        project=f"{__version__} ({sources()})",
         python=platform.python_version(),
         torch=release_of(str(torch.__version__)),
         torch_build=build or (f"rocm{rocm}" if rocm else f"cu{cuda}" if cuda else "cpu"),

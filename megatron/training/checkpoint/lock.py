@@ -138,6 +138,11 @@ class SaveLock:
             ) from error
         raise UserError(f"{path} changes hands all the time; see which runs save to {save}")
 
+    @property
+    def token(self) -> str:
+        """What its file says that no other lock's does."""
+        return self._owner.token
+
     def require_held(self) -> None:
         """Raise LockLost if another run has taken over the folder.
 
