@@ -170,7 +170,8 @@ class _Channel:
                 except Exception as error:
                     work.finish(error)
                 else:
-                    work.finish(end_event=self._stream.record_end((transfer, on_received)))
+                    end = self._stream.record_end((transfer, on_received))
+                    work.finish(end_event=end, stream=self._stream.stream)
 
         self.worker.submit(task)
 

@@ -297,7 +297,8 @@ class Communicator:
             self._last_call = running.call
             held = [running.algorithm] if on_side_stream and self._stream.exists else None
             end = None if held is None else self._stream.record_end(held)
-            running.work.finish(end_event=end, held=held)
+            stream = None if held is None else self._stream.stream
+            running.work.finish(end_event=end, stream=stream, held=held)
         return True
 
     def _prepare(self, call: Call) -> None:

@@ -48,24 +48,24 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
-        self._stream: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._index = self._stream.device_index
-            self._context = _StreamContext(self._stream)
+            self.stream = torch.cuda.Stream(device)
+            self._index = self.stream.device_index
+            self._context = _StreamContext(self.stream)
 
     @property
     def exists(self) -> bool:
-        return self._stream is not None
+        return self.stream is not None
 
     def require_no_capture(self) -> None:
         """Refuse a call inside a CUDA graph's capture before any of it has started."""
-        if self._stream is not None:
+        if self.stream is not None:
             require_no_capture()
 
     def record_event(self) -> torch.cuda.Event | None:
         """An event after what the current stream holds; None on a CPU."""
-        if self._stream is None:
+        if self.stream is None:
             return None
         event = torch.cuda.Event()
         event.record(current_stream(self._index))
@@ -82,15 +82,15 @@ class SideStream:
 
     def synchronize(self) -> None:
         """Block until the GPU has done all that this stream and the current one hold."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
             current_stream(self._index).synchronize()
 
     def wait_event(self, event: torch.cuda.Event | None) -> None:
         """Have this stream wait for an event."""
-        if self._stream is not None and event is not None:
-            event.wait(self._stream)
+        if self.stream is not None and event is not None:
+            event.wait(self.stream)
 
     def as_current(self) -> AbstractContextManager[None]:
         """A context in which this is the current stream."""
-        return nullcontext() if self._stream is None else self._context
+        return nullcontext() if self.stream is None else self._context

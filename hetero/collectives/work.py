@@ -28,6 +28,7 @@ class CollectiveWork(dist.Work):
 
     # Defaults are set in the class, because setting them for each call takes time.
     _end_event: torch.cuda.Event | None = None
+    _stream: torch.cuda.Stream | None = None
     _held: list[Any] | None = None
     _is_finished = False
     timed_out = False
@@ -60,16 +61,17 @@ class CollectiveWork(dist.Work):
         *,
         source: int = -1,
         end_event: torch.cuda.Event | None = None,
+        stream: torch.cuda.Stream | None = None,
         held: list[Any] | None = None,
     ) -> None:
-        """`end_event` follows the call's work if that is not on the caller's stream.
+        """`end_event` follows the call's work if that is on another `stream` than the caller's.
 
         `held`: what keeps the call's tensors alive; `wait()` empties it, as with NCCL: what the
         waiting stream does next may use their memory.
         """
         with self._lock:
             self._error, self._source, self._end_event = error, source, end_event
-            self._held = held
+            self._stream, self._held = stream, held
             self._is_finished = True
             future, event = self._finished_future, self._finished_event
         if event is not None:
@@ -149,10 +151,16 @@ class CollectiveWork(dist.Work):
             return self._future
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
-        """A future records an event on the current stream, so that must wait for the call first."""
-        if self._error is None:
-            self._wait_on_current_stream()
-        future.set_result(self._tensors)
+        """A future records an event on the current stream; let that be the call's, as NCCL does.
+
+        The caller's would have to wait for the call first, and DDP, which asks for the future of
+        each bucket, goes on with its backward pass on that stream.
+        """
+        if self._stream is None:
+            future.set_result(self._tensors)
+        else:
+            with torch.cuda.stream(self._stream):
+                future.set_result(self._tensors)
 
     def _result_or_raise(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
         if (error := self.exception()) is not None:

@@ -26,7 +26,10 @@ def be_of_another_version() -> None:
     ("change", "told"),
     [
         (be_of_an_unknown_vendor, "rank 2: HETERO_VENDOR='unheard-of'"),
-        (be_of_another_version, "ranks 0-1, 3 [^;]* with protocol 5; rank 2 [^;]* protocol 0"),
+        (
+            be_of_another_version,
+            "ranks 0-1, 3 [^;]* with protocol 5, sources [0-9a-f]{8}; rank 2 [^;]* protocol 0",
+        ),
     ],
 )
 def test_a_group_that_one_rank_cannot_build_is_built_by_none(change, told):

@@ -116,6 +116,31 @@ def use_streams(side: Side) -> None:
         assert (tensor == 2 * (total + i * side.size)).all(), i
 
 
+@pytest.mark.parametrize("vendors", SHAPES[:1])
+def test_the_stream_that_asks_for_a_future_goes_on_while_the_call_is_under_way(vendors):
+    """DDP asks for each bucket's future in the middle of its backward pass."""
+    values(run_ranks(ask_for_a_future, vendors, on_gpus=True, patience=PATIENCE))
+
+
+def ask_for_a_future(side: Side) -> None:
+    tensor = torch.ones(1 << 16, device=gpu_of(side.rank))
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if side.rank == 0:
+        torch.cuda._sleep(6_000_000_000)
+    work = dist.all_reduce(tensor, async_op=True)
+    if side.rank == 1:
+        time.sleep(0.3)
+        future = work.get_future()
+        here = torch.cuda.Event()
+        here.record()
+        here.synchronize()
+        assert not work.is_completed(), "the caller's stream has waited for rank 0"
+        future.wait()
+    work.wait()
+    assert (tensor == side.size**2).all()
+
+
 @pytest.mark.parametrize("vendors", SHAPES[:2])
 def test_a_cuda_graph_holds_no_call_and_the_group_goes_on(vendors):
     values(run_ranks(capture, vendors, on_gpus=True, patience=PATIENCE))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -36,3 +39,30 @@ def test_what_keeps_tensors_alive_is_let_go_by_whoever_waits() -> None:
     assert held, "a future's callback does not say that the tensors' stream waits"
     work.wait()
     assert not held
+
+
+def test_the_future_of_a_finished_call_leaves_the_caller_s_stream_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A future records its event where it is completed, and the caller computes meanwhile."""
+    streams: list[object] = [None]
+
+    @contextmanager
+    def as_current(stream: object) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", as_current)
+    work, own = CollectiveWork("a call", [torch.ones(1)], timeout=1.0, group="0"), object()
+    work.finish(stream=own)  # type: ignore[arg-type]
+    completed_on = []
+    complete = torch.futures.Future.set_result
+
+    def set_result(future: torch.futures.Future, value: object) -> None:
+        completed_on.append(streams[-1])
+        complete(future, value)
+
+    monkeypatch.setattr(torch.futures.Future, "set_result", set_result)
+    assert work.get_future().wait() == [torch.ones(1)]
+    assert completed_on == [own]
