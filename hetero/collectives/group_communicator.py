@@ -295,10 +295,12 @@ class Communicator:
             running.work.finish(self._fail(running.call, error))
         else:
             self._last_call = running.call
-            held = [running.algorithm] if on_side_stream and self._stream.exists else None
-            end = None if held is None else self._stream.record_end(held)
-            stream = None if held is None else self._stream.stream
-            running.work.finish(end_event=end, stream=stream, held=held)
+            if on_side_stream and self._stream.exists:
+                held = [running.algorithm]
+                end = self._stream.record_end(held)
+                running.work.finish(end_event=end, stream=self._stream.stream, held=held)
+            else:
+                running.work.finish()
         return True
 
     def _prepare(self, call: Call) -> None:

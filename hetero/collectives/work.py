@@ -89,7 +89,7 @@ class CollectiveWork(dist.Work):
         if self._error is not None:
             raise self._error
         if self._end_event is not None:
-            self._wait_on_current_stream()
+            self._end_event.wait(current_stream(self._end_event.device.index))
         if self._held is not None:
             self._held.clear()
         return True
@@ -108,10 +108,6 @@ class CollectiveWork(dist.Work):
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
                 "see the other ranks' logs"
             )
-
-    def _wait_on_current_stream(self) -> None:
-        if self._end_event is not None:
-            self._end_event.wait(current_stream(self._end_event.device.index))
 
     def synchronize(self) -> None:
         self.wait()

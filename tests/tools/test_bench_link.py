@@ -124,8 +124,8 @@ class _Opened:
 
     link: Link
 
-    def choices(self) -> list[Link]:
-        return []
+    def passed_over(self) -> tuple[str, ...]:
+        return ()
 
     def all(self) -> list[Link]:
         return [self.link]

@@ -64,9 +64,7 @@ class Opener:
             host_bytes=host,
             device_bytes=device,
             open_seconds=seconds,
-            passed_over=tuple(
-                why for link in opened[0].choices() for why in link.passed_over or ()
-            ),
+            passed_over=opened[0].passed_over(),
         )
         return path, facts
 

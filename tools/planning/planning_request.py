@@ -160,17 +160,20 @@ def _model_mismatches(
     path: Path, profile: MeasuredProfile, model: ModelShape, dtype: str
 ) -> list[str]:
     planned = {**vars(model), "dtype": dtype}
-    differing = [
-        f"{name} {value} where the plan's is {planned[name]}"
+    differing = {
+        name: value
         for name, value in profile.model.items()
         if name not in _MAY_DIFFER and value != planned.get(name, value)
-    ]
+    }
     if not differing:
         return []
     remedy = "measure this one"
-    if differing == [f"dtype {profile.model.get('dtype')} where the plan's is {dtype}"]:
-        remedy = f"plan with --dtype {profile.model['dtype']}, or measure with {_flag_of(dtype)}"
-    return [f"the profile {path} is of another model or dtype: {', '.join(differing)}; {remedy}"]
+    if [*differing] == ["dtype"]:
+        remedy = f"plan with --dtype {differing['dtype']}, or measure with {_flag_of(dtype)}"
+    told = ", ".join(
+        f"{name} {v} where the plan's is {planned[name]}" for name, v in differing.items()
+    )
+    return [f"the profile {path} is of another model or dtype: {told}; {remedy}"]
 
 
 def _flag_of(dtype: str) -> str:
@@ -234,10 +237,9 @@ def _require_points(problem: Problem) -> list[str]:
         lacking = [point for point in points if not _has_point(problem.profile, name, point)]
         if not lacking:
             continue
-        if len(lacking) == len(points):
-            faults.read(partial(problem.profile.costs, name, points[0]))
         listed = _points_text(lacking)
         if len(lacking) == len(points):
+            faults.read(partial(problem.profile.costs, name, points[0]))
             faults.sentences[-1] += f" (of all that may be chosen it has none: {listed})"
         else:
             notes.append(

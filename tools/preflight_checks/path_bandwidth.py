@@ -136,7 +136,7 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
         with ExitStack() as closing:
             links = _open(end, way)
             closing.callback(links.close)
-            passed_over = tuple(why for link in links.choices() for why in link.passed_over or ())
+            passed_over = links.passed_over()
             (link,) = links.all()
             if link.transport == "gloo":
                 raise RuntimeError(f"no path works ({'; '.join(passed_over)})")

@@ -7,7 +7,7 @@ It is the newest whose files match their checksums; a damaged one is skipped wit
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,6 +150,16 @@ def _not_a_save_folder(load: Path) -> UserError | None:
     return None
 
 
+def require_visible(records: Sequence[Mapping[str, Any]], what: str, *, flag: str) -> None:
+    """Raise AgreedError if a rank's record says that it does not see a file, told as `what`."""
+    blind = [rank for rank, record in enumerate(records) if not record["visible"]]
+    if blind:
+        raise AgreedError(
+            f"rank {blind[0]} does not see {what}; {flag} must be in a file system that all ranks "
+            "share"
+        )
+
+
 def _try(
     args: argparse.Namespace, exchange: Exchange, folder: Path, *, rank: int, world_size: int
 ) -> tuple[str | None, Index | None]:
@@ -171,12 +181,8 @@ def _try(
         f"checkpoint {folder}",
         payload={"problem": problem, "visible": visible},
     )
-    blind = [rank for rank, record in enumerate(records) if not record["visible"]]
-    if records[0]["visible"] and blind:
-        raise AgreedError(
-            f"rank {blind[0]} does not see {folder / INDEX_FILE}, which rank 0 sees; --load must "
-            "be in a file system that all ranks share"
-        )
+    if records[0]["visible"]:
+        require_visible(records, f"{folder / INDEX_FILE}, which rank 0 sees", flag="--load")
     problems = [record["problem"] for record in records if record["problem"] is not None]
     return (problems[0] if problems else None), index
 

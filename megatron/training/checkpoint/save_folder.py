@@ -7,8 +7,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from hetero.errors import AgreedError, UserError
-from megatron.training.checkpoint.find_checkpoint import Exchange
+from hetero.errors import UserError
+from megatron.training.checkpoint.find_checkpoint import Exchange, require_visible
 from megatron.training.checkpoint.folder import iterations
 from megatron.training.checkpoint.lock import LOCK_FILE, SaveLock
 
@@ -47,12 +47,7 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
 
 def _require_shared(save: Path, exchange: Exchange, *, token: str) -> None:
     records = exchange("lock on the save folder", payload={"visible": _sees(save, token)})
-    blind = [rank for rank, record in enumerate(records) if not record["visible"]]
-    if blind:
-        raise AgreedError(
-            f"rank {blind[0]} does not see {save / LOCK_FILE}, which rank 0 has made; --save must "
-            "be in a file system that all ranks share"
-        )
+    require_visible(records, f"{save / LOCK_FILE}, which rank 0 has made", flag="--save")
 
 
 def _sees(save: Path, token: str) -> bool:
