@@ -18,8 +18,12 @@ def refusal(
     words: str | Sequence[object],
     *,
     silent: bool = True,
+    several: bool = False,
 ) -> str:
-    """The sentence with which a program refuses these words; `silent` if before it says more."""
+    """The sentence with which a program refuses these words.
+
+    Not `silent` where it says more before; `several` where more than one thing is wrong.
+    """
     capsys.readouterr()
     try:
         code = main(words.split() if isinstance(words, str) else [*map(str, words)])
@@ -31,4 +35,5 @@ def refusal(
     first, *things = said.err.splitlines()
     assert first.startswith("error: ")
     assert all(line.startswith("  ") for line in things), said.err
+    assert several is bool(things), said.err
     return said.err

@@ -48,18 +48,23 @@ def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reason", "several"),
     [
-        ("--meshes TP2", "'TP2' is no two meshes"),
-        ("--meshes TP0xDP1/TP1xDP1", "is no two meshes"),
-        ("--meshes TP1xDP3/TP1xDP2 --global-batch-size 12", "the nearest that all can take is 6"),
-        ("--meshes TP3xDP1/TP1xDP1", "--tensor-model-parallel-size 3"),
+        ("--meshes TP2", "'TP2' is no two meshes", False),
+        ("--meshes TP0xDP1/TP1xDP1", "is no two meshes", False),
+        (
+            "--meshes TP1xDP3/TP1xDP2 --global-batch-size 12",
+            "the nearest that all can take is 6",
+            False,
+        ),
+        ("--meshes TP3xDP1/TP1xDP1", "--tensor-model-parallel-size 3", True),
     ],
 )
 def test_what_no_run_could_do_is_refused_in_a_sentence(
-    refused, tmp_path: Path, words: str, reason: str
+    refused, tmp_path: Path, words: str, reason: str, several: bool
 ) -> None:
-    assert reason in refused(bench_meshes.main, f"{words} --out {tmp_path / 'out'}")
+    flags = f"{words} --out {tmp_path / 'out'}"
+    assert reason in refused(bench_meshes.main, flags, several=several)
     assert not (tmp_path / "out").exists()
 
 

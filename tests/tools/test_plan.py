@@ -122,7 +122,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, refused: Refused) -> 
     damaged.write_text(json.dumps({"format": 99}))
     wrong = ("--profile", str(damaged), "--model", "llama9-8b", "--out", "/proc/plan")
     words = request(tmp_path, *wrong, cluster="nodes: [{accelerator: H1000, nodes: 1}]\n")
-    told = refused(main, words)
+    told = refused(main, words, several=True)
     for said in ("H1000", "--out /proc/plan cannot be written", "llama9-8b", str(damaged)):
         assert said in told
 
@@ -163,12 +163,12 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refu
     model = tmp_path / "model.yaml"
     others = "num-experts: 8\nmtp-num-layers: 1\ncontext-parallel-size: 2\n"
     model.write_text(model_file("llama3-8b").read_text() + others)
-    told = refused(main, request(tmp_path, "--model", str(model)))
+    told = refused(main, request(tmp_path, "--model", str(model)), several=True)
     for name in ("num-experts", "mtp-num-layers", "context-parallel-size"):
         assert told.count(f"--{name} is a flag of ") == 1
     # A misspelt flag is not left at its default.
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
-    told = refused(main, request(tmp_path, "--model", str(model)))
+    told = refused(main, request(tmp_path, "--model", str(model)), several=True)
     for said in ("--swiglo", "--add-bias-liner", "hidden-size is 'x'", "not say num-attention"):
         assert said in told
 

@@ -148,6 +148,6 @@ def test_a_planner_that_is_not_built_is_named(sailor: Path) -> None:
 
 
 def test_folders_that_are_no_checkouts_are_named_at_once(tmp_path: Path, refused: Refused) -> None:
-    said = refused(main, f"--sailor {tmp_path} --metis {tmp_path}")
+    said = refused(main, f"--sailor {tmp_path} --metis {tmp_path}", several=True)
     assert "give a checkout of eth-easl/sailor" in said
     assert "give a checkout of SamsungLabs/Metis" in said
