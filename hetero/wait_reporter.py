@@ -1,4 +1,4 @@
-"""Prints "waiting for ..." lines while a rank or a launcher waits for others."""
+"""Prints "waiting for ..." lines while a rank or a launcher waits for others, or for a port."""
 
 from __future__ import annotations
 
