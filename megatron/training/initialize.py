@@ -338,6 +338,10 @@ class Initializer:
             self.agreement.announce_failure(error)
         self._announce_to_peers(str(error) or type(error).__name__)
 
+    def announce_interrupt(self) -> None:
+        """Tell all other ranks, which may be of a node whose user pressed nothing."""
+        self._announce_to_peers("it was interrupted (SIGINT)")
+
     def _announce_to_peers(self, reason: str) -> None:
         """Report a failure over liveness, unless an earlier one has been reported to all."""
         if self.liveness is not None and self.liveness.failure is None:

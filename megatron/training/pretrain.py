@@ -84,6 +84,7 @@ def _pretrain(
         initializer.report(error)
         return _exit(error.exit_code)
     except KeyboardInterrupt:
+        initializer.announce_interrupt()
         return _exit(130)
     except Exception as error:
         _report_exception(initializer, error)

@@ -45,24 +45,33 @@ def start_faulty(
     return start(flags, 2, environ=SIMULATED, scripts={0: script, 1: script})
 
 
-@pytest.mark.parametrize(("victim", "transport"), [(1, "gloo"), (0, "shm"), (1, "tcp")])
-def test_a_killed_rank_ends_the_others_within_seconds(
-    corpus, tmp_path: Path, victim: int, transport: str
+@pytest.mark.parametrize(
+    ("victim", "transport", "sent", "fate"),
+    [
+        (1, "gloo", signal.SIGKILL, "has ended without a word (last heard at "),
+        (0, "shm", signal.SIGKILL, "has ended without a word (last heard at "),
+        (1, "tcp", signal.SIGKILL, "has ended without a word (last heard at "),
+        (0, "tcp", signal.SIGINT, "failed: it was interrupted (SIGINT)"),
+        (1, "shm", signal.SIGINT, "failed: it was interrupted (SIGINT)"),
+    ],
+)
+def test_a_rank_that_a_signal_ends_ends_the_others_within_seconds(
+    corpus, tmp_path: Path, victim: int, transport: str, sent: signal.Signals, fate: str
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
     flags += ["--hetero-transport", transport]
     processes = start([*flags, "--metrics-file", str(metrics)], 2, environ=SIMULATED)
     wait_for_steps(metrics, 3)
-    processes[victim].send_signal(signal.SIGKILL)
+    processes[victim].send_signal(sent)
     outcomes = finish(processes, seconds=120)
 
     survivor = 1 - victim
-    assert outcomes[victim].code == -signal.SIGKILL
+    assert outcomes[victim].code == (-sent if sent == signal.SIGKILL else 128 + sent)
     assert outcomes[survivor].code == 1
     assert f"rank {survivor}" in outcomes[survivor].stderr
-    named = f"rank {victim} on {socket.gethostname()} (stage {victim}) has ended without a word"
-    assert f"{named} (last heard at " in outcomes[survivor].stderr
+    named = f"rank {victim} on {socket.gethostname()} (stage {victim})"
+    assert f"{named} {fate}" in outcomes[survivor].stderr
     assert "Traceback" not in outcomes[survivor].stderr
 
 
