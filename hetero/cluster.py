@@ -16,7 +16,7 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from hetero.errors import UserError
-from hetero.formatting import counted, spans
+from hetero.formatting import counted, ranks_on_hosts
 from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
 from hetero.version import PROTOCOL_VERSION, __version__, sources
@@ -137,13 +137,18 @@ def release_of(version: str) -> str:
         return version.partition("+")[0]
 
 
-def require_equal(ranks: Sequence[int], values: Sequence[str], *, what: str) -> None:
-    """Refuse ranks that run different versions of something. Raises UserError."""
+def require_equal(hosts: Mapping[int, str], values: Sequence[str], *, what: str) -> None:
+    """Refuse ranks, given with their hosts, that run different versions of something.
+
+    Raises UserError. `values` are in the order of `hosts`.
+    """
     by_value: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
+    for rank, value in zip(hosts, values, strict=True):
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
-        sides = "; ".join(f"{spans(same)} {value}" for value, same in by_value.items())
+        sides = "; ".join(
+            f"{ranks_on_hosts(same, hosts)}: {value}" for value, same in by_value.items()
+        )
         raise UserError(f"the ranks run different {what}: {sides}; install the same on every node")
 
 
@@ -158,10 +163,10 @@ def check_identities(
     `boundary_transport` is that of links between meshes, None in a homogeneous run. Only releases
     of PyTorch are compared: suffixes (`a0+gitabc.nv25.8`, `+rocm7.1`) always differ by vendor.
     """
-    ranks = [identity.rank for identity in identities]
-    require_equal(ranks, [i.project_version for i in identities], what="versions of this project")
-    require_equal(ranks, [release_of(i.torch_version) for i in identities], what="PyTorch releases")
-    require_equal(ranks, [i.core_version for i in identities], what="megatron-core versions")
+    hosts = {identity.rank: identity.host for identity in identities}
+    require_equal(hosts, [i.project_version for i in identities], what="versions of this project")
+    require_equal(hosts, [release_of(i.torch_version) for i in identities], what="PyTorch releases")
+    require_equal(hosts, [i.core_version for i in identities], what="megatron-core versions")
     _check_flags(identities)
     _check_vendors(identities, plan, mixed=boundary_transport is not None)
     if boundary_transport == "nccl":

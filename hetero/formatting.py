@@ -38,6 +38,18 @@ def spans(numbers: Iterable[int], noun: str = "rank") -> str:
     return f"{noun} {text}" if len(ordered) == 1 else f"{noun}s {text}"
 
 
+def ranks_on_hosts(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+    """Ranks with those of their hosts that are known, of many the first three.
+
+    'rank 3 on b', 'ranks 8-15 on b, c'.
+    """
+    ordered = sorted(ranks)
+    names = list(dict.fromkeys(hosts[rank] for rank in ordered if rank in hosts))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    where = f" on {', '.join(names[:3])}{more}" if names else ""
+    return spans(ordered) + where
+
+
 def name_ranks(
     ranks: Iterable[int], world_size: int, environ: Mapping[str, str] = os.environ
 ) -> str:

@@ -169,8 +169,9 @@ class _Rendezvous:
             own["error"] = str(error)
         identities = self._exchange("identity", own)
         versions = [identity["version"] for identity in identities]
+        hosts = {self._global_ranks[rank]: each["host"] for rank, each in enumerate(identities)}
         try:
-            require_equal(self._global_ranks, versions, what="versions of this project")
+            require_equal(hosts, versions, what="versions of this project")
         except UserError as error:
             raise LinkError(f"group {self._name} could not be built: {error}") from error
         members = tuple(

@@ -20,7 +20,7 @@ from typing import Any
 
 from hetero.addresses import Route
 from hetero.errors import HeteroError
-from hetero.formatting import spans
+from hetero.formatting import ranks_on_hosts
 
 HEARTBEAT = b"\n"
 _HEARTBEAT_SECONDS = 2.0
@@ -89,8 +89,7 @@ class Liveness(ABC):
         ordered = sorted(ranks)
         if len(ordered) == 1 and ordered[0] in self._names:
             return self._names[ordered[0]]
-        where = ", ".join(dict.fromkeys(self._hosts[r] for r in ordered if r in self._hosts))
-        return f"{spans(ordered)} on {where}" if where else spans(ordered)
+        return ranks_on_hosts(ordered, self._hosts)
 
     def on_failure(self, abort: Callable[[RankLost], None]) -> None:
         """Call `abort`, from a thread, if this process still runs 5 s after another's failure."""

@@ -145,11 +145,11 @@ def test_different_versions_are_refused_with_both_and_their_ranks(
     field: str, value: str, what: str
 ) -> None:
     identities = _identities(["amd", "amd", "nvidia", "nvidia"])
-    identities[3] = replace(identities[3], **{field: value})
+    identities[3] = replace(identities[3], host="mi325-7", **{field: value})
     sentence = _refusal(identities, MIXED)
     assert f"different {what}" in sentence
-    assert "ranks 0-2" in sentence
-    assert f"rank 3 {value.split('+')[0]}" in sentence
+    assert "ranks 0-2 on node: " in sentence
+    assert f"rank 3 on mi325-7: {value.split('+')[0]}" in sentence
 
 
 @pytest.mark.parametrize(

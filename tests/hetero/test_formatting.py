@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from hetero.formatting import counted, name_ranks, seconds_text, spans
+from hetero.formatting import counted, name_ranks, ranks_on_hosts, seconds_text, spans
 
 ROOT = Path(__file__).resolve().parents[2]
 NOUNS = "ranks|meshes|connections|documents|datasets|operators|cores|pipeline stages|workers"
@@ -48,6 +49,22 @@ def test_no_message_writes_a_plural_after_a_number_that_may_be_one() -> None:
 )
 def test_numbers_are_written_compactly(numbers: list[int], text: str) -> None:
     assert spans(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3 on b"),
+        ([0, 1, 2], "ranks 0-2 on a, b"),
+        ([9], "rank 9"),
+        (range(6), "ranks 0-5 on a, b, c and 1 more"),
+    ],
+)
+def test_ranks_are_named_with_as_many_of_their_hosts_as_are_read(
+    ranks: Sequence[int], text: str
+) -> None:
+    hosts = dict(enumerate(["a", "a", "b", "b", "c", "d"]))
+    assert ranks_on_hosts(ranks, hosts) == text
 
 
 @pytest.mark.parametrize(

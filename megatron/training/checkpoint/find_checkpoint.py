@@ -7,6 +7,7 @@ It is the newest whose files match their checksums; a damaged one is skipped wit
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import AgreedError, UserError
+from hetero.formatting import ranks_on_hosts
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.checkpoint_args import is_weights_only
 from megatron.training.checkpoint.compatibility import require_same_model
@@ -151,12 +153,13 @@ def _not_a_save_folder(load: Path) -> UserError | None:
 
 
 def require_visible(records: Sequence[Mapping[str, Any]], what: str, *, flag: str) -> None:
-    """Raise AgreedError if a rank's record says that it does not see a file, told as `what`."""
+    """Raise AgreedError if a rank's record, with its host, says that it cannot see `what`."""
+    hosts = {rank: record["host"] for rank, record in enumerate(records)}
     blind = [rank for rank, record in enumerate(records) if not record["visible"]]
     if blind:
         raise AgreedError(
-            f"rank {blind[0]} does not see {what}; {flag} must be in a file system that all ranks "
-            "share"
+            f"{ranks_on_hosts(blind, hosts)} cannot see {what}; {flag} must be in a file system "
+            "that all ranks share"
         )
 
 
@@ -179,7 +182,7 @@ def _try(
         problem = str(error)
     records = exchange(
         f"checkpoint {folder}",
-        payload={"problem": problem, "visible": visible},
+        payload={"problem": problem, "visible": visible, "host": socket.gethostname()},
     )
     if records[0]["visible"]:
         require_visible(records, f"{folder / INDEX_FILE}, which rank 0 sees", flag="--load")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
 
 
 def _require_shared(save: Path, exchange: Exchange, *, token: str) -> None:
-    records = exchange("lock on the save folder", payload={"visible": _sees(save, token)})
+    payload = {"visible": _sees(save, token), "host": socket.gethostname()}
+    records = exchange("lock on the save folder", payload=payload)
     require_visible(records, f"{save / LOCK_FILE}, which rank 0 has made", flag="--save")
 
 

@@ -167,10 +167,10 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
     checkpoint(tmp_path, 10)
 
     def exchange(phase: str, payload: dict, error: Exception | None = None) -> list[dict]:
-        blind = {"problem": "it does not exist", "visible": False}
+        blind = {"problem": "it does not exist", "visible": False, "host": "b"}
         return [payload, payload | blind if "visible" in payload else payload]
 
-    with pytest.raises(AgreedError, match=r"rank 1 does not see .* all ranks share"):
+    with pytest.raises(AgreedError, match=r"rank 1 on b cannot see .* all ranks share"):
         find_checkpoint(flags(tmp_path), exchange, rank=0, world_size=2)
 
 

@@ -33,7 +33,7 @@ class Ranks:
         if error is not None:
             raise AgreedError(str(error))
         if "visible" in payload:
-            return [payload, {"visible": self._other_sees_it}]
+            return [payload, {"visible": self._other_sees_it, "host": "b"}]
         return [payload if self._token is None else {"token": self._token}, payload]
 
 
@@ -55,7 +55,7 @@ def test_a_folder_that_another_node_does_not_share_is_refused_before_training(
     tmp_path: Path,
 ) -> None:
     ranks = Ranks(other_sees_it=False)
-    with pytest.raises(AgreedError, match=r"rank 1 does not see .*, which rank 0 has made; --save"):
+    with pytest.raises(AgreedError, match=r"rank 1 on b cannot see .* rank 0 has made; --save"):
         take_save_folder(flags(tmp_path), ranks.exchange, rank=0)
     assert not (tmp_path / LOCK_FILE).exists()
 
@@ -66,7 +66,7 @@ def test_a_lock_of_another_run_in_a_folder_of_its_own_is_not_taken_for_rank_0s(
     monkeypatch.setattr(save_folder, "_SECONDS_TO_SEE_IT", 0.0)
     (tmp_path / LOCK_FILE).write_text('{"token": "of another run"}')
     ranks = Ranks(token="of this run")
-    with pytest.raises(AgreedError, match="rank 0 does not see"):
+    with pytest.raises(AgreedError, match=r"rank 0 on .* cannot see"):
         take_save_folder(flags(tmp_path), ranks.exchange, rank=1)
 
 
