@@ -20,6 +20,8 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _STRICTLY_LESS = 1 - 1e-9
+_NEAR = 1e-2
+"""Where bisection stops: every infeasible period costs it a dynamic program."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,9 @@ def _best_without_update(
     total_seconds = float((pipeline.layer_seconds * unconstrained + pipeline.extra_seconds).sum())
     fixed_seconds = total_seconds / pipeline.chunks + 2 * float(pipeline.transfer_seconds.sum())
     periods = pipeline.micro_batches - 1 / pipeline.chunks
-    # The relaxation with fractional layers and no memory limit.
-    rates = 1 / pipeline.layer_seconds
-    lower_bound = float((layers + (pipeline.extra_seconds * rates).sum()) / rates.sum())
-    lower_bound *= 1 - 1e-9
+    lower_bound = _period_lower_bound(pipeline, layers)
     period = best.period
-    while period - lower_bound > 1e-4 * period:
+    while period - lower_bound > _NEAR * period:
         if periods * lower_bound + fixed_seconds >= cutoff:
             return None
         middle = (lower_bound + period) / 2
@@ -177,6 +176,31 @@ def _best_without_update(
         best = min(best, candidate, key=_pipeline_seconds)
         max_period = min(max_period, candidate.period) * _STRICTLY_LESS
     return best
+
+
+def _period_lower_bound(pipeline: PipelineModel, layers: int) -> float:
+    """The shortest period with fractional layers and no memory limit.
+
+    For each number of last stages, 0 too: what the stages before cannot process in a period, these
+    have to within their round trip, above their least layers as fast as the fastest of them.
+    """
+    limited = min(pipeline.stages, pipeline.micro_batches - 1) if pipeline.chunks == 1 else 0
+    seconds, extra_seconds = pipeline.layer_seconds[::-1], pipeline.extra_seconds[::-1]
+    rates = 1 / seconds
+
+    def sums(values: FloatArray) -> FloatArray:
+        """Of the last stages, by their number."""
+        return np.cumsum(np.concatenate([[0.0], values[:limited]]))
+
+    count = np.arange(limited + 1)
+    fastest = np.minimum.accumulate(np.concatenate([[np.inf], seconds[:limited]]))
+    round_trips = sums(
+        pipeline.chunks * seconds + extra_seconds + 2 * pipeline.transfer_seconds[::-1]
+    )
+    rates_before = rates.sum() - sums(rates)
+    extra_before = (extra_seconds * rates).sum() - sums(extra_seconds * rates)
+    work = layers - pipeline.chunks * count + round_trips / fastest + extra_before
+    return float((work / (count / fastest + rates_before)).max()) * (1 - 1e-9)
 
 
 def _pipeline_seconds(split: Split) -> float:

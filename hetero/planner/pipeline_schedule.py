@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -64,14 +65,16 @@ def _pass_order(stages: int, micro_batches: int, chunks: range) -> Iterator[tupl
                 yield micro_batch, chunk
 
 
+@lru_cache(maxsize=256)
 def stage_schedule(
     stage: int, *, stages: int, micro_batches: int, chunks: int = 1, is_blocking: bool = False
-) -> list[Instruction]:
+) -> tuple[Instruction, ...]:
     """The instructions of a stage: its passes, each with its receive and send.
 
     Asynchronous transfers are sent right after the pass and received right before. Blocking ones
     follow DeepSpeed's pipeline engine: a send is postponed to the next pass, and in the steady
     state comes after that pass's receive, so that neighbours never deadlock. Only for one chunk.
+    Kept for the next simulation: one that differs in the split of layers has the same.
     """
     instructions: list[Instruction] = []
     pending_send: Transfer | None = None
@@ -84,7 +87,7 @@ def stage_schedule(
             pending_send = send
         else:
             instructions += [one for one in (receive, compute, send) if one is not None]
-    return instructions if pending_send is None else [*instructions, pending_send]
+    return tuple(instructions) if pending_send is None else (*instructions, pending_send)
 
 
 def _receives_first(pending_send: Transfer | None, compute: Compute, *, behind: int) -> bool:
