@@ -179,12 +179,14 @@ class _Simulation:
     def _start_transfer(self, transfer: Transfer, now: float) -> float:
         """Start a transfer as soon as its rails are free; returns when it arrives."""
         edge = self.pipeline.edges[transfer.edge]
-        rails = [(edge.sender_rails, True), (edge.receiver_rails, False)]
+        leaving, arriving = edge.sender_rails, edge.receiver_rails
         if transfer.direction == BACKWARD:
-            rails = [(edge.receiver_rails, True), (edge.sender_rails, False)]
-        shared = [rail for rail in rails if rail[0] >= 0]
-        start = max([now, *(self.rail_free_at.get(rail, 0.0) for rail in shared)])
-        for rail in shared:
+            leaving, arriving = arriving, leaving
+        start, rails = now, ((leaving, True), (arriving, False))
+        for rail in rails:
+            if rail[0] >= 0:
+                start = max(start, self.rail_free_at.get(rail, 0.0))
+        for rail in rails:
             self.rail_free_at[rail] = start + edge.occupancy
         end = start + edge.occupancy + edge.latency
         self.transfers.append(
