@@ -59,3 +59,6 @@ def test_no_other_split_is_shorter(seed: int) -> None:
     assert found is not None
     assert sum(found.layers) == layers
     assert found.seconds == pytest.approx(min(every), rel=1e-9)
+    # What prunes, a bound that is compared with the cutoff, keeps whatever is below it.
+    assert best_split(pipeline, layers, cutoff=found.seconds * (1 + 1e-6)) == found
+    assert best_split(pipeline, layers, cutoff=found.seconds) is None
