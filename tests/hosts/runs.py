@@ -164,20 +164,25 @@ def launch(
     flags: Sequence[str],
     folder: Path,
     *,
-    master: str,
+    master: str | None = None,
     launcher: str = "hetero.run",
-    own_flags: Sequence[Sequence[str]] | None = None,
+    rails: int = 0,
     ranks: int = 1,
 ) -> Run:
-    """Start so many ranks on each host, with flags of its own if need be."""
+    """Start so many ranks on each host; they meet at the first, unless a name is given.
+
+    Links take so many of a host's interfaces; with none they choose by themselves.
+    """
     folder.mkdir()
     metrics, report = _written_in(folder)
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
+    master = master or hosts[0].address()
     commands = [
         [
             *("-m", launcher, *rendezvous_flags(len(hosts), node, master, ranks=ranks)),
-            *("pretrain_gpt.py", *flags, *(own_flags[node] if own_flags else ()), *written),
+            *("pretrain_gpt.py", *flags, *written),
+            *(("--hetero-nics", *host.interfaces[:rails]) if rails else ()),
         ]
-        for node in range(len(hosts))
+        for node, host in enumerate(hosts)
     ]
     return Run(hosts, commands, folder)

@@ -45,7 +45,7 @@ def test_a_run_survives_its_hosts_names_and_the_loss_of_rails_to_the_last_bit(
         [*MODEL, *ITERATIONS, "--hetero-transport", "tcp", "--hetero-tcp-connections", "3"],
         tmp_path / "ipv4",
         master="hosta",
-        own_flags=[["--hetero-nics", *host.interfaces] for host in pair],
+        rails=3,
     )
     run.wait_for("iteration +3/")
     with network.cut(pair[0], rail=1), network.down(pair[1], rail=2):
@@ -64,15 +64,14 @@ def test_replicas_on_two_hosts_compute_the_bits_of_one_host(
         *(*GPT, "--train-iters", "12", "--use-distributed-optimizer", "--overlap-grad-reduce"),
         *("--hetero-data-parallel", "amd:1,nvidia:1", "--hetero-data-shares", "3,1"),
     ]
-    alone = launch(pair[:1], flags, tmp_path / "one", master=pair[0].address(), ranks=2)
+    alone = launch(pair[:1], flags, tmp_path / "one", ranks=2)
     alone.wait_for("gradients cross vendors over shm")
     expected = alone.numbers()
     run = launch(
         pair,
         flags,
         tmp_path / "two",
-        master=pair[0].address(),
-        own_flags=[["--hetero-nics", *host.interfaces[:2]] for host in pair],
+        rails=2,
     )
     run.wait_for("gradients cross vendors over tcp")
     run.wait_for("iteration +3/")
@@ -96,8 +95,7 @@ def test_slabs_between_meshes_of_two_shapes_share_the_rails_and_one_may_be_lost(
             pair,
             [*MODEL, *larger, *shapes, "--train-iters", "10"],
             tmp_path / name,
-            master=pair[0].address(),
-            own_flags=[["--hetero-nics", *host.interfaces[:2]] for host in pair],
+            rails=2,
             ranks=2,
         )
         run.wait_for("iteration +3/")
@@ -122,7 +120,6 @@ def test_a_killed_rank_is_named_on_the_other_host(
         network.hosts[:2],
         [*MODEL, "--train-iters", "100000"],
         tmp_path / "killed",
-        master=network.hosts[0].address(),
         launcher="torch.distributed.run",
     )
     run.wait_for("iteration +3/")

@@ -6,56 +6,14 @@ import functools
 import logging
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
-from hetero.device.host import HostDevice
-from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Rendezvous
-from hetero.link.ring_options import RingOptions
-from hetero.link.verbs import open_verbs
-from tests.hetero.link.transports import Transport
+from tests.hetero.link.transports import Transport, open_rdma
 from tests.rdma.rails import Rail
 
-SECRET = b"rdma"
 
-
-def link_name(rank: int, store: dist.Store) -> str:
-    """The next link's: both ranks open their links in one order."""
-    return f"rdma/{store.add(f'opened by {rank}', 1)}"
-
-
-def verbs_over(
-    rails: Sequence[Rail], *, ring_bytes: int, chunk_bytes: int, read_back: bool = False
-) -> Transport:
+def verbs_over(rails: Sequence[Rail], **options: int) -> Transport:
     """A transport, as the contract's harness opens it, over these rails alone."""
-    nics = [tuple(rail.devices[rank] for rail in rails) for rank in range(2)]
-    return Transport("verbs", functools.partial(_open, nics, ring_bytes, chunk_bytes, read_back))
-
-
-def _open(
-    nics: Sequence[tuple[str, ...]],
-    ring_bytes: int,
-    chunk_bytes: int,
-    read_back: bool,
-    description: LinkDescription,
-    store: dist.Store,
-    device: torch.device,
-) -> Link:
-    rendezvous = Rendezvous(
-        store=store,
-        description=description,
-        name=link_name(description.rank, store),
-        listens=description.rank == 0,
-        secret=SECRET,
-    )
-    return open_verbs(
-        rendezvous,
-        RingOptions("verbs", ring_bytes, chunk_bytes, HostDevice(device)),
-        device=device,
-        nics=nics[description.rank],
-        read_back=read_back,
-    )
+    nics = [[rail.devices[rank] for rail in rails] for rank in range(2)]
+    return Transport("verbs", functools.partial(open_rdma, nics=nics, **options))
 
 
 class Heard(logging.Handler):

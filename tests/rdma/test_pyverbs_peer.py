@@ -15,8 +15,8 @@ from hetero.errors import LinkError
 from hetero.link.base import Link
 from tests.forked_ranks import values
 from tests.hetero.link.contract import JOB, Pair, Side, make
-from tests.hetero.link.transports import SLOWNESS
-from tests.rdma.links import SECRET, link_name, verbs_over
+from tests.hetero.link.transports import SECRET, SLOWNESS, next_name
+from tests.rdma.links import verbs_over
 from tests.rdma.pyverbs_peer import Peer
 from tests.rdma.rails import Rail
 
@@ -41,8 +41,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def meet(side: Side) -> Peer:
     """The peer of the link that the other side opens."""
     rail: Rail = side.options["rail"]
-    name = link_name(side.rank, side.store)
-    device = rail.devices[side.rank]
+    name, device = next_name(side.rank, side.store), rail.devices[side.rank]
     return Peer(side.store, name, SECRET, JOB, device=device, ring=RING, chunk=CHUNK)
 
 

@@ -39,12 +39,18 @@ def header_pair(transport: Transport, pair: Pair) -> Pair:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Carried links end their threads and close their files, whatever happened to them."""
+    """Links end their threads and close their files, whatever happened to them."""
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     yield
     assert wait_for(lambda: threading.active_count() <= threads)
     assert [threads_named(n) for n in ("hetero-carrier", "tcp-send", "tcp-receive")] == [[], [], []]
     assert len(os.listdir("/proc/self/fd")) <= files
+
+
+@pytest.fixture
+def leaving_nothing() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,7 @@ from hetero.errors import LinkError
 from hetero.link.base import Work
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
-from tests.hetero.link.test_handshake import rendezvous
+from tests.hetero.link.test_handshake import both, rendezvous
 
 CPU = torch.device("cpu")
 MESSAGES = 40
@@ -47,17 +49,11 @@ def joined(open_end: OpenEnd, *, timeout: float = 20.0) -> Iterator[Both]:
             list(pool.map(lambda link: link.close(), links))
 
 
-def attempted(open_end: OpenEnd) -> list[str]:
-    """The texts of both ends' errors; opening must fail at both."""
+def tried(open_end: OpenEnd) -> list[Any]:
+    """What each end comes to: its link, or the error with which opening it fails."""
     store = dist.HashStore()
-
-    def error_of(rank: int) -> str:
-        with pytest.raises(LinkError) as failure:
-            open_end(rendezvous(rank, store, link_timeout=20.0, timeout=20.0))
-        return str(failure.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(error_of, range(2)))
+    options: dict[str, Any] = {"link_timeout": 20.0, "timeout": 20.0}
+    return both(*(partial(open_end, rendezvous(rank, store, **options)) for rank in range(2)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +74,9 @@ class JoinedEnds(ABC):
 
     def errors(self) -> list[str]:
         """The texts of both ends' errors; opening must fail at both."""
-        return attempted(self.open)
+        errors = tried(self.open)
+        assert [type(error) for error in errors] == [LinkError] * 2
+        return list(map(str, errors))
 
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -180,3 +178,9 @@ def threads_named(name: str) -> list[Path]:
             if (task / "comm").read_text().strip() == name:
                 found.append(task)
     return found
+
+
+def times_asleep(threads: Iterable[str]) -> int:
+    """How often these threads of this process, by their numbers, have gone to sleep."""
+    statuses = [Path(f"/proc/self/task/{thread}/status").read_text() for thread in threads]
+    return sum(int(re.findall(r"\nvoluntary\D+(\d+)", status)[0]) for status in statuses)

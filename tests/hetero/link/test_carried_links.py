@@ -1,4 +1,7 @@
-"""What a link promises whatever carries its ring: TCP connections, or NICs that are copies."""
+"""What a link promises whatever carries its ring: TCP connections, or NICs that are copies.
+
+One test is of a link within one host too, whose ring both ends share.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +10,77 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hetero.errors import LinkError
 from tests.hetero.link.joined import (
     CPU,
     MESSAGES,
+    JoinedEnds,
     arrives_although_closed,
     cross_both_ways,
     is_broken,
     noise,
     stream,
+    tried,
     wait_for,
 )
+from tests.hetero.link.ring import pair
 from tests.hetero.link.tcp import ends as tcp
 from tests.hetero.link.test_contract import soaked
-from tests.hetero.link.test_handshake import both, rendezvous
 from tests.hetero.link.verbs import ends as verbs
 from tests.loopback_nic.library import Fault, LoopbackNics
 
 NBYTES = 6 * tcp.CHUNK_BYTES + 1
-Setup = tcp.Setup | verbs.Setup
+
+
+SETUPS: dict[str, tuple[str, Callable[[], JoinedEnds]]] = {
+    "tcp": ("network", tcp.Setup),
+    "tcp-checksum": ("network", lambda: tcp.Setup(devices=tcp.checked())),
+    "verbs": ("nics", verbs.Setup),
+    "verbs-read-back": ("nics", lambda: verbs.Setup(read_back=True)),
+    "shm": ("leaving_nothing", pair.Setup),
+}
+"""The fixture that each needs, and how it is made."""
 
 
 @pytest.fixture(params=["tcp", "verbs"])
-def setup(request: pytest.FixtureRequest) -> Setup:
-    """Two rails between two ends in this process."""
-    if request.param == "tcp":
-        request.getfixturevalue("network")
-        return tcp.Setup()
-    request.getfixturevalue("nics")
-    return verbs.Setup()
-
-
-@pytest.fixture(params=["tcp", "tcp-checksum", "verbs", "verbs-read-back"])
-def any_setup(request: pytest.FixtureRequest) -> Setup:
-    """The same, in each of the ways in which bytes arrive."""
-    kind, _, way = request.param.partition("-")
-    if kind == "tcp":
-        request.getfixturevalue("network")
-        return tcp.Setup(devices=tcp.checked()) if way else tcp.Setup()
-    request.getfixturevalue("nics")
-    return verbs.Setup(read_back=bool(way))
+def setup(request: pytest.FixtureRequest) -> JoinedEnds:
+    """Two ends in this process; where something carries the ring, over two rails."""
+    needed, make = SETUPS[request.param]
+    request.getfixturevalue(needed)
+    return make()
 
 
 @pytest.mark.parametrize(
+    "setup", ["tcp", "tcp-checksum", "verbs", "verbs-read-back"], indirect=True
+)
+@pytest.mark.parametrize(
     "nbytes", [0, 1, tcp.CHUNK_BYTES, tcp.RING_BYTES - 1, 5 * tcp.RING_BYTES + 3]
 )
-def test_every_byte_arrives(any_setup: Setup, nbytes: int) -> None:
-    with any_setup.links() as (one, other):
+def test_every_byte_arrives(setup: JoinedEnds, nbytes: int) -> None:
+    with setup.links() as (one, other):
         assert stream(one, other, nbytes=nbytes) == MESSAGES
         assert stream(other, one, nbytes=nbytes) == MESSAGES
 
 
-def test_more_messages_than_there_are_records_cross_both_ways_at_once(setup: Setup) -> None:
+def test_more_messages_than_there_are_records_cross_both_ways_at_once(setup: JoinedEnds) -> None:
     with setup.links() as links:
         assert cross_both_ways(links, messages=700, nbytes=100)
 
 
-def test_the_last_message_before_a_close_arrives(setup: Setup) -> None:
+def test_the_last_message_before_a_close_arrives(setup: JoinedEnds) -> None:
     with setup.links() as links:
         assert arrives_although_closed(*links, nbytes=3 * tcp.RING_BYTES)
 
 
 def test_a_peer_that_closes_is_not_taken_for_lost_rails(
-    setup: Setup, caplog: pytest.LogCaptureFixture
+    setup: JoinedEnds, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"), setup.links() as (one, other):
         assert stream(one, other, nbytes=NBYTES) == MESSAGES
@@ -87,11 +91,15 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("name", ["stream", "0-1", "0-1 watch"])
+@pytest.mark.parametrize(
+    ("setup", "name"),
+    [("shm", "0-1 watch"), *product(("tcp", "verbs"), ("stream", "0-1", "0-1 watch"))],
+    indirect=["setup"],
+)
 def test_an_end_for_which_no_thread_can_be_started_leaves_nothing_behind(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, name: str
+    setup: JoinedEnds, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    store, start = dist.HashStore(), threading.Thread.start
+    start = threading.Thread.start
 
     def new_streams() -> None:
         raise LinkError("no thread could be started for a link")
@@ -104,19 +112,14 @@ def test_an_end_for_which_no_thread_can_be_started_leaves_nothing_behind(
     monkeypatch.setattr(threading.Thread, "start", start_others)
     if name == "stream":
         monkeypatch.setattr(setup.devices[0], "new_streams", new_streams)
-    failed, other = both(
-        *(
-            lambda rank=rank: setup.open(rendezvous(rank, store, link_timeout=20.0))
-            for rank in range(2)
-        )
-    )
+    failed, other = tried(setup.open)
     assert isinstance(failed, LinkError)
     assert "no thread could be started" in str(failed)
     with other, pytest.raises(LinkError, match="rank 0 has ended"):
         other.recv(torch.zeros(5)).wait()
 
 
-def _lose_the_last(setup: Setup, strike: Callable[[], None], names: tuple[str, str]) -> None:
+def _lose_the_last(setup: JoinedEnds, strike: Callable[[], None], names: tuple[str, str]) -> None:
     with setup.links() as links:
         stream(*links, nbytes=NBYTES)
         strike()

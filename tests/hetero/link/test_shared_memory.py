@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hetero.link.shared_memory import make_memory, share_memory
+from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.test_handshake import rendezvous
 
 SIZES = (4096, 4096, 8192)
@@ -24,15 +25,11 @@ def joined() -> Iterator[tuple[socket.socket, socket.socket]]:
         end.close()
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("rank", [0, 1], ids=["the-maker", "the-other"])
 def test_memory_that_cannot_be_mapped_is_closed(
     joined: tuple[socket.socket, socket.socket], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maps, before = [], open_descriptors()
+    maps = []
 
     def second_fails(descriptor: int, nbytes: int) -> mmap.mmap:
         maps.append(descriptor)
@@ -47,16 +44,15 @@ def test_memory_that_cannot_be_mapped_is_closed(
         socket.send_fds(joined[0], [b"r"], made)
         for descriptor in made:
             os.close(descriptor)
-    with pytest.raises(OSError, match="out of address space"):
+    with nothing_left_behind(), pytest.raises(OSError, match="out of address space"):
         share_memory(joined[rank], rendezvous(rank, dist.HashStore()), sizes=SIZES)
-    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("failing", ["memfd_create", "ftruncate"])
 def test_memory_that_cannot_be_made_leaves_what_was_made_before_closed(
     joined: tuple[socket.socket, socket.socket], failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls, before = getattr(os, failing), [], open_descriptors()
+    real, calls = getattr(os, failing), []
 
     def third_fails(*arguments: object) -> object:
         calls.append(arguments)
@@ -65,6 +61,5 @@ def test_memory_that_cannot_be_made_leaves_what_was_made_before_closed(
         return real(*arguments)
 
     monkeypatch.setattr(os, failing, third_fails)
-    with pytest.raises(OSError, match="no memory is left"):
+    with nothing_left_behind(), pytest.raises(OSError, match="no memory is left"):
         share_memory(joined[0], rendezvous(0, dist.HashStore()), sizes=SIZES)
-    assert open_descriptors() == before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ from tests.hip_on_cuda.library import hip_on_cuda_library
 SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
 """How many times more time than a real machine's everything is given, on an emulated one."""
 PATIENCE = 60.0 * SLOWNESS
+SECRET = b"contract"
 
 Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
 
@@ -54,22 +55,27 @@ class Transport:
 
 
 def open_gloo(description: LinkDescription, store: dist.Store, device: torch.device) -> Link:
-    number, odd = _number(description, store), description.rank
+    number, odd = _number(description.rank, store), description.rank
     return GlooLink(description, send_tag=2 * number + odd, recv_tag=2 * number + 1 - odd)
 
 
-def _number(description: LinkDescription, store: dist.Store) -> int:
+def _number(rank: int, store: dist.Store) -> int:
     """Both sides open their links in the same order, so a count of their own names each alike."""
-    return store.add(f"opened by {description.rank}", 1)
+    return store.add(f"opened by {rank}", 1)
+
+
+def next_name(rank: int, store: dist.Store) -> str:
+    """Of the next link that this rank opens."""
+    return f"contract/{_number(rank, store)}"
 
 
 def _rendezvous(description: LinkDescription, store: dist.Store) -> Rendezvous:
     return Rendezvous(
         store=store,
         description=description,
-        name=f"contract/{_number(description, store)}",
+        name=next_name(description.rank, store),
         listens=description.rank == 0,
-        secret=b"contract",
+        secret=SECRET,
     )
 
 
@@ -114,15 +120,21 @@ def open_rdma(
     store: dist.Store,
     device: torch.device,
     *,
+    nics: Sequence[Sequence[str]] = (),
+    ring_bytes: int = 1 << 20,
+    chunk_bytes: int = 64 << 10,
     read_back: bool = False,
 ) -> Link:
-    """RDMA over the NICs of HETERO_TEST_RAILS: those of rank 0, a slash, those of rank 1."""
-    rails = os.environ["HETERO_TEST_RAILS"].split("/")[description.rank]
+    """RDMA over each rank's NICs, which HETERO_TEST_RAILS names if they are not given.
+
+    In it are those of rank 0, a slash, those of rank 1.
+    """
+    nics = nics or [names.split(",") for names in os.environ["HETERO_TEST_RAILS"].split("/")]
     return open_verbs(
         _rendezvous(description, store),
-        RingOptions("verbs", 1 << 20, 64 << 10, HostDevice(device)),
+        RingOptions("verbs", ring_bytes, chunk_bytes, HostDevice(device)),
         device=device,
-        nics=rails.split(","),
+        nics=nics[description.rank],
         read_back=read_back,
     )
 

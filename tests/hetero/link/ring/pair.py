@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.joined import joined
+from tests.hetero.link.joined import JoinedEnds
 
 SHORT = 1.0
 LARGE = 5_000
@@ -41,20 +42,26 @@ class Pair(NamedTuple):
 
     sender: RingLink
     receiver: RingLink
-    devices: list[Any]
+    devices: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Setup(JoinedEnds):
+    transport: str = "shm"
+    ring_bytes: tuple[int, int] = (64 << 10, 64 << 10)
+
+    def open(self, rendezvous: Rendezvous) -> RingLink:
+        rank = rendezvous.description.rank
+        options = RingOptions(self.transport, self.ring_bytes[rank], 16 << 10, self.devices[rank])
+        return open_same_host(rendezvous, options)
 
 
 @contextmanager
 def opened(
     transport: str = "shm", *, timeout: float = 20.0, device: Callable[[], Any] = HeldDevice
 ) -> Iterator[Pair]:
-    devices = [device(), device()]
-
-    def open_end(rendezvous: Rendezvous) -> RingLink:
-        end = devices[rendezvous.description.rank]
-        return open_same_host(rendezvous, RingOptions(transport, 64 << 10, 16 << 10, end))
-
-    with joined(open_end, timeout=timeout) as links:
+    devices = device(), device()
+    with Setup(transport=transport, timeout=timeout, devices=devices).links() as links:
         try:
             yield Pair(*links, devices)
         finally:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
-from hetero.link.ring_link import RingLink
-from hetero.link.ring_options import RingOptions
-from hetero.link.same_host import open_same_host
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.joined import wait_for
-from tests.hetero.link.ring.pair import LARGE, cross, opened, start_counting_at
-from tests.hetero.link.test_handshake import both, rendezvous
+from tests.hetero.link.conftest import nothing_left_behind
+from tests.hetero.link.joined import times_asleep, tried, wait_for
+from tests.hetero.link.ring.pair import LARGE, Setup, cross, opened, start_counting_at
 
 
 def test_a_message_of_many_rings_goes_on_while_nobody_waits(
@@ -86,12 +80,6 @@ def test_a_tensor_that_no_link_carries_costs_the_next_message_nothing(verb: str)
         assert cross(pair, torch.ones(4))
 
 
-def _times_asleep(threads: set[str]) -> int:
-    """How often these threads of this process have gone to sleep."""
-    statuses = [Path(f"/proc/self/task/{thread}/status").read_text() for thread in threads]
-    return sum(int(re.findall(r"\nvoluntary\D+(\d+)", status)[0]) for status in statuses)
-
-
 def test_an_idle_link_wakes_nobody() -> None:
     others = {*os.listdir("/proc/self/task")}
     with opened() as pair:
@@ -101,25 +89,16 @@ def test_an_idle_link_wakes_nobody() -> None:
             work.wait()
         time.sleep(1.5)
         its_threads = {*os.listdir("/proc/self/task")} - others
-        before = _times_asleep(its_threads)
+        before = times_asleep(its_threads)
         time.sleep(1.0)
         # The emulated streams sleep too; a thread that woke ten times a second would show.
-        assert _times_asleep(its_threads) - before < 5
+        assert times_asleep(its_threads) - before < 5
 
 
 def test_ends_that_were_given_other_rings_do_not_open() -> None:
-    store = dist.HashStore()
-
-    def open_end(rank: int) -> RingLink:
-        return open_same_host(
-            rendezvous(rank, store),
-            RingOptions("shm", (1 + rank) << 16, 16 << 10, EmulatedDevice()),
-        )
-
-    first, second = both(lambda: open_end(0), lambda: open_end(1))
-    assert isinstance(first, LinkError)
-    assert "ring_bytes is 65536 here and 131072 on rank 1" in str(first)
-    assert "ring_bytes is 131072 here and 65536 on rank 0" in str(second)
+    first, second = Setup(ring_bytes=(1 << 16, 2 << 16)).errors()
+    assert "ring_bytes is 65536 here and 131072 on rank 1" in first
+    assert "ring_bytes is 131072 here and 65536 on rank 0" in second
 
 
 class UnpinnableDevice(EmulatedDevice):
@@ -140,18 +119,10 @@ class UnpinnableDevice(EmulatedDevice):
 
 
 def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_nothing() -> None:
-    store = dist.HashStore()
     refusing = UnpinnableDevice()
-    held = len(list(Path("/proc/self/fd").iterdir()))
-
-    def open_end(rank: int) -> RingLink:
-        device = refusing if rank == 0 else EmulatedDevice()
-        options = RingOptions("shm", 1 << 16, 16 << 10, device)
-        return open_same_host(rendezvous(rank, store), options)
-
-    first, second = both(lambda: open_end(0), lambda: open_end(1))
-    assert isinstance(first, LinkError)
-    assert "locked-memory limit" in str(first)
-    assert isinstance(second, OSError)
+    with nothing_left_behind():
+        first, second = tried(Setup(devices=(refusing, EmulatedDevice())).open)
+        assert isinstance(first, LinkError)
+        assert "locked-memory limit" in str(first)
+        assert isinstance(second, OSError)
     assert refusing.pinned == []
-    assert len(list(Path("/proc/self/fd").iterdir())) == held

@@ -17,6 +17,7 @@ from tests.hetero.link.joined import (
     cross_and_compare,
     stream,
     threads_named,
+    times_asleep,
     wait_for,
 )
 from tests.hetero.link.verbs.ends import CHUNK_BYTES, RING_BYTES, Setup
@@ -81,14 +82,6 @@ def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread
         assert wait_for(lambda: _share_of_a_core() < 0.5)
 
 
-def test_writes_that_only_a_read_back_shows_are_waited_for(nics: LoopbackNics) -> None:
-    for name in ("b0", "b1"):
-        nics[name].holds_writes = True
-    with Setup(read_back=True).links() as links:
-        assert stream(*links, nbytes=NBYTES) == MESSAGES
-    assert nics["b0"].reads + nics["b1"].reads > 0
-
-
 def test_what_landed_on_a_rail_that_cannot_read_it_back_comes_again(nics: LoopbackNics) -> None:
     """The sender's NIC has said that it arrived: only the receiver's end knows better."""
     for name in ("b0", "b1"):
@@ -123,11 +116,12 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
 def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:
     with Setup().links() as links:
         stream(*links, nbytes=NBYTES)
+        carriers = [task.name for task in threads_named("hetero-carrier")]
+        assert len(carriers) == 2
         time.sleep(0.2)
-        before = _times_slept()
+        before = times_asleep(carriers)
         time.sleep(0.5)
-        assert _times_slept() == before
-        assert len(before) == 2
+        assert times_asleep(carriers) == before
 
 
 def test_a_carrier_takes_no_signal_away_from_python(nics: LoopbackNics) -> None:
@@ -144,12 +138,3 @@ def _share_of_a_core() -> float:
     begin, used = time.monotonic(), time.process_time()
     time.sleep(0.2)
     return (time.process_time() - used) / (time.monotonic() - begin)
-
-
-def _times_slept() -> dict[str, int]:
-    """How often each carrier of this process has gone to sleep."""
-    slept = {}
-    for task in threads_named("hetero-carrier"):
-        status = (task / "status").read_text()
-        slept[task.name] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
-    return slept
