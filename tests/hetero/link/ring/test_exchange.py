@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,16 +14,15 @@ from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from hetero.link.ring_exchange import Message, RingExchange, begin
-from hetero.native.structures import (
-    Step,
-)
+from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.joined import is_broken
+from tests.hetero.link.joined import CPU, is_broken
 from tests.hetero.link.ring.pair import LARGE, Pair, opened
 from tests.hetero.link.test_handshake import both
 
 PATIENCE = 20_000_000
 """Microseconds; a peer comes long before."""
+DEVICES = pytest.mark.parametrize("device", [EmulatedDevice, lambda: HostDevice(CPU)])
 
 
 def whole(link: Link, tensor: torch.Tensor, is_receive: bool) -> Message:
@@ -67,7 +65,7 @@ def test_messages_that_the_stream_waits_for_leave_their_tensors_to_it(
 
 
 @pytest.mark.parametrize("late", [0.0, 0.02])
-@pytest.mark.parametrize("device", [EmulatedDevice, lambda: HostDevice(torch.device("cpu"))])
+@DEVICES
 def test_started_messages_go_on_where_they_are_whoever_is_late(device: Any, late: float) -> None:
     def end(link: Link, number: int, late: float) -> None:
         exchange = RingExchange()
@@ -84,35 +82,34 @@ def test_started_messages_go_on_where_they_are_whoever_is_late(device: Any, late
         both(lambda: end(pair.sender, 1, late), lambda: end(pair.receiver, 2, 0.0))
 
 
-def test_messages_that_others_precede_are_left_where_they_are() -> None:
+def test_messages_do_not_overtake_what_waits_for_room_that_they_would_have() -> None:
     with opened() as pair:
-        first, second = torch.zeros(10), torch.zeros(10)
-        receiving = pair.receiver.recv(as_bytes(first))
         exchange = RingExchange()
-        works = exchange.start([whole(pair.receiver, second, True)], tag=0)
-        assert not exchange.progress(works, microseconds=0)
-        for value in (1.0, 2.0):
-            pair.sender.send(as_bytes(torch.full((10,), value)))
-        for work in (*works, receiving):
+        sent = [torch.full((size,), float(size)) for size in (10, 20 * LARGE, 11, 12)]
+        targets = [torch.zeros_like(tensor) for tensor in sent]
+        first, large, second, third = (whole(pair.sender, tensor, False) for tensor in sent)
+        works = [begin(first, tag=0), begin(large, tag=0)]
+        works += (started := exchange.start([second], tag=0))
+        works += exchange.order([third], tag=0, microseconds=0)
+        assert not exchange.progress(started, microseconds=0)
+        for target in targets:
+            works += exchange.start([whole(pair.receiver, target, True)], tag=0)
+        for work in reversed(works):
             work.wait()
-        assert (first == 1).all()
-        assert (second == 2).all()
+        assert all(map(torch.equal, targets, sent))
 
 
-def test_a_small_message_each_way_is_over_when_the_call_returns() -> None:
+@pytest.mark.parametrize(("size", "by_callers"), [(10, 2), (LARGE, 0)], ids=["small", "large"])
+def test_a_message_each_way_is_over_for_its_callers_stream_which_a_large_one_passes_by(
+    size: int, by_callers: int
+) -> None:
     with opened() as pair:
-        assert swap(pair, [10]) == [0, 0]
-        assert [device.moved_by_callers for device in pair.devices] == [2, 2]
+        assert swap(pair, [size]) == [0, 0]
+        assert [device.moved_by_callers for device in pair.devices] == [by_callers] * 2
         assert pair.sender.counters.messages_sent == pair.sender.counters.messages_received == 1
 
 
-def test_a_large_message_goes_beside_its_callers_stream_which_goes_on_behind_it() -> None:
-    with opened() as pair:
-        assert swap(pair, [LARGE]) == [0, 0]
-        assert [device.moved_by_callers for device in pair.devices] == [0, 0]
-
-
-@pytest.mark.parametrize("device", [EmulatedDevice, lambda: HostDevice(torch.device("cpu"))])
+@DEVICES
 def test_messages_of_all_sizes_arrive_among_others_whoever_is_late(device: Any) -> None:
     chance = random.Random(1)
     with opened(device=device) as pair:
@@ -162,20 +159,6 @@ def test_a_piece_of_a_tensor_arrives_in_a_piece_of_another(alone: bool) -> None:
         for work in works:
             work.wait()
         assert got.view(torch.int32).tolist() == [0, 0, 1, 2, 3, 4, 0, 0, 0, 0]
-
-
-def test_it_does_not_overtake_what_waits() -> None:
-    with opened() as pair:
-        first, second = torch.zeros(10), torch.zeros(10)
-        receiving = pair.receiver.recv(as_bytes(first))
-        waiting = threading.Thread(target=together, args=((pair.receiver, second, True),))
-        waiting.start()
-        for value in (1.0, 2.0):
-            pair.sender.send(as_bytes(torch.full((10,), value)))
-        waiting.join(120)
-        receiving.wait()
-        assert (first == 1).all()
-        assert (second == 2).all()
 
 
 def test_a_message_with_another_tag_is_refused_at_both_ends() -> None:

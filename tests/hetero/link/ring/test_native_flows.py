@@ -18,17 +18,8 @@ from hetero.errors import LinkError
 from hetero.link.flow import UnexpectedEntry
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, ENTRIES, ahead
-from hetero.native.structures import (
-    Progress,
-    RingRecord,
-)
-from tests.hetero.link.ring.driven import (
-    CONTROL,
-    INCOMING_RING,
-    JOIN,
-    OUTGOING_RING,
-    World,
-)
+from hetero.native.structures import Progress, RingRecord
+from tests.hetero.link.ring.driven import CONTROL, INCOMING_RING, JOIN, OUTGOING_RING, World
 from tests.hetero.link.ring.pair import count_from
 
 VENDORS = pytest.mark.parametrize("vendor", [CudaDriver, HipDriver])
@@ -265,36 +256,27 @@ def test_the_parts_of_a_message_wait_and_write_in_streams_of_their_own() -> None
     ]
 
 
-def test_a_small_message_goes_through_its_callers_streams() -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["each by itself", "by one call of C"])
+def test_small_messages_go_through_their_callers_streams(together: bool) -> None:
     world = World(CudaDriver)
-    send(world, 100, (KEYS[0], KEYS[0]), "unmarked")
-    receive(world, 100, (KEYS[1], KEYS[1]), "event")
+    if together:
+        sender = receiver = KEYS[0]
+        assert world.exchange([(100, False), (100, True)], caller=sender) == Progress.ENQUEUED
+    else:
+        sender, receiver = KEYS
+        send(world, 100, (sender, sender), "unmarked")
+        receive(world, 100, (receiver, receiver), "event")
     produced, consumed = world.direction.produced_word, world.direction.consumed_word
     assert world.recorders[0].calls == [
-        ("cuMemcpyAsync", OUTGOING_RING, 0x7_0000_0000, 100, KEYS[0]),
-        ("cuStreamWriteValue32_v2", KEYS[0], produced, 1, 0),
+        ("cuMemcpyAsync", OUTGOING_RING, 0x7_0000_0000, 100, sender),
+        ("cuStreamWriteValue32_v2", sender, produced, 1, 0),
     ]
     assert world.recorders[1].calls == [
-        ("cuStreamWaitValue32_v2", KEYS[1], produced, 1, 0),
-        ("cuMemcpyAsync", 0x7_0000_0000, INCOMING_RING, 100, KEYS[1]),
-        ("cuStreamWriteValue32_v2", KEYS[1], consumed, 1, 0),
+        ("cuStreamWaitValue32_v2", receiver, produced, 1, 0),
+        ("cuMemcpyAsync", 0x7_0000_0000, INCOMING_RING, 100, receiver),
+        ("cuStreamWriteValue32_v2", receiver, consumed, 1, 0),
     ]
     assert produced >= CONTROL
-
-
-def test_what_a_caller_sends_and_receives_together_goes_through_its_stream_if_it_is_small() -> None:
-    world = World(CudaDriver)
-    assert world.exchange([(100, False), (100, True)], caller=KEYS[0]) == Progress.ENQUEUED
-    produced, consumed = world.direction.produced_word, world.direction.consumed_word
-    assert world.recorders[0].calls == [
-        ("cuMemcpyAsync", OUTGOING_RING, 0x7_0000_0000, 100, KEYS[0]),
-        ("cuStreamWriteValue32_v2", KEYS[0], produced, 1, 0),
-    ]
-    assert world.recorders[1].calls == [
-        ("cuStreamWaitValue32_v2", KEYS[0], produced, 1, 0),
-        ("cuMemcpyAsync", 0x7_0000_0000, INCOMING_RING, 100, KEYS[0]),
-        ("cuStreamWriteValue32_v2", KEYS[0], consumed, 1, 0),
-    ]
 
 
 def test_what_is_large_follows_its_callers_stream_which_goes_on_behind_all_of_it() -> None:
