@@ -143,11 +143,28 @@ def arrives_although_closed(sender: RingLink, receiver: RingLink, *, nbytes: int
     """Send a message and close at once; whether the peer still gets all of it."""
     sent, target = noise(nbytes, 1), torch.zeros(nbytes, dtype=torch.uint8)
     sender.send(sent)
-    closing = threading.Thread(target=sender.close)
-    closing.start()
-    receiver.recv(target).wait()
-    closing.join()
+    with meanwhile(sender.close):
+        receiver.recv(target).wait()
     return torch.equal(target, sent)
+
+
+@contextmanager
+def meanwhile(action: Callable[[], object]) -> Iterator[threading.Thread]:
+    """Do something in a thread, which has to be over soon after the block, and without an error."""
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    yield thread
+    thread.join(120)
+    assert not thread.is_alive()
+    assert errors == []
 
 
 def at(number: int, action: Callable[[], None]) -> Callable[[int], None]:

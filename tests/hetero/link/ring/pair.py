@@ -70,6 +70,15 @@ def opened(
                     end.released.set()
 
 
+def recv_from_held(pair: Pair) -> tuple[Any, Any]:
+    """A send whose device never gets there, and its receive, whose stream waits for it."""
+    pair.devices[0].held = True
+    sending = pair.sender.send(torch.ones(LARGE))
+    receiving: Any = pair.receiver.recv(torch.zeros(LARGE))
+    pair.receiver.progress_until_enqueued(receiving)
+    return sending, receiving
+
+
 def cross(pair: Pair, sent: torch.Tensor) -> bool:
     target = torch.zeros_like(sent)
     receiving = pair.receiver.recv(target)

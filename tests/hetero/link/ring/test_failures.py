@@ -19,12 +19,9 @@ from hetero.device.device import CurrentStream, Word
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
-from hetero.link.base import Work
-from hetero.native.structures import (
-    Step,
-)
+from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.joined import CPU, is_broken, wait_for
+from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
 from tests.hetero.link.ring.pair import (
     LARGE,
     SHORT,
@@ -32,6 +29,7 @@ from tests.hetero.link.ring.pair import (
     cross,
     opened,
     pretend_to_await,
+    recv_from_held,
 )
 from tests.hetero.link.test_handshake import both
 
@@ -39,10 +37,7 @@ from tests.hetero.link.test_handshake import both
 def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
     """The sender's program has gone on; its device hangs. Nobody waits on the CPU for it."""
     with opened(timeout=SHORT) as pair:
-        pair.devices[0].held = True
-        sent = pair.sender.send(torch.ones(LARGE))
-        work = pair.receiver.recv(torch.zeros(LARGE))
-        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        sent, work = recv_from_held(pair)
         pair.receiver.check()
         begin = time.monotonic()
         assert wait_for(lambda: is_broken(pair.receiver))
@@ -60,8 +55,6 @@ def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
 def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that whoever waits for the device and then asks the link never uses what was not sent."""
     with opened(timeout=SHORT) as pair:
-        pair.devices[0].held = True
-        pair.sender.send(torch.ones(LARGE))
         known: list[bool] = []
         release = pair.receiver._unblock_streams
 
@@ -70,8 +63,7 @@ def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.Monk
             release()
 
         monkeypatch.setattr(pair.receiver, "_unblock_streams", watched)
-        work = pair.receiver.recv(torch.zeros(LARGE))
-        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        recv_from_held(pair)
         assert wait_for(lambda: bool(known))
         assert known[0]
 
@@ -79,10 +71,7 @@ def test_the_failure_is_known_before_the_stream_goes_on(monkeypatch: pytest.Monk
 def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
     """It writes words that its own device waits for, and this end's device has not."""
     with opened() as pair:
-        work = pair.receiver.recv(torch.zeros(LARGE))
-        pair.devices[0].held = True
-        pair.sender.send(torch.ones(LARGE))
-        pair.receiver.progress_until_enqueued(work)  # type: ignore[arg-type]
+        _, work = recv_from_held(pair)
         with pair.sender._lock:
             pretend_to_await(pair.sender._out, 1)
             pair.sender._break(LinkError("its device is lost"))
@@ -142,54 +131,40 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
             entered.set()
             leave.wait(120)
 
+        def wait() -> None:
+            with pytest.raises(LinkError):
+                work.wait()
+
         monkeypatch.setattr(pair.receiver, "_spin", held)
-        waiting = threading.Thread(target=lambda: _fails(work))
-        waiting.start()
-        assert entered.wait(120)
-        both(pair.receiver.close, pair.sender.close)
-        assert pair.receiver._ends.incoming.posted == 0
-        leave.set()
-        waiting.join(120)
+        with meanwhile(wait):
+            assert entered.wait(120)
+            both(pair.receiver.close, pair.sender.close)
+            assert pair.receiver._ends.incoming.posted == 0
+            leave.set()
         pair.receiver._ends.close()
 
 
-def _fails(work: Work) -> None:
-    with pytest.raises(LinkError):
-        work.wait()
-
-
-def test_a_link_closed_while_another_thread_waits_ends_the_wait_with_its_error(
+def test_a_link_that_another_thread_closes_ends_the_wait_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened() as pair:
         work = pair.receiver.recv(torch.zeros(10))
-        errors: list[BaseException] = []
-        real = pair.receiver._ends.local.sleep
-
-        asleep = threading.Event()
+        real, asleep = pair.receiver._ends.local.sleep, threading.Event()
 
         def wake_late(expected: int, seconds: float) -> None:
-            if threading.current_thread() is waiting:
+            if threading.current_thread() is threading.main_thread():
                 asleep.set()
                 time.sleep(0.5)
             else:
                 real(expected, seconds)
 
+        def close() -> None:
+            assert asleep.wait(120)
+            both(pair.receiver.close, pair.sender.close)
+
         monkeypatch.setattr(pair.receiver._ends.local, "sleep", wake_late)
-
-        def wait() -> None:
-            try:
-                work.wait()
-            except BaseException as error:
-                errors.append(error)
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        assert asleep.wait(120)
-        both(pair.receiver.close, pair.sender.close)
-        waiting.join(120)
-        assert [type(error) for error in errors] == [LinkError]
-        assert "closed while a transfer was under way" in str(errors[0])
+        with meanwhile(close), pytest.raises(LinkError, match="closed while a transfer was under"):
+            work.wait()
 
 
 def test_nothing_is_enqueued_once_another_thread_has_closed_the_link() -> None:
@@ -233,26 +208,15 @@ def test_a_receive_that_was_posted_long_ago_is_not_overdue_while_earlier_ones_ar
 def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadline() -> None:
     """A stream that is full, and waits for a peer that hangs, blocks whoever gives it more work."""
     with opened(timeout=SHORT) as pair:
-        pair.devices[0].held = True
-        pair.sender.send(torch.ones(LARGE))
-        receiving = pair.receiver.recv(torch.zeros(LARGE))
-        pair.receiver.progress_until_enqueued(receiving)  # type: ignore[arg-type]
-        entered, released = threading.Event(), []
+        recv_from_held(pair)
+        released = []
 
         def full_stream() -> None:
-            entered.set()
             released.append(wait_for(lambda: pair.receiver._ends.incoming.produced != 0))
 
         before_each_move(pair.receiver, full_stream)
-
-        def use() -> None:
-            with suppress(LinkError):
-                pair.receiver.send(torch.ones(LARGE)).wait()
-
-        using = threading.Thread(target=use)
-        using.start()
-        assert entered.wait(SHORT)
-        using.join(20 * SHORT)
+        with suppress(LinkError):
+            pair.receiver.send(torch.ones(LARGE)).wait()
         assert set(released) == {True}
         with pytest.raises(LinkError, match="rank 1"):
             pair.receiver.check()
@@ -270,10 +234,8 @@ def test_a_thread_has_its_stream_asked_for_before_the_driver_is_called() -> None
 
         sending = pair.sender.send(torch.ones(20 * LARGE))
         pair.devices[0].current_stream = asking
-        waiting = threading.Thread(target=sending.wait)
-        waiting.start()
-        pair.receiver.recv(torch.zeros(20 * LARGE)).wait()
-        waiting.join(120)
+        with meanwhile(sending.wait) as waiting:
+            pair.receiver.recv(torch.zeros(20 * LARGE)).wait()
         assert waiting in asked
 
 
@@ -282,15 +244,12 @@ def test_a_close_waits_for_as_long_as_the_peer_goes_on_taking_what_was_sent() ->
         sent = [torch.full((20 * LARGE,), float(number)) for number in range(8)]
         for message in sent:
             pair.sender.send(message)
-        closing = threading.Thread(target=pair.sender.close)
-        closing.start()
-        for message in sent:
-            time.sleep(0.3 * SHORT)
-            target = torch.zeros_like(message)
-            pair.receiver.recv(target).wait()
-            assert torch.equal(target, message)
-        closing.join(120)
-        assert not closing.is_alive()
+        with meanwhile(pair.sender.close):
+            for message in sent:
+                time.sleep(0.3 * SHORT)
+                target = torch.zeros_like(message)
+                pair.receiver.recv(target).wait()
+                assert torch.equal(target, message)
 
 
 def test_several_threads_may_close_a_link() -> None:
@@ -384,14 +343,10 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
         monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
         pair.sender.send(torch.ones(20 * LARGE))
         receiving = pair.sender.recv(torch.zeros(10))
-        waiting = threading.Thread(target=receiving.wait)
-        waiting.start()
-        assert wait_for(lambda: pair.sender._waiters == 1)
-        time.sleep(0.1)
-        pair.receiver.send(torch.ones(10))
-        waiting.join(120)
+        with meanwhile(receiving.wait):
+            assert wait_for(lambda: pair.sender._waiters == 1)
+            time.sleep(0.1)
+            pair.receiver.send(torch.ones(10))
         target = torch.zeros(20 * LARGE)
-        taking = threading.Thread(target=pair.receiver.recv(target).wait)
-        taking.start()
-        taking.join(120)
+        pair.receiver.recv(target).wait()
         assert torch.equal(target, torch.ones(20 * LARGE))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 import torch
 
 from hetero.link import ring_link as link_module
-from tests.hetero.link.joined import wait_for
+from tests.hetero.link.joined import meanwhile, wait_for
 from tests.hetero.link.ring.pair import LARGE, cross, opened
 
 
@@ -40,9 +39,8 @@ def test_what_another_thread_waits_for_does_not_go_through_its_stream() -> None:
         target = torch.zeros(10)
         receiving = pair.receiver.recv(target)
         pair.sender.send(torch.ones(10))
-        waiting = threading.Thread(target=receiving.wait)
-        waiting.start()
-        waiting.join()
+        with meanwhile(receiving.wait):
+            pass
         assert torch.equal(target, torch.ones(10))
         assert pair.devices[1].moved_by_callers == 0
 
