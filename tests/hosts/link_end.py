@@ -1,4 +1,4 @@
-"""One end of a link over TCP, for two hosts: `python -m tests.hosts.link_end RANK STORE ADDRESS...`
+"""One end of a link over TCP, for two hosts: `python -m tests.hosts.link_end RANK STORE NIC...`
 
 Says "open", then sends and receives as many messages as it is told on its stdin, one number a line,
 and says what it thinks of them.
@@ -13,27 +13,20 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from hetero.device.host import HostDevice
-from hetero.link.base import LinkDescription
-from hetero.link.handshake import Rendezvous
-from hetero.link.ring_options import RingOptions
-from hetero.link.tcp import open_tcp
+import hetero
+from hetero.link.open import ChannelOptions
 
 NBYTES = 1 << 20
 TIMEOUT = 8.0
 """A rail that is silent beside others is lost after a quarter of it."""
 
 
-def main(rank: int, store_at: str, addresses: tuple[str, ...]) -> None:
+def main(rank: int, store_at: str, nics: list[str]) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     store = TCPStore(store_at, 29512, 2, rank == 0, timedelta(seconds=120))
-    description = LinkDescription(rank=rank, peer=1 - rank, job="hosts", timeout=TIMEOUT)
-    link = open_tcp(
-        Rendezvous(store, description, "link", listens=rank == 0, secret=b"hosts"),
-        RingOptions("tcp", 4 << 20, 64 << 10, HostDevice(torch.device("cpu"))),
-        addresses=addresses,
-        rails=len(addresses),
-    )
+    options = ChannelOptions(ring_bytes=8 << 20, chunk_bytes=64 << 10, connections=len(nics))
+    how = {"transport": "tcp", "nics": nics, "timeout": TIMEOUT, "options": options}
+    link = hetero.connect(store, rank=rank, peer=1 - rank, device="cpu", **how)
     print("open", flush=True)
     for line in sys.stdin:
         print("whole" if _exchange(link, rank, int(line)) else "changed", flush=True)
@@ -60,4 +53,4 @@ def _message(rank: int, number: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:]))
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

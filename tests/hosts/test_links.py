@@ -18,7 +18,7 @@ class End:
 
     def __init__(self, host: Host, rank: int, store_at: str) -> None:
         self._process = host.start(
-            ["-m", "tests.hosts.link_end", str(rank), store_at, host.address(0), host.address(1)],
+            ["-m", "tests.hosts.link_end", str(rank), store_at, *host.interfaces[:2]],
             stdin=subprocess.PIPE,
             is_preloaded=False,
         )

@@ -119,11 +119,16 @@ def test_hip_is_declared_as_its_header_says(debian, compiler, tmp_path: Path) ->
     }
 
 
-def test_cuda_is_declared_as_its_header_says(compiler, tmp_path: Path) -> None:
+@pytest.fixture
+def cuda_header(compiler) -> Path:
     path = CUDA_HOME / "include/cuda.h"
     if not path.exists():
         pytest.skip(f"NOT CHECKED: no CUDA header at {path}; set CUDA_HOME")
-    header = Header(path, folder=tmp_path)
+    return path
+
+
+def test_cuda_is_declared_as_its_header_says(cuda_header: Path, tmp_path: Path) -> None:
+    header = Header(cuda_header, folder=tmp_path)
     # In the header a function goes by its plain name, and a macro makes it the second version.
     plain = {symbol.name.removesuffix("_v2"): symbol.name for symbol in cuda_driver.SYMBOLS}
 
@@ -147,13 +152,10 @@ def test_cuda_is_declared_as_its_header_says(compiler, tmp_path: Path) -> None:
     assert header.values(list(expected)) == expected
 
 
-def test_cuda_macros_name_the_versions_that_are_bound(compiler, tmp_path: Path) -> None:
-    path = CUDA_HOME / "include/cuda.h"
-    if not path.exists():
-        pytest.skip(f"NOT CHECKED: no CUDA header at {path}; set CUDA_HOME")
+def test_cuda_macros_name_the_versions_that_are_bound(cuda_header: Path, tmp_path: Path) -> None:
     plain = [symbol.name.removesuffix("_v2") for symbol in cuda_driver.SYMBOLS]
     source = tmp_path / "names.c"
-    source.write_text(f"#include <{path}>\n" + "\n".join(f"@ {name}" for name in plain))
+    source.write_text(f"#include <{cuda_header}>\n" + "\n".join(f"@ {name}" for name in plain))
     text = subprocess.run(
         ["cc", "-E", "-P", str(source)], check=True, capture_output=True, text=True, timeout=120
     ).stdout

@@ -167,15 +167,13 @@ def killed(side: Side) -> tuple[str, float]:
     side.link.recv(tensor).wait()
     side.say("received")
     result = _fails(lambda: side.link.recv(tensor).wait())
-    if side.options["leave"]:
-        side.say("end/0")
+    side.say("end/0")
     return result
 
 
 def test_a_peer_that_is_killed_is_an_error_within_seconds(transport: Transport, pair: Pair) -> None:
     _needs_deadlines(transport)
-    timeout = 30.0 * SLOWNESS
-    dead, alive = pair.run(killed, timeout=timeout, leave=True)
+    dead, alive = pair.run(killed)
     assert dead.exit_code == 7
     text, seconds = values([alive, Outcome(exit_code=0)])[0]
     assert names_the_link(text, rank=1), text

@@ -15,6 +15,7 @@ DEVICES = [
     RdmaDevice("mlx5_1", pci=None, interfaces=("eth1",)),
     RdmaDevice("ib0", pci=None, interfaces=()),
 ]
+OWN = "127.0.0.1"
 ADDRESSES = {"eth0": "10.0.0.1", "eth1": "10.0.1.1", "lo": "127.0.0.1"}
 
 
@@ -24,33 +25,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nics, "interface_address", lambda name, family: ADDRESSES.get(name))
 
 
-def test_without_names_tcp_takes_the_way_to_the_first_rank_and_verbs_chooses() -> None:
-    assert find_nics((), own="127.0.0.1") == Nics(addresses=("127.0.0.1",), rdma=())
+RAILS: dict[str, tuple[str, Nics]] = {
+    "without names tcp goes towards the first rank and verbs chooses": ("", Nics((OWN,), ())),
+    "an interface brings the RDMA device on it": ("eth1", Nics(("10.0.1.1",), ("mlx5_1",))),
+    "an RDMA device brings its interface": (
+        "mlx5_0 mlx5_1:2",
+        Nics(("10.0.0.1", "10.0.1.1"), ("mlx5_0", "mlx5_1:2")),
+    ),
+    "a device without one meets where the first rank is": ("ib0", Nics((OWN,), ("ib0",))),
+    "a NIC named twice is one rail": ("eth0 mlx5_0", Nics(("10.0.0.1",), ("mlx5_0",))),
+}
 
 
-def test_an_interface_brings_the_rdma_device_on_it() -> None:
-    assert find_nics(["eth1"], own="127.0.0.1") == Nics(("10.0.1.1",), ("mlx5_1",))
-
-
-def test_an_rdma_device_brings_its_interface() -> None:
-    found = find_nics(["mlx5_0", "mlx5_1:2"], own="127.0.0.1")
-    assert found == Nics(("10.0.0.1", "10.0.1.1"), ("mlx5_0", "mlx5_1:2"))
-
-
-def test_a_device_without_an_interface_meets_where_the_first_rank_is_reached() -> None:
-    assert find_nics(["ib0"], own="127.0.0.1") == Nics(("127.0.0.1",), ("ib0",))
-
-
-def test_a_nic_named_twice_is_one_rail() -> None:
-    assert find_nics(["eth0", "mlx5_0"], own="127.0.0.1") == Nics(("10.0.0.1",), ("mlx5_0",))
+@pytest.mark.parametrize(("names", "found"), RAILS.values(), ids=RAILS)
+def test_names_become_rails(names: str, found: Nics) -> None:
+    assert find_nics(names.split(), own=OWN) == found
 
 
 def test_a_name_that_is_neither_is_refused_with_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"mlx5_9 is neither.*here: mlx5_0, mlx5_1, ib0"):
-        find_nics(["mlx5_9"], own="127.0.0.1")
+        find_nics(["mlx5_9"], own=OWN)
 
 
 def test_a_host_without_rdma_devices_says_so(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"RDMA device \(here: none\)"):
-        find_nics(["mlx5_0"], own="127.0.0.1", sys_root=tmp_path)
+        find_nics(["mlx5_0"], own=OWN, sys_root=tmp_path)

@@ -25,6 +25,7 @@ from hetero.link.open import (
 )
 from hetero.link.ring_options import RingOptions
 from tests.hetero.link.conftest import nothing_left_behind
+from tests.hetero.link.joined import tried
 from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
@@ -135,19 +136,13 @@ def test_sizes_with_which_nothing_could_move_are_refused_all_at_once() -> None:
         ChannelOptions(ring_bytes=600, chunk_bytes=0, connections=0)
 
 
-NO_GPU = "ipc: it joins GPUs, and the tensors are on a CPU"
 OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
 
 
 def choose() -> list[Any]:
     """What `auto` gives both ends: a Link, or an error."""
-    store = dist.HashStore()
-
-    def choose_at(rank: int) -> Link:
-        ours = rendezvous(rank, store, timeout=20.0)
-        return open_link("auto", ours, options=OPTIONS, device=torch.device("cpu"))
-
-    return both(lambda: choose_at(0), lambda: choose_at(1))
+    cpu = torch.device("cpu")
+    return tried(lambda ours: open_link("auto", ours, options=OPTIONS, device=cpu))
 
 
 @pytest.fixture
@@ -174,12 +169,6 @@ def broken(path: str, *, on_rank: int):
 
     broken_paths = path.split()
     return open_or_fail
-
-
-def test_two_processes_of_one_host_get_shared_memory(choices) -> None:
-    first, second = choices()
-    assert first.transport == second.transport == "shm"
-    assert first.choice() == f"link rank 0 (stage 0) - rank 1 (stage 1): shm ({NO_GPU})"
 
 
 def test_what_the_probe_moved_is_not_counted(choices) -> None:

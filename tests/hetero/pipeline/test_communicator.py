@@ -57,8 +57,11 @@ def full(value: float) -> torch.Tensor:
     return torch.full(SHAPE, value)
 
 
-def is_full(tensor: Any, value: float) -> bool:
-    return torch.equal(tensor.detach(), full(value))
+def values(*tensors: Any) -> list[float]:
+    """Of tensors of the shape that is sent, what each is full of."""
+    found = [tensor.detach().flatten()[0].item() for tensor in tensors]
+    assert all(torch.equal(t.detach(), full(v)) for t, v in zip(tensors, found, strict=True))
+    return found
 
 
 # The same interface.
@@ -101,12 +104,12 @@ def test_what_arrives_has_the_form_of_the_shapes_that_were_asked_for(
     assert stage.is_quiet(), "an end of the pipeline"
     getattr(stage, side).ready.extend(map(full, (5.0, 1.0, 2.0)))
     received = take(as_shape(SHAPE), False)
-    assert is_full(received, 5.0)
+    assert values(received) == [5.0]
     assert received.dtype == torch.float32
     assert received.requires_grad
     assert received.is_leaf
     listed = take([as_shape(SHAPE)] * 2, False)
-    assert [is_full(t, v) for t, v in zip(listed, (1.0, 2.0), strict=True)] == [True, True]
+    assert values(*listed) == [1.0, 2.0]
 
 
 def test_activations_go_downstream_and_gradients_upstream() -> None:
@@ -117,8 +120,8 @@ def test_activations_go_downstream_and_gradients_upstream() -> None:
     assert stage.is_quiet(), "an end of the pipeline, or nothing to send"
     stage.p2p.send_forward(full(1.0), False)
     stage.p2p.send_backward([full(2.0), full(3.0)], False)
-    assert [is_full(t, 1.0) for t in stage.down.sent] == [True]
-    assert [is_full(t, v) for t, v in zip(stage.up.sent, (2.0, 3.0), strict=True)] == [True, True]
+    assert values(*stage.down.sent) == [1.0]
+    assert values(*stage.up.sent) == [2.0, 3.0]
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -158,10 +161,9 @@ def test_sending_and_receiving_at_once_answers_in_the_form_of_what_was_sent(side
         "down": stage.p2p.send_forward_recv_backward,
     }[side]
     link.ready.extend(map(full, (7.0, 8.0)))
-    assert is_full(both(full(1.0), SHAPE, False), 7.0)
-    listed = both([full(2.0)], [SHAPE], False)
-    assert is_full(listed[0], 8.0)
-    assert [is_full(t, v) for t, v in zip(link.sent, (1.0, 2.0), strict=True)] == [True] * 2
+    assert values(both(full(1.0), SHAPE, False)) == [7.0]
+    assert values(*both([full(2.0)], [SHAPE], False)) == [8.0]
+    assert values(*link.sent) == [1.0, 2.0]
     assert both([full(2.0)], [SHAPE], True) == [None]
     assert both(full(2.0), SHAPE, True) is None
 
@@ -179,13 +181,11 @@ def test_interleaved_steps_pass_on_and_take_if_there_is_anything() -> None:
     assert stage.is_quiet()
     stage.up.ready.extend(map(full, (1.0, 5.0)))
     stage.down.ready.extend(map(full, (2.0, 6.0)))
-    assert is_full(stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE), 1.0)
-    assert is_full(stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE), 2.0)
-    forward, backward = both(full(7.0), full(8.0), True, True, SHAPE)
-    assert is_full(forward, 5.0)
-    assert is_full(backward, 6.0)
-    assert [is_full(t, v) for t, v in zip(stage.down.sent, (3.0, 7.0), strict=True)] == [True] * 2
-    assert [is_full(t, v) for t, v in zip(stage.up.sent, (4.0, 8.0), strict=True)] == [True] * 2
+    assert values(stage.p2p.send_forward_recv_forward(full(3.0), True, SHAPE)) == [1.0]
+    assert values(stage.p2p.send_backward_recv_backward(full(4.0), True, SHAPE)) == [2.0]
+    assert values(*both(full(7.0), full(8.0), True, True, SHAPE)) == [5.0, 6.0]
+    assert values(*stage.down.sent) == [3.0, 7.0]
+    assert values(*stage.up.sent) == [4.0, 8.0]
 
 
 def test_overlap_hands_out_the_handles_under_megatron_cores_names() -> None:
@@ -202,8 +202,7 @@ def test_overlap_hands_out_the_handles_under_megatron_cores_names() -> None:
     for handles in (ahead, back):
         for work in handles.values():
             work.wait()
-    assert is_full(forward, 1.0)
-    assert is_full(backward, 2.0)
+    assert values(forward, backward) == [1.0, 2.0]
 
 
 # Mistakes.
@@ -224,14 +223,14 @@ def test_told_how_many_will_come_it_posts_the_next_receive_before_it_is_asked_fo
     stage.up.ready.extend(map(full, (1.0, 2.0, 3.0)))
     stage.down.ready.extend(map(full, (4.0, 5.0)))
     stage.p2p.expect(activations=3, gradients=2)
-    assert is_full(stage.p2p.recv_forward(SHAPE, False), 1.0)
+    assert values(stage.p2p.recv_forward(SHAPE, False)) == [1.0]
     assert (len(stage.up.recvs), len(stage.down.recvs)) == (2, 1)
     assert [work.waited for work in stage.up.recvs] == [True, False]
     assert not stage.down.recvs[0].waited
-    assert is_full(stage.p2p.send_forward_recv_backward(full(0.0), SHAPE, False), 4.0)
-    assert is_full(stage.p2p.send_backward_recv_forward(full(0.0), SHAPE, False), 2.0)
-    assert is_full(stage.p2p.recv_forward([SHAPE], False)[0], 3.0)
-    assert is_full(stage.p2p.recv_backward(SHAPE, False), 5.0)
+    assert values(stage.p2p.send_forward_recv_backward(full(0.0), SHAPE, False)) == [4.0]
+    assert values(stage.p2p.send_backward_recv_forward(full(0.0), SHAPE, False)) == [2.0]
+    assert values(stage.p2p.recv_forward([SHAPE], False)[0]) == [3.0]
+    assert values(stage.p2p.recv_backward(SHAPE, False)) == [5.0]
     assert not stage.up.ready, "and never more than will come"
     assert not stage.down.ready
     assert all(work.waited for work in stage.up.recvs + stage.down.recvs)
@@ -243,7 +242,7 @@ def test_the_first_stage_posts_the_receive_of_gradients_while_it_has_none_to_wai
     stage.p2p.expect(activations=0, gradients=1)
     assert stage.p2p.recv_forward([SHAPE], True) == [None]
     assert len(stage.down.recvs) == 1
-    assert is_full(stage.p2p.recv_backward(SHAPE, False), 4.0)
+    assert values(stage.p2p.recv_backward(SHAPE, False)) == [4.0]
 
 
 def test_nothing_is_posted_ahead_where_that_would_hold_a_part_of_the_device() -> None:
@@ -251,5 +250,5 @@ def test_nothing_is_posted_ahead_where_that_would_hold_a_part_of_the_device() ->
     stage.up.receives_ahead = False
     stage.up.ready.extend(map(full, (1.0, 2.0)))
     stage.p2p.expect(activations=2, gradients=0)
-    assert is_full(stage.p2p.recv_forward(SHAPE, False), 1.0)
+    assert values(stage.p2p.recv_forward(SHAPE, False)) == [1.0]
     assert len(stage.up.recvs) == 1

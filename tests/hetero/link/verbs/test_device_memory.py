@@ -121,22 +121,15 @@ def test_memory_that_no_way_registers_is_an_error_at_both_ends_with_the_remedy(
     assert "rank 1 says" in first
 
 
+@pytest.mark.parametrize(
+    ("needs_flush", "by"), [(True, "a read-back over the NIC"), (False, "the GPU itself")]
+)
 def test_the_nic_reads_back_where_the_gpu_does_not_order_its_writes(
-    nics: LoopbackNics, monkeypatch: pytest.MonkeyPatch
+    nics: LoopbackNics, needs_flush: bool, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a0", "a1", "b0", "b1"):
-        nics[name].holds_writes = True
-    with opened(EmulatedDriver(nics, needs_flush=True), monkeypatch) as links:
+        nics[name].holds_writes = needs_flush
+    with opened(EmulatedDriver(nics, needs_flush=needs_flush), monkeypatch) as links:
         assert carries(links)
-        assert links[0].detail.endswith("by a read-back over the NIC")
-    assert nics["a0"].reads > 0
-    assert nics["b0"].reads > 0
-
-
-def test_it_does_not_where_the_gpu_orders_them(
-    nics: LoopbackNics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(EmulatedDriver(nics), monkeypatch) as links:
-        assert carries(links)
-        assert links[0].detail.endswith("by the GPU itself")
-    assert nics["b0"].reads == 0
+        assert links[0].detail.endswith(f"by {by}")
+    assert [nics[name].reads > 0 for name in ("a0", "b0")] == [needs_flush] * 2
