@@ -92,6 +92,12 @@ def streamed(side: Side) -> Streamed:
     return result
 
 
+def both_come_through(pair: Pair, rails: list[Rail], faults: Mapping[int, Fault]) -> list[Streamed]:
+    """How the ends of a link over these rails come through faults at these messages."""
+    transport = verbs_over(rails, **RING)
+    return values(pair.run(streamed, transport=transport, timeout=TIMEOUT, faults=faults))
+
+
 FAULTS = pytest.mark.parametrize(
     ("kind", "rank"), [("take_down", 0), ("take_down", 1), ("lose_packets", 0), ("lose_packets", 1)]
 )
@@ -100,8 +106,7 @@ FAULTS = pytest.mark.parametrize(
 def test_two_rails_share_the_entries_of_a_message(pair: Pair, rails: list[Rail]) -> None:
     """Packets are seen on both wires, and no rail is taken for lost."""
     before = [rail.packets(0) for rail in rails]
-    transport = verbs_over(rails, **RING)
-    sender, receiver = values(pair.run(streamed, transport=transport, timeout=TIMEOUT, faults={}))
+    sender, receiver = both_come_through(pair, rails, {})
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
     carried = [rail.packets(0) - count for rail, count in zip(rails, before, strict=True)]
@@ -115,9 +120,7 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
     pair: Pair, rails: list[Rail], kind: str, rank: int
 ) -> None:
     faults = {MESSAGES // 3: Fault(kind, rails[0], rank)}
-    sender, receiver = values(
-        pair.run(streamed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
-    )
+    sender, receiver = both_come_through(pair, rails, faults)
     assert (sender.error, receiver.error) == ("", "")
     assert receiver.compared == MESSAGES
     for end, device in ((sender, rails[0].devices[0]), (receiver, rails[0].devices[1])):
@@ -132,9 +135,7 @@ def test_the_loss_of_the_last_rail_is_an_error_at_both_ends(
         MESSAGES // 3: Fault("take_down", rails[1], rank),
         2 * MESSAGES // 3: Fault(kind, rails[0], rank),
     }
-    ends = values(
-        pair.run(streamed, transport=verbs_over(rails, **RING), timeout=TIMEOUT, faults=faults)
-    )
+    ends = both_come_through(pair, rails, faults)
     for number, end in enumerate(ends):
         assert names_the_link(end.error, rank=number), end
         assert end.seconds < TIMEOUT + GRACE

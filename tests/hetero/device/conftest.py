@@ -8,19 +8,13 @@ import pytest
 
 from hetero.device import cuda_driver, hip_driver
 from tests.hetero.device.fake_library import FakeLibrary
-from tests.hip_on_cuda.library import COMPILER, LACKING, hip_on_cuda_library
+from tests.hip_on_cuda.library import COMPILER, LACKING
 
 
 @pytest.fixture
 def compiler() -> None:
     if COMPILER is None:
         pytest.skip(f"NOT CHECKED: {LACKING}")
-
-
-@pytest.fixture
-def hip_on_cuda(compiler: None) -> Path:
-    """The library that plays HIP on CUDA."""
-    return hip_on_cuda_library()
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
 
-from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
+from tests.hip_on_cuda.library import hip_over_cuda_driver
 
 REASON = r"hipErrorNoDevice: no CUDA on this machine to play HIP"
 
@@ -20,8 +19,8 @@ def has_cuda() -> bool:
         return False
 
 
-def test_without_cuda_it_says_so(hip_on_cuda: Path) -> None:
+def test_without_cuda_it_says_so(compiler) -> None:
     if has_cuda():
         pytest.skip("NOT CHECKED: this machine has CUDA")
     with pytest.raises(LinkError, match=REASON):
-        HipDriver(str(hip_on_cuda))
+        hip_over_cuda_driver()

@@ -20,7 +20,8 @@ import torch
 from hetero.link.base import Work
 from hetero.link.header import _DTYPES
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Pair, Side, blank, make, same_bits
+from tests.hetero.link.contract import Pair, Scenario, Side, blank, make, same_bits
+from tests.hetero.link.joined import wait_for
 from tests.hetero.link.transports import SLOWNESS, Transport, of_this_machine, why_absent
 
 SIZES: dict[str, tuple[int, ...]] = {
@@ -175,7 +176,7 @@ def test_many_messages_fly_both_ways_at_once(transport: Transport, pair: Pair) -
     assert values(pair.run(both_ways)) == [True, True]
 
 
-def large_both_ways(side: Side) -> bool:
+def two_sides_that_both_send_first_do_not_wait_for_each_other(side: Side) -> bool:
     sent = make((4 << 20,), torch.uint8, side.device, seed=side.rank)
     expected = make((4 << 20,), torch.uint8, side.device, seed=side.peer)
     for _ in range(4):
@@ -186,10 +187,6 @@ def large_both_ways(side: Side) -> bool:
         if not same_bits(target, expected):
             return False
     return True
-
-
-def test_two_sides_that_both_send_first_do_not_wait_for_each_other(pair: Pair) -> None:
-    assert values(pair.run(large_both_ways)) == [True, True]
 
 
 # Whose memory it is, and when.
@@ -210,10 +207,7 @@ def returns_at_once(side: Side) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     side.say("posted")
     work.wait()
-    deadline = time.monotonic() + 120
-    while not work.is_completed() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return {"seconds": seconds, "is_done": work.is_completed()}
+    return {"seconds": seconds, "is_done": wait_for(work.is_completed, seconds=120)}
 
 
 def test_send_returns_before_the_peer_asks_and_done_follows(pair: Pair) -> None:
@@ -222,7 +216,7 @@ def test_send_returns_before_the_peer_asks_and_done_follows(pair: Pair) -> None:
     assert sender["is_done"]
 
 
-def dropped(side: Side) -> bool:
+def a_sender_may_drop_its_tensor_at_once(side: Side) -> bool:
     shape = (1 << 18,)
     if side.rank == 0:
         tensors = [make(shape, torch.int32, side.device, seed=seed) for seed in range(8)]
@@ -246,11 +240,7 @@ def dropped(side: Side) -> bool:
     return arrived
 
 
-def test_a_sender_may_drop_its_tensor_at_once(pair: Pair) -> None:
-    assert values(pair.run(dropped)) == [True, True]
-
-
-def overwritten(side: Side) -> bool:
+def a_sender_may_overwrite_its_tensor_after_wait(side: Side) -> bool:
     expected = make((1 << 18,), torch.int32, side.device, seed=1)
     if side.rank == 0:
         work = side.link.send(expected)
@@ -261,10 +251,6 @@ def overwritten(side: Side) -> bool:
     time.sleep(0.2)
     side.link.recv(target).wait()
     return same_bits(target, expected)
-
-
-def test_a_sender_may_overwrite_its_tensor_after_wait(pair: Pair) -> None:
-    assert values(pair.run(overwritten)) == [True, True]
 
 
 def counted(side: Side) -> dict[str, float]:
@@ -281,7 +267,7 @@ def test_the_counters_count_tensor_bytes_and_messages(pair: Pair) -> None:
     assert (receiver["messages_received"], receiver["bytes_received"]) == (3, 120)
 
 
-def released(side: Side) -> bool:
+def a_tensor_s_memory_outlives_what_its_owner_makes_of_it(side: Side) -> bool:
     """As a pipeline does, which gives an output's memory back as soon as it has been sent."""
     size = (300_000,)
     messages = [make(size, torch.uint8, side.device, seed=n) for n in range(20)]
@@ -304,8 +290,17 @@ def released(side: Side) -> bool:
     return arrived and all(bool((tensor == 77).all()) for tensor in noise)
 
 
-def test_a_tensor_s_memory_outlives_what_its_owner_makes_of_it(pair: Pair) -> None:
-    assert values(pair.run(released)) == [True, True]
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        two_sides_that_both_send_first_do_not_wait_for_each_other,
+        a_sender_may_drop_its_tensor_at_once,
+        a_sender_may_overwrite_its_tensor_after_wait,
+        a_tensor_s_memory_outlives_what_its_owner_makes_of_it,
+    ],
+)
+def test_all_arrives_unchanged_and(pair: Pair, scenario: Scenario) -> None:
+    assert values(pair.run(scenario)) == [True, True]
 
 
 def soaked(side: Side) -> dict[str, int]:
