@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,28 +193,14 @@ def test_allocations_are_whole(nbytes: int, whole: int) -> None:
 
 def test_calls_from_many_threads(fake) -> None:
     _, driver, _ = fake
-    failures: list[BaseException] = []
 
-    def use() -> None:
-        try:
-            driver.use_device(0)
-            for _ in range(200):
-                driver.stream_write_value(1, 0x1000, 7)
-        except BaseException as error:
-            failures.append(error)
+    def use(thread: int) -> None:
+        driver.use_device(0)
+        for _ in range(200):
+            driver.stream_write_value(1, 0x1000, 7)
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not failures
-
-
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime can be made where torch has no GPU to make a stream on."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(4), timeout=120)) == [None] * 4
 
 
 @pytest.mark.parametrize(("ordering", "needed"), [(100, False), (200, False), (0, True)])
@@ -229,7 +215,9 @@ def test_a_nic_always_reads_back_from_hip(fake_hip) -> None:
     assert HipDriver(fake_hip.path).remote_writes_need_flush(0)
 
 
-def test_copies_pin_memory_and_close_after_an_error_of_the_gpu(no_streams, fake) -> None:
+def test_copies_pin_memory_and_close_after_an_error_of_the_gpu(fake, monkeypatch) -> None:
+    # No GPU is here to make a stream on.
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     library, driver, which = fake
     copies = DeviceToHostCopier(torch.device("cuda", 0), driver=driver)
     host = torch.zeros(4096, dtype=torch.uint8)

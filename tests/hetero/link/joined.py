@@ -106,19 +106,6 @@ def stream(
     return right
 
 
-def cross_both_ways(links: Both, *, messages: int, nbytes: int) -> bool:
-    """Send as many each way before any is received; whether all arrive, in order."""
-    sent = [noise(nbytes, number) for number in range(messages)]
-    targets = [[torch.zeros_like(tensor) for tensor in sent] for _ in links]
-    works = [link.send(tensor) for link in links for tensor in sent]
-    works += [
-        link.recv(target) for link, mine in zip(links, targets, strict=True) for target in mine
-    ]
-    for work in works:
-        work.wait()
-    return all(torch.equal(torch.stack(mine), torch.stack(sent)) for mine in targets)
-
-
 def cross_and_compare(
     links: Both, chance: random.Random, *, sizes: Sequence[int], before: Callable[[int], None]
 ) -> None:
@@ -137,15 +124,6 @@ def cross_and_compare(
             for link in links:
                 link.check()
             assert torch.equal(sent, target)
-
-
-def arrives_although_closed(sender: RingLink, receiver: RingLink, *, nbytes: int) -> bool:
-    """Send a message and close at once; whether the peer still gets all of it."""
-    sent, target = noise(nbytes, 1), torch.zeros(nbytes, dtype=torch.uint8)
-    sender.send(sent)
-    with meanwhile(sender.close):
-        receiver.recv(target).wait()
-    return torch.equal(target, sent)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +24,8 @@ from hetero.link.open import (
 )
 from hetero.link.ring_options import RingOptions
 from tests.hetero.link.conftest import nothing_left_behind
-from tests.hetero.link.joined import tried
-from tests.hetero.link.test_handshake import both, rendezvous
+from tests.hetero.link.joined import joined, tried
+from tests.hetero.link.test_handshake import rendezvous
 
 HOST = {"boot": "a", "network": "n"}
 NVIDIA = Capabilities(HOST, gpu="nvidia", stream_wait_missing=None, rdma_missing=None)
@@ -139,24 +138,9 @@ def test_sizes_with_which_nothing_could_move_are_refused_all_at_once() -> None:
 OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
 
 
-def choose() -> list[Any]:
-    """What `auto` gives both ends: a Link, or an error."""
-    cpu = torch.device("cpu")
-    return tried(lambda ours: open_link("auto", ours, options=OPTIONS, device=cpu))
-
-
-@pytest.fixture
-def choices() -> Iterator[Any]:
-    made: list[Link] = []
-
-    def run() -> list[Link]:
-        found = choose()
-        assert all(isinstance(choice, Link) for choice in found), found
-        made.extend(found)
-        return found
-
-    yield run
-    both(*[choice.close for choice in made])
+def choose(ours: Rendezvous) -> Any:
+    """What `auto` gives an end."""
+    return open_link("auto", ours, options=OPTIONS, device=torch.device("cpu"))
 
 
 def broken(path: str, *, on_rank: int):
@@ -171,19 +155,20 @@ def broken(path: str, *, on_rank: int):
     return open_or_fail
 
 
-def test_what_the_probe_moved_is_not_counted(choices) -> None:
-    assert [choice.counters for choice in choices()] == [LinkCounters(), LinkCounters()]
+def test_what_the_probe_moved_is_not_counted() -> None:
+    with joined(choose) as links:
+        assert [link.counters for link in links] == [LinkCounters(), LinkCounters()]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_path_that_one_end_cannot_open_is_left_by_both(
-    choices, rank: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "_PROBE_SECONDS", 2.0)
     monkeypatch.setattr(opening, "open_path", broken("shm", on_rank=rank))
-    found = choices()
-    assert [choice.transport for choice in found] == ["tcp", "tcp"], found
-    assert "shm: shm is broken here" in found[rank].choice()
+    with joined(choose) as links:
+        assert [link.transport for link in links] == ["tcp", "tcp"]
+        assert "shm: shm is broken here" in links[rank].choice()
 
 
 def test_a_path_that_changes_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +176,13 @@ def test_a_path_that_changes_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PeerCapabilities, "share_memory", False)
     calls = iter(range(10_000))
     monkeypatch.setattr(opening, "_pattern", lambda rank, nbytes: honest(next(calls), nbytes))
-    found = choose()
-    assert "arrived changed" in str(found[0]) + str(found[1])
+    assert "arrived changed" in "".join(map(str, tried(choose)))
 
 
 def test_where_nothing_works_both_ends_get_all_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(opening, "open_path", broken("shm tcp", on_rank=1))
-    for error in choose():
+    for error in tried(choose):
         assert isinstance(error, LinkError)
         assert "has no path (ipc: " in str(error)
         assert "tcp: " in str(error)
@@ -213,17 +197,14 @@ def test_a_link_whose_verdict_cannot_be_exchanged_is_closed(
 
     monkeypatch.setattr(opening, "_exchange_verdict", exchange)
     with nothing_left_behind():
-        errors = choose()
-        assert [str(error) for error in errors] == ["the store is lost"] * 2
+        assert [*map(str, tried(choose))] == ["the store is lost"] * 2
 
 
-def test_ends_on_two_hosts_do_not_try_shared_memory(
-    choices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_on_two_hosts_do_not_try_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerCapabilities, "share_memory", False)
-    found = choices()
-    assert [choice.transport for choice in found] == ["tcp", "tcp"]
-    assert "shm: the two ends run on different hosts" in found[0].choice()
+    with joined(choose) as links:
+        assert [link.transport for link in links] == ["tcp", "tcp"]
+        assert "shm: the two ends run on different hosts" in links[0].choice()
 
 
 def test_the_line_of_a_choice_says_how_it_works_on_this_machine() -> None:

@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from ctypes import CFUNCTYPE, c_int, c_size_t, c_uint64, c_void_p, create_string_buffer
@@ -16,12 +15,8 @@ import pytest
 
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
-from hetero.native.structures import (
-    CHECKSUM_BYTES,
-    HostFailure,
-    HostGpu,
-    Vendor,
-)
+from hetero.native.structures import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor
+from tests.hetero.link.joined import meanwhile
 
 CALLER = 1
 LIBRARY = native()
@@ -162,10 +157,8 @@ def test_a_stream_that_waits_for_ever_can_be_ended(words: Words) -> None:
     made = Stream()
     made.wait(words.address(), 1)
     time.sleep(0.02)
-    info = threading.Thread(target=made.end)
-    info.start()
-    info.join(120)
-    assert not info.is_alive()
+    with meanwhile(made.end):
+        pass
 
 
 def test_a_forked_child_that_forgets_a_stream_of_its_parent_goes_on(stream: Stream) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 
 import pytest
 
 from hetero.native.binding import native
+from tests.hetero.link.joined import meanwhile
 
 LIBRARY = native()
 
@@ -28,21 +28,17 @@ def test_waiting_ends_after_the_time_given() -> None:
 
 def test_a_sleeper_is_woken_and_others_run_meanwhile() -> None:
     word = ctypes.c_uint32(0)
-    woken = threading.Event()
 
     def sleep() -> None:
         while word.value == 0:
             LIBRARY.host_wait_doorbell(ctypes.addressof(word), 0, 30_000)
-        woken.set()
 
-    thread = threading.Thread(target=sleep, daemon=True)
-    thread.start()
-    # This thread goes on while the other sleeps: the wait does not hold the GIL.
-    time.sleep(0.1)
-    assert not woken.is_set()
-    LIBRARY.host_ring_doorbell(ctypes.addressof(word))
-    assert word.value == 1
-    assert woken.wait(120)
+    with meanwhile(sleep) as sleeper:
+        # This thread goes on while the other sleeps: the wait does not hold the GIL.
+        time.sleep(0.1)
+        assert sleeper.is_alive()
+        LIBRARY.host_ring_doorbell(ctypes.addressof(word))
+        assert word.value == 1
 
 
 def seen(word: ctypes.c_uint32) -> tuple[int, int]:
@@ -53,18 +49,13 @@ def seen(word: ctypes.c_uint32) -> tuple[int, int]:
 def test_spinning_ends_when_either_word_changes(changed: int) -> None:
     words = ctypes.c_uint32(2**32 - 1), ctypes.c_uint32(7)
     before = seen(words[0]), seen(words[1])
-    ended = threading.Event()
 
     def spin() -> None:
         while (seen(words[0]), seen(words[1])) == before:
             LIBRARY.native_spin(*before[0], *before[1], 30_000_000)
-        ended.set()
 
-    thread = threading.Thread(target=spin, daemon=True)
-    thread.start()
-    words[changed].value = 1
-    assert ended.wait(120)
-    thread.join(120)
+    with meanwhile(spin):
+        words[changed].value = 1
 
 
 def test_spinning_ends_after_the_time_given() -> None:

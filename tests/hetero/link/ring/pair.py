@@ -16,7 +16,6 @@ from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
-from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import JoinedEnds
 
@@ -88,15 +87,6 @@ def cross(pair: Pair, sent: torch.Tensor) -> bool:
     return torch.equal(target, sent)
 
 
-def start_counting_at(pair: Pair, count: int) -> None:
-    """As if so many entries had gone from the sender to the receiver."""
-    count_from(
-        count,
-        flows=(pair.sender._out, pair.receiver._in),
-        directions=(pair.sender._ends.outgoing, pair.receiver._ends.incoming),
-    )
-
-
 def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Direction]) -> None:
     """As if so many entries had gone from one flow to the other, over both their directions."""
     for flow in flows:
@@ -106,21 +96,3 @@ def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Directi
             direction._words[index] = count
         direction.unblock_receiver(count)
         direction.unblock_sender(count)
-
-
-def pretend_to_await(flow: Any, value: int) -> None:
-    """As if an entry needed this value of the peer's counter."""
-    flow._state.awaited = value
-
-
-def before_each_move(link: RingLink, act: Callable[[], None]) -> None:
-    """Act whenever what the link sends is given to its device."""
-    device = link._device
-    assert isinstance(device, EmulatedDevice)
-
-    def at_copies(step: Step) -> int:
-        if step is Step.COPY:
-            act()
-        return 0
-
-    device.driver_for_c.before = at_copies

@@ -22,15 +22,7 @@ from hetero.link import ring_link as link_module
 from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
-from tests.hetero.link.ring.pair import (
-    LARGE,
-    SHORT,
-    before_each_move,
-    cross,
-    opened,
-    pretend_to_await,
-    recv_from_held,
-)
+from tests.hetero.link.ring.pair import LARGE, SHORT, cross, opened, recv_from_held
 from tests.hetero.link.test_handshake import both
 
 
@@ -73,7 +65,8 @@ def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
     with opened() as pair:
         _, work = recv_from_held(pair)
         with pair.sender._lock:
-            pretend_to_await(pair.sender._out, 1)
+            # As if an entry waited for the first to be consumed.
+            pair.sender._out._state.awaited = 1
             pair.sender._break(LinkError("its device is lost"))
         assert pair.receiver._ends.incoming.consumed == 1
         assert not work.is_completed() or is_broken(pair.receiver)
@@ -211,10 +204,12 @@ def test_a_call_of_the_driver_that_does_not_return_is_released_after_the_deadlin
         recv_from_held(pair)
         released = []
 
-        def full_stream() -> None:
-            released.append(wait_for(lambda: pair.receiver._ends.incoming.produced != 0))
+        def full_stream(step: Step) -> int:
+            if step is Step.COPY:
+                released.append(wait_for(lambda: pair.receiver._ends.incoming.produced != 0))
+            return 0
 
-        before_each_move(pair.receiver, full_stream)
+        pair.devices[1].driver_for_c.before = full_stream
         with suppress(LinkError):
             pair.receiver.send(torch.ones(LARGE)).wait()
         assert set(released) == {True}

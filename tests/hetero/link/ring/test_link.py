@@ -15,7 +15,7 @@ from hetero.link import ring_link as link_module
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.joined import times_asleep, tried, wait_for
-from tests.hetero.link.ring.pair import LARGE, Setup, cross, opened, start_counting_at
+from tests.hetero.link.ring.pair import LARGE, Setup, count_from, cross, opened
 
 
 def test_a_message_of_many_rings_goes_on_while_nobody_waits(
@@ -38,7 +38,8 @@ def test_a_message_of_many_rings_goes_on_while_nobody_waits(
 def test_counters_may_count_round(start: int) -> None:
     """Nor is one that is far ahead of the last wait taken for a held stream."""
     with opened() as pair:
-        start_counting_at(pair, start)
+        ends = pair.sender._ends.outgoing, pair.receiver._ends.incoming
+        count_from(start, flows=(pair.sender._out, pair.receiver._in), directions=ends)
         for number in range(20):
             assert cross(pair, torch.full((20_000,), number, dtype=torch.uint8)), number
         pair.sender.close()

@@ -6,8 +6,7 @@ The GPU is emulated, and so is its dma-buf, which begins somewhere before the me
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,8 +14,8 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link import verbs as opening
-from hetero.link.ring_link import RingLink
 from tests.emulated_streams import EmulatedDevice
+from tests.hetero.link.joined import MESSAGES, Both, stream
 from tests.hetero.link.verbs.ends import RING_BYTES, Setup
 from tests.loopback_nic.library import LoopbackNics
 
@@ -53,14 +52,6 @@ class EmulatedDriver:
         return descriptor, OFFSET
 
 
-@contextmanager
-def opened(
-    driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[RingLink, RingLink]]:
-    with on_emulated_gpus(driver, monkeypatch).links() as links:
-        yield links
-
-
 def on_emulated_gpus(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> Setup:
     """Both ends with their rings in the memory of a GPU."""
     monkeypatch.setattr(opening, "driver_for", lambda device: driver)
@@ -69,17 +60,10 @@ def on_emulated_gpus(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) ->
     return Setup(tensors_on=(GPU, GPU), devices=devices)
 
 
-def carries(links: tuple[RingLink, RingLink]) -> bool:
-    """Whether a message of several rings arrives each way."""
-    for one, other in (links, links[::-1]):
-        sent = torch.randint(0, 256, (3 * RING_BYTES + 1,), dtype=torch.uint8)
-        target = torch.zeros_like(sent)
-        sending = one.send(sent)
-        other.recv(target).wait()
-        sending.wait()
-        if not torch.equal(sent, target):
-            return False
-    return True
+def carries(links: Both) -> bool:
+    """Whether messages of several rings arrive each way."""
+    both_ways = links, links[::-1]
+    return all(stream(*ends, nbytes=3 * RING_BYTES + 1) == MESSAGES for ends in both_ways)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +85,8 @@ def test_it_is_registered_as_a_dmabuf_or_else_by_its_address(
     driver = EmulatedDriver(nics)
     if lacks is not None:
         setattr(driver, lacks, False)
-    with caplog.at_level("INFO", "hetero"), opened(driver, monkeypatch) as links:
+    setup = on_emulated_gpus(driver, monkeypatch)
+    with caplog.at_level("INFO", "hetero"), setup.links() as links:
         assert carries(links)
     assert any(f"over a0:1 (by {how}), a1:1 (by {how})" in line for line in caplog.messages)
 
@@ -129,7 +114,8 @@ def test_the_nic_reads_back_where_the_gpu_does_not_order_its_writes(
 ) -> None:
     for name in ("a0", "a1", "b0", "b1"):
         nics[name].holds_writes = needs_flush
-    with opened(EmulatedDriver(nics, needs_flush=needs_flush), monkeypatch) as links:
+    driver = EmulatedDriver(nics, needs_flush=needs_flush)
+    with on_emulated_gpus(driver, monkeypatch).links() as links:
         assert carries(links)
         assert links[0].detail.endswith(f"by {by}")
     assert [nics[name].reads > 0 for name in ("a0", "b0")] == [needs_flush] * 2
