@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_int
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,12 +22,7 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
-from hetero.native.structures import (
-    DRIVER_STEPS,
-    ExchangePart,
-    Progress,
-    Streams,
-)
+from hetero.native.structures import DRIVER_STEPS, ExchangePart, Progress, Streams
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
@@ -46,7 +42,6 @@ class Recorder:
             for symbol in SYMBOLS[vendor]
             if symbol.name in {vendor.calls[step.name.lower()] for step in DRIVER_STEPS}
         }
-        self.of = {step: functions[vendor.calls[step.name.lower()]] for step in DRIVER_STEPS}
         self.driver._texts = lambda code: (f"error {code}", "")
         functions["hipGetLastError"] = int
 
@@ -56,16 +51,6 @@ class Recorder:
             return 719 if len(self.calls) == self.failing else 0
 
         return CFUNCTYPE(c_int, *symbol.arguments)(called)
-
-
-class _Stream:
-    """In the place of PyTorch's."""
-
-    device_index = 0
-
-    def __init__(self, recorder: Recorder, handle: int) -> None:
-        self._recorder = recorder
-        self.cuda_stream = handle
 
 
 class _Streams(GpuStreams):
@@ -97,14 +82,11 @@ class DrivenDevice(EmulatedDevice):
     def record_event(self) -> Event:
         """A new event and nothing to wait for, in turn."""
         self._events += 1
-        return self.event(0xF000 + self._events) if self._events % 2 else COMPLETED
-
-    def event(self, handle: int) -> Event:
-        return Event(handle)
+        return Event(0xF000 + self._events) if self._events % 2 else COMPLETED
 
     def callers(self, key: int) -> CurrentStream:
-        stream: Any = _Stream(self.recorder, key)
-        return GpuCurrentStream(stream, self.recorder.driver)
+        pytorchs: Any = SimpleNamespace(device_index=0, cuda_stream=key)
+        return GpuCurrentStream(pytorchs, self.recorder.driver)
 
 
 class World:

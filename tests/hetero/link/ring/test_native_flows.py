@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.device.cuda_driver import CudaDriver
-from hetero.device.device import COMPLETED, CurrentStream
+from hetero.device.device import COMPLETED, CurrentStream, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
@@ -32,9 +32,9 @@ keys = st.sampled_from(KEYS)
 streams = st.none() | keys
 # Whose message it is and the stream of whoever calls, which are mostly one.
 callers = keys.map(lambda key: (key, key)) | st.tuples(keys, streams)
-marks = st.sampled_from(["idle", "event"])
+MARKS = {"unmarked": None, "idle": COMPLETED, "event": Event(0xD0)}
 steps = st.one_of(
-    st.tuples(st.just("send"), sizes, callers, st.sampled_from(["idle", "event", "unmarked"])),
+    st.tuples(st.just("send"), sizes, callers, st.sampled_from(sorted(MARKS))),
     st.tuples(st.just("expect what was sent"), callers),
     st.tuples(st.just("wait"), streams),
     st.tuples(
@@ -53,18 +53,13 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
 
 
-def _mark(world: World, end: int, kind: str) -> Any:
-    return {"unmarked": None, "idle": COMPLETED, "event": world.devices[end].event(0xD0)}[kind]
-
-
 def _stream(world: World, end: int, key: int | None) -> CurrentStream | None:
     return None if key is None else world.devices[end].callers(key)
 
 
 def send(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) -> None:
     caller, key = callers
-    ready = _mark(world, 0, mark)
-    transfer = world.transfer(nbytes, is_receive=False, caller=caller, ready=ready)
+    transfer = world.transfer(nbytes, is_receive=False, caller=caller, ready=MARKS[mark])
     world.enqueue(world.sender, _stream(world, 0, key))
     if transfer.ready is None and transfer.end_count is None:
         transfer.ready = world.devices[0].record_event()
@@ -72,8 +67,7 @@ def send(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) 
 
 def receive(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) -> None:
     caller, key = callers
-    ready = _mark(world, 1, mark)
-    world.transfer(nbytes, is_receive=True, caller=caller, ready=ready)
+    world.transfer(nbytes, is_receive=True, caller=caller, ready=MARKS[mark])
     world.enqueue(world.receiver, _stream(world, 1, key))
 
 
