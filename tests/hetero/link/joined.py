@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ from hetero.errors import LinkError
 from hetero.link.base import Work
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
-from tests.hetero.link.test_handshake import both, rendezvous
+from tests.hetero.link.test_handshake import both, both_well, rendezvous
 
 CPU = torch.device("cpu")
 MESSAGES = 40
@@ -36,24 +35,24 @@ Both = tuple[RingLink, RingLink]
 @contextmanager
 def joined(open_end: OpenEnd, *, timeout: float = 20.0) -> Iterator[Both]:
     """Both links, which are closed at the end in whatever state they are."""
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        ends = pool.map(
-            lambda rank: open_end(rendezvous(rank, store, link_timeout=timeout, timeout=20.0)),
-            range(2),
-        )
-        links = list(ends)
-        try:
-            yield links[0], links[1]
-        finally:
-            list(pool.map(lambda link: link.close(), links))
+    one, other = both_well(*_opening(open_end, timeout))
+    try:
+        yield one, other
+    finally:
+        both_well(one.close, other.close)
 
 
 def tried(open_end: OpenEnd) -> list[Any]:
     """What each end comes to: its link, or the error with which opening it fails."""
+    return both(*_opening(open_end, timeout=20.0))
+
+
+def _opening(open_end: OpenEnd, timeout: float) -> list[Callable[[], RingLink]]:
     store = dist.HashStore()
-    options: dict[str, Any] = {"link_timeout": 20.0, "timeout": 20.0}
-    return both(*(partial(open_end, rendezvous(rank, store, **options)) for rank in range(2)))
+    return [
+        partial(open_end, rendezvous(rank, store, link_timeout=timeout, timeout=20.0))
+        for rank in range(2)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

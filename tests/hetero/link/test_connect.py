@@ -15,11 +15,11 @@ import hetero
 from hetero.link.open import ChannelOptions
 from hetero.native import binding
 from hetero.native.binding import native
-from tests.hetero.link.test_handshake import both
+from tests.hetero.link.test_handshake import both_well
 
 
 def opened(store: dist.Store, **options: Any) -> list[Any]:
-    return both(
+    return both_well(
         lambda: hetero.connect(store, rank=3, peer=7, device="cpu", **options),
         lambda: hetero.connect(store, rank=7, peer=3, device="cpu", **options),
     )

@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -39,20 +40,18 @@ def rendezvous(
 
 def both(listener: Callable[[], Any], caller: Callable[[], Any]) -> list[Any]:
     """What the two ends return or raise, run at the same time."""
-    results: list[Any] = [None, None]
+    pool = ThreadPoolExecutor()
+    calls = [pool.submit(side) for side in (listener, caller)]
+    pool.shutdown(wait=False)
+    return [call.exception(120) or call.result() for call in calls]
 
-    def run(index: int, side: Callable[[], Any]) -> None:
-        try:
-            results[index] = side()
-        except Exception as error:
-            results[index] = error
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate((listener, caller))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
+def both_well(*ends: Callable[[], Any]) -> list[Any]:
+    """What the two ends return, run at the same time; what one of them raises ends the test."""
+    results = both(*ends)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return results
 
 

@@ -18,7 +18,7 @@ from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken
 from tests.hetero.link.ring.pair import LARGE, Pair, opened
-from tests.hetero.link.test_handshake import both
+from tests.hetero.link.test_handshake import both_well
 
 PATIENCE = 20_000_000
 """Microseconds; a peer comes long before."""
@@ -50,7 +50,7 @@ def swap(pair: Pair, sizes: Sequence[int], *, patience: int = PATIENCE) -> list[
             assert (tensor == 100 - number + place).all()
         return left
 
-    return both(lambda: end(pair.sender, 0), lambda: end(pair.receiver, 100))
+    return both_well(lambda: end(pair.sender, 0), lambda: end(pair.receiver, 100))
 
 
 def test_messages_that_the_stream_waits_for_leave_their_tensors_to_it(
@@ -79,7 +79,7 @@ def test_started_messages_go_on_where_they_are_whoever_is_late(device: Any, late
             assert (got == 3 - number).all()
 
     with opened(device=device) as pair:
-        both(lambda: end(pair.sender, 1, late), lambda: end(pair.receiver, 2, 0.0))
+        both_well(lambda: end(pair.sender, 1, late), lambda: end(pair.receiver, 2, 0.0))
 
 
 def test_messages_do_not_overtake_what_waits_for_room_that_they_would_have() -> None:

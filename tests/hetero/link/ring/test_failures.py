@@ -23,7 +23,7 @@ from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
 from tests.hetero.link.ring.pair import LARGE, SHORT, cross, opened, recv_from_held
-from tests.hetero.link.test_handshake import both
+from tests.hetero.link.test_handshake import both_well
 
 
 def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
@@ -131,7 +131,7 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
         monkeypatch.setattr(pair.receiver, "_spin", held)
         with meanwhile(wait):
             assert entered.wait(120)
-            both(pair.receiver.close, pair.sender.close)
+            both_well(pair.receiver.close, pair.sender.close)
             assert pair.receiver._ends.incoming.posted == 0
             leave.set()
         pair.receiver._ends.close()
@@ -153,7 +153,7 @@ def test_a_link_that_another_thread_closes_ends_the_wait_with_its_error(
 
         def close() -> None:
             assert asleep.wait(120)
-            both(pair.receiver.close, pair.sender.close)
+            both_well(pair.receiver.close, pair.sender.close)
 
         monkeypatch.setattr(pair.receiver._ends.local, "sleep", wake_late)
         with meanwhile(close), pytest.raises(LinkError, match="closed while a transfer was under"):
@@ -165,7 +165,7 @@ def test_nothing_is_enqueued_once_another_thread_has_closed_the_link() -> None:
         real = pair.sender._device.current_stream
 
         def closed_meanwhile() -> CurrentStream:
-            both(pair.sender.close, pair.receiver.close)
+            both_well(pair.sender.close, pair.receiver.close)
             return real()
 
         pair.devices[0].current_stream = closed_meanwhile

@@ -92,17 +92,8 @@ def test_without_a_gpu_every_nic_is_taken(sys_root: Path) -> None:
 
 
 def port(name: str, network: str, kind: str = ROCE) -> Port:
-    return Port(
-        device=name,
-        number=1,
-        kind=kind,
-        gid=IPV4,
-        gid_index=0,
-        lid=0,
-        mtu=5,
-        max_message=1 << 20,
-        network=network,
-    )
+    same = {"number": 1, "gid": IPV4, "gid_index": 0, "lid": 0, "mtu": 5, "max_message": 1 << 20}
+    return Port(device=name, kind=kind, network=network, **same)
 
 
 def test_ports_of_one_network_go_together() -> None:
