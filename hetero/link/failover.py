@@ -210,7 +210,8 @@ class RailMonitor:
     def _report(self, index: int) -> None:
         """Say that a rail is lost, unless it has ended with the peer, and go on without it."""
         rail = self._rails[index]
-        if rail.is_reported or self._peer_has_ended:
+        # An end that is closing may not hear any more that the peer has closed too.
+        if rail.is_reported or self._peer_has_ended or self._stopping:
             return
         rail.is_reported = True
         left = sum(other.live for other in self._rails)

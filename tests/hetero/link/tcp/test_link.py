@@ -15,6 +15,7 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link import tcp
+from hetero.link.failover import RailMonitor, RailState
 from hetero.open_files import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
@@ -178,6 +179,26 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails_where_that_is_heard_late
         with pytest.raises(LinkError, match="rank 1 has ended or closed the link"):
             work.wait()
         back.join()
+    assert caplog.messages == []
+
+
+def test_an_end_that_closes_before_it_has_heard_of_the_peers_end_takes_no_rail_for_lost(
+    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, is_waiting = RailMonitor._await_answer, threading.Event()
+
+    def noted(monitor: RailMonitor, rail: RailState) -> None:
+        is_waiting.set()
+        real(monitor, rail)
+
+    monkeypatch.setattr(RailMonitor, "_await_answer", noted)
+    with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
+        assert stream(one, other, nbytes=NBYTES) == MESSAGES
+        for connection in network.control:
+            connection.silence()
+        other.close()
+        assert is_waiting.wait(20)
+        one.close()
     assert caplog.messages == []
 
 
