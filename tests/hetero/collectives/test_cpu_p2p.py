@@ -18,7 +18,7 @@ from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
 from tests.hetero.collectives.test_gpu_p2p import LateLinks
 from tests.hetero.link.ring.pair import opened
-from tests.hetero.link.test_handshake import both
+from tests.hetero.link.test_handshake import both_well
 
 MEMBERS = tuple(
     Member(rank=rank, global_rank=rank, host="here", vendor=vendor)
@@ -65,7 +65,7 @@ def test_threads_that_send_first_at_once_share_a_queue(monkeypatch: pytest.Monke
         left, right = End(0, pair.sender), End(1, pair.receiver)
         targets = [torch.zeros(3), torch.zeros(3)]
         works = [right.recv(target, tag) for tag, target in enumerate(targets)]
-        both(*(lambda tag=tag: left.send(torch.ones(3), tag) for tag in range(2)))
+        both_well(*(lambda tag=tag: left.send(torch.ones(3), tag) for tag in range(2)))
         assert all(work.wait() for work in works)
         assert len(left._p2p._threads) == 1
         left.close(), right.close()
