@@ -92,8 +92,11 @@ class StoreLost(AgreedFailure):
     """The rendezvous store is gone, which each rank notices by itself."""
 
 
-class LinkError(HeteroError):
-    """A link between two ranks failed: dead peer, timeout, or an unexpected message."""
+class LinkError(HeteroError, RuntimeError):
+    """A link between two ranks failed: dead peer, timeout, or an unexpected message.
+
+    A RuntimeError as well, which is what scripts expect of PyTorch's own groups.
+    """
 
 
 class DataError(HeteroError):

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 
 from hetero.device.device import CurrentStream, Event, Word
-from hetero.errors import LinkError
 from hetero.link.base import (
     LinkDescription,
     Work,
@@ -340,7 +339,7 @@ class RingLink(RingLinkBase):
         except UnexpectedEntry as refusal:
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
-        except (LinkError, RuntimeError) as error:
+        except RuntimeError as error:
             self._fail(str(error), _DRIVER_REMEDY)
             return
         if moved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ def test_a_task_that_comes_while_its_group_ends_is_refused_and_earlier_ones_are_
         with pytest.raises(LinkError, match="was destroyed; make a new one"):
             later()
     assert done == [1]
+
+
+def test_a_call_not_done_in_time_raises_what_scripts_catch_of_pytorchs_groups() -> None:
+    work = CollectiveWork("a call", [], timeout=60.0, group="0")
+    with pytest.raises(RuntimeError, match=r"a call in group 0 was not done within 0\.001 s"):
+        work.wait(timedelta(milliseconds=1))
 
 
 def test_what_keeps_tensors_alive_is_let_go_by_whoever_waits() -> None:
