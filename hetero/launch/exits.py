@@ -90,18 +90,22 @@ def exit_of(rank: int, host: str, failure: Any) -> ProcessExit:
 
 
 def find_cause(exits: Iterable[ProcessExit]) -> ProcessExit:
-    """The failure that caused the others. `exits` must not be empty."""
+    """The failure that caused the others. `exits` must not be empty.
+
+    Between equals of one second the first one is it: torchelastic gives those that ended first
+    before those that it has terminated for them.
+    """
     exits = list(exits)
     first = min(process.time for process in exits)
     early = [process for process in exits if process.time <= first + _SIMULTANEOUS_SECONDS]
-    return min(early, key=lambda process: (_priority(process), process.time, process.rank))
+    return min(early, key=lambda process: (_priority(process), process.time))
 
 
 def _priority(process: ProcessExit) -> int:
     if -process.code in _FATAL_SIGNALS:
         return 0
     if not process.is_cause:
-        return 3
+        return 3 if process.text else 4
     return 1 if process.text else 2
 
 

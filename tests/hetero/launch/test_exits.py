@@ -48,6 +48,12 @@ def test_the_cause_is_who_ended_of_itself(exits: list[ProcessExit], cause: Proce
     assert find_cause(exits[::-1]) is cause
 
 
+def test_of_those_who_were_signalled_in_one_second_the_cause_is_who_is_told_of_first() -> None:
+    """As Ctrl-C or a scheduler may reach one process alone, for which the others are terminated."""
+    interrupted = ProcessExit(rank=5, host="a", code=-signal.SIGINT, time=100)
+    assert find_cause([interrupted, TERMINATED]) is interrupted
+
+
 def test_who_is_killed_long_after_an_end_is_not_its_cause() -> None:
     """As a launcher kills what does not end when it is asked to."""
     late = ProcessExit(rank=1, host="a", code=-9, time=130)
