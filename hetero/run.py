@@ -59,7 +59,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.collectives.autoload import replace_nccl
-from hetero.errors import Faults, UserError, print_error
+from hetero.errors import Faults, UserError, print_error, print_line
 from hetero.formatting import counted
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
@@ -98,6 +98,8 @@ class _Launcher:
     def __init__(self, settings: RendezvousSettings) -> None:
         self._settings = settings
         self._node_failures: NodeFailures | None = None
+        self._starts = 0
+        """How often this node's processes were to start: once, and after each end or new node."""
         self._memory_kills = kills_for_memory()
 
     def run(self, options: argparse.Namespace) -> int:
@@ -131,6 +133,12 @@ class _Launcher:
         return LauncherRendezvous(self._settings, parameters, self._on_joined)
 
     def _on_joined(self, info: RendezvousInfo) -> None:
+        self._starts += 1
+        if self._starts > 1:
+            print_line(
+                f"hetero.run: the processes of {socket.gethostname()} start again (start "
+                f"{self._starts}), because one of the job has ended or a node has come or gone"
+            )
         if info.world_size > 1 and self._node_failures is None:
             self._node_failures = NodeFailures(info)
             self._node_failures.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))

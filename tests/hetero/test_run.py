@@ -30,13 +30,15 @@ if how == "well":
     # As a whole: Python's output is unbuffered here, and another rank writes to the same pipe.
     sys.stdout.write(" ".join(words) + "\\n")
     sys.exit(0)
+if how == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    sys.exit(0)
 if rank == int(os.environ["WORLD_SIZE"]) - 1:
     print("about to end", file=sys.stderr, flush=True)
     if how == "exit3":
         sys.exit(3)
     if how == "raise":
         raise ValueError("out of luck")
-    if how == "kill":
+    if how in ("kill", "once"):
         os.kill(os.getpid(), signal.SIGKILL)
 if how == "wait" and rank == 0:
     print("ready", flush=True)
@@ -148,6 +150,18 @@ def test_a_rank_that_fails_is_named_last_with_its_exit_code(
     assert last in err[-1]
     assert sum("error: " in line for line in err) == 1
     assert sum("Traceback" in line for line in err) == (how == "raise")
+
+
+def test_it_says_when_processes_start_again(script: str) -> None:
+    """A process that was killed says nothing itself."""
+    words = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script, "once")
+    code, _, err = ended(start(*words))
+    assert code == 0
+    assert err == [
+        "about to end",
+        f"hetero.run: the processes of {os.uname().nodename} start again (start 2), because one "
+        "of the job has ended or a node has come or gone",
+    ]
 
 
 def test_an_exception_of_a_script_that_uses_pytorch_is_the_last_word(tmp_path: Path) -> None:
