@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from hetero.planner.combinations import Combinations, KindCandidates, lower_bounds
-from hetero.planner.layer_split import Split, best_split
+from hetero.planner.layer_split import PipelineModel, Split, best_split
 from hetero.planner.placement import Placement
 from hetero.planner.replica_search import search_replicas
 from hetero.planner.replica_shapes import is_truncated
@@ -64,6 +64,12 @@ class Candidate:
     @property
     def seconds(self) -> float:
         return self.split.seconds
+
+    def pipeline(self, problem: Problem) -> PipelineModel:
+        """Of one pipeline of all meshes, which a candidate without `shares` is."""
+        return pipeline_model(
+            problem, self.meshes, micro_batches=self.micro_batches, chunks=self.chunks
+        )
 
     def placement(self, problem: Problem) -> Placement:
         return build_placement(

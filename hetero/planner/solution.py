@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetero.formatting import counted
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
-from hetero.planner.layer_split import estimate
+from hetero.planner.layer_split import estimate, evened
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, lower_bound_seconds, simulate
 from hetero.planner.search import Candidate, SearchResult, search
-from hetero.planner.search_space import Problem, pipeline_model
+from hetero.planner.search_space import Problem
 from hetero.planner.step_costs import StepCosts, step_costs
 
 _SIMULATED_CANDIDATES = 24
@@ -133,7 +132,7 @@ def _simulate_best(
         if passes > _MAX_PASSES:
             break
         cutoff = found[count - 1].seconds if len(found) >= count else np.inf
-        plan = _simulate_below(problem, candidate, cutoff)
+        plan = _simulate_below(problem, _evened(problem, candidate), cutoff)
         if plan is None:
             continue
         passes += _simulated_passes(plan)
@@ -175,12 +174,7 @@ def _with_moved_layers(
     candidate = plan.candidate
     if candidate.shares:
         return plan, passes
-    pipeline = pipeline_model(
-        problem,
-        candidate.meshes,
-        micro_batches=candidate.micro_batches,
-        chunks=candidate.chunks,
-    )
+    pipeline = candidate.pipeline(problem)
     pairs = list(itertools.permutations(range(pipeline.stages), 2))
     unsuccessful = 0
     for source, target in itertools.islice(itertools.cycle(pairs), _MAX_MOVES):
@@ -200,6 +194,12 @@ def _with_moved_layers(
         if found.prediction.fits and found.seconds < plan.seconds * (1 - 1e-9):
             plan, unsuccessful = found, 0
     return plan, passes
+
+
+def _evened(problem: Problem, candidate: Candidate) -> Candidate:
+    if candidate.shares:
+        return candidate
+    return replace(candidate, split=evened(candidate.pipeline(problem), candidate.split))
 
 
 def _simulate_below(problem: Problem, candidate: Candidate, seconds: float) -> SimulatedPlan | None:
@@ -327,74 +327,3 @@ class _SlowedProfile:
 
     def reduction_seconds(self, accelerator: str, parameters: float) -> float:
         return self.profile.reduction_seconds(accelerator, parameters)
-
-
-def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:
-    """Sentences for users: the bottleneck of a step, its phases, memory, idle GPUs."""
-    candidate = plan.candidate
-    split, placement = candidate.split, plan.placement
-    lines = []
-    if candidate.shares:
-        lines.append(_slowest_replicas_sentence(plan))
-    else:
-        lines.append(_bottleneck_sentence(problem, candidate))
-        steady = candidate.micro_batches * split.period
-        fill_and_drain = max(split.seconds - split.update_seconds - steady, 0.0)
-        lines.append(
-            f"Of the estimated step, {steady / split.seconds:.0%} is "
-            f"{counted(candidate.micro_batches, 'micro-batch', 'micro-batches')} one after "
-            f"another, {fill_and_drain / split.seconds:.0%} filling and emptying the pipeline, "
-            f"{split.update_seconds / split.seconds:.0%} reducing gradients and updating."
-        )
-    fullest = max(plan.prediction.stages, key=lambda stage: stage.peak_bytes / stage.limit_bytes)
-    lines.append(
-        f"Memory is fullest on stage {fullest.stage} ({fullest.kind}): "
-        f"{fullest.peak_bytes / 2**30:.1f} of {fullest.limit_bytes / 2**30:.1f} GiB."
-    )
-    used: dict[str, int] = {}
-    for name, mesh in zip(placement.kinds, placement.plan.meshes, strict=True):
-        used[name] = used.get(name, 0) + mesh.world_size
-    for kind in problem.cluster.kinds:
-        if (idle := kind.gpus - used.get(kind.name, 0)) > 0:
-            lines.append(f"{idle} of {kind.gpus} GPUs of {kind.name} are not used.")
-    return lines
-
-
-def _slowest_replicas_sentence(plan: SimulatedPlan) -> str:
-    ends = [timeline.seconds for timeline in plan.prediction.timelines]
-    slowest = ends.index(max(ends))
-    reduction = 1 - max(ends) / plan.seconds
-    return (
-        f"The replicas on {plan.placement.kinds[slowest]} bound it: they end last, and the first "
-        f"to end wait for {1 - min(ends) / max(ends):.1%} of that time. Reducing gradients "
-        f"afterwards takes {reduction:.0%} of the step."
-    )
-
-
-def _bottleneck_sentence(problem: Problem, candidate: Candidate) -> str:
-    pipeline = pipeline_model(
-        problem,
-        candidate.meshes,
-        micro_batches=candidate.micro_batches,
-        chunks=candidate.chunks,
-    )
-    times = pipeline.layer_seconds * np.array(candidate.split.layers) + pipeline.extra_seconds
-    period = candidate.split.period
-    slowest = int(times.argmax())
-    names = [mesh.shape.kind.name for mesh in candidate.meshes for _ in range(mesh.stages)]
-    if times[slowest] >= period * (1 - 1e-6):
-        return (
-            f"Stage {slowest} ({names[slowest]}) bounds it: it computes for all of the "
-            f"{period:.3g} s from one micro-batch to the next."
-        )
-    link = int(pipeline.link_seconds.argmax())
-    if candidate.chunks * pipeline.link_seconds[link] >= period * (1 - 1e-6):
-        return (
-            f"The link from stage {link} to {link + 1} ({names[link]} to {names[link + 1]}) bounds "
-            f"it: each micro-batch takes it {period:.3g} s, and no stage computes for longer than "
-            f"{times[slowest]:.3g} s."
-        )
-    return (
-        f"Transfers bound it: a stage computes for at most {times[slowest]:.3g} s, but the "
-        f"micro-batches that may be in flight come back only every {period:.3g} s."
-    )

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Sequence
 
 from hetero.formatting import seconds_text
+from hetero.planner.bottleneck import explain_bottleneck
 from hetero.planner.schedule_picture import draw_schedule
-from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
+from hetero.planner.solution import SimulatedPlan, Solution
 from tools.planning.planning_request import PlanningRequest
 from tools.planning.solution_table import (
     MESH_HEAD,

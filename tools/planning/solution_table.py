@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from hetero.formatting import counted, seconds_text
-from hetero.planner.solution import SimulatedPlan, Solution, explain_bottleneck
+from hetero.planner.bottleneck import explain_bottleneck
+from hetero.planner.solution import SimulatedPlan, Solution
 from tools.planning.planning_request import PlanningRequest
 from tools.reports.text_table import aligned
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hetero.planner.layer_split import PipelineModel, best_split, estimate
+from hetero.planner.layer_split import PipelineModel, best_split, estimate, evened
 
 
 def random_pipeline(draw: random.Random) -> tuple[PipelineModel, int]:
@@ -62,3 +62,38 @@ def test_no_other_split_is_shorter(seed: int) -> None:
     # What prunes, a bound that is compared with the cutoff, keeps whatever is below it.
     assert best_split(pipeline, layers, cutoff=found.seconds * (1 + 1e-6)) == found
     assert best_split(pipeline, layers, cutoff=found.seconds) is None
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_evened_split_costs_no_more_and_its_slowest_stage_is_no_slower(seed: int) -> None:
+    pipeline, layers = random_pipeline(random.Random(seed))
+    if (found := best_split(pipeline, layers)) is None:
+        return
+    even = evened(pipeline, found)
+    times = [
+        pipeline.layer_seconds * np.array(split.layers) + pipeline.extra_seconds
+        for split in (found, even)
+    ]
+    assert sum(even.layers) == layers
+    assert all(pipeline.chunks <= np.array(even.layers))
+    assert all(np.array(even.layers) <= pipeline.max_layers)
+    assert even == estimate(pipeline, np.array(even.layers))
+    assert even.seconds == pytest.approx(found.seconds, rel=1e-9)
+    assert times[1].max() <= times[0].max()
+
+
+def test_equal_stages_behind_a_slow_link_get_equal_numbers_of_layers() -> None:
+    """The link bounds the step, so that the estimate alone would leave any split as it is."""
+    ones, zeros, links = np.ones(5), np.zeros(5), np.array([7.0, 7.0, 7.0, 7.0, 0.0])
+    pipeline = PipelineModel(
+        layer_seconds=ones,
+        extra_seconds=zeros,
+        max_layers=np.full(5, 24),
+        transfer_seconds=links,
+        link_seconds=links,
+        update_seconds=zeros,
+        extra_update_seconds=zeros,
+        micro_batches=32,
+    )
+    uneven = estimate(pipeline, np.array([5, 6, 6, 6, 2]))
+    assert evened(pipeline, uneven).layers == (5, 5, 5, 5, 5)
