@@ -201,7 +201,7 @@ def _best_without_update(
 
 
 def _period_lower_bound(pipeline: PipelineModel, layers: int) -> float:
-    """The shortest period with fractional layers and no memory limit.
+    """A period that no split is below, by fractional layers and no memory limit.
 
     For each number of last stages, 0 too: what the stages before cannot process in a period, these
     have to within their round trip, above their least layers as fast as the fastest of them.

@@ -182,10 +182,10 @@ class _Simulation:
         leaving, arriving = edge.sender_rails, edge.receiver_rails
         if transfer.direction == BACKWARD:
             leaving, arriving = arriving, leaving
-        start, rails = now, ((leaving, True), (arriving, False))
+        rails = [rail for rail in ((leaving, True), (arriving, False)) if rail[0] >= 0]
+        start = now
         for rail in rails:
-            if rail[0] >= 0:
-                start = max(start, self.rail_free_at.get(rail, 0.0))
+            start = max(start, self.rail_free_at.get(rail, 0.0))
         for rail in rails:
             self.rail_free_at[rail] = start + edge.occupancy
         end = start + edge.occupancy + edge.latency
