@@ -8,10 +8,12 @@ from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import pad_to_multiple
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction
-from hetero.collectives.vendor_layout import Span, chunks, equal_parts, overlaps
+from hetero.collectives.vendor_layout import Piece, Span, chunks, equal_parts, shared_pieces
 
 DIRECT_BYTES = 64 << 10
 """Up to this size every rank gets the other vendors' whole partial result: lowest latency."""
+_DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
+"""The same if no vendor has a second rank. It is one step less, and each rank adds up all of it."""
 CHUNK_BYTES = 4 << 20
 """On a CPU: a chunk that was just received is still in the cache when it is reduced."""
 _GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
@@ -31,10 +33,9 @@ def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -
     """Reduce flat memory in place."""
     if not flat.numel():
         return iter(())
-    # Without a second rank in any vendor there are no shards, and one chunk overlaps with nothing.
     one_per_vendor = context.layout.alignment == 1
-    one_chunk = flat.numel() <= chunk_length(context, flat)
-    if flat.nbytes <= DIRECT_BYTES or (one_per_vendor and one_chunk):
+    most = _DIRECT_BYTES_ONE_PER_VENDOR[flat.device.type] if one_per_vendor else DIRECT_BYTES
+    if flat.nbytes <= most:
         return _all_reduce_direct(context, flat, reduction)
     return _all_reduce_sharded(context, flat, reduction)
 
@@ -69,7 +70,7 @@ def _all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Redu
 
 
 def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
-    """For each chunk: reduce-scatter within the vendor, exchange shards across, all-gather within.
+    """For each chunk: reduce-scatter within the vendor and then across, all-gather likewise.
 
     The steps of successive chunks overlap.
     """
@@ -78,16 +79,17 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
         _Chunk(context, flat[span.begin : span.end], reduction)
         for span in chunks(flat.numel(), length=length, alignment=alignment)
     ]
-    gather_delay = 1 + CHUNKS_AHEAD[flat.device.type]
-    for step in range(len(pipeline) + gather_delay + 1):
-        if step < len(pipeline):
-            pipeline[step].reduce_scatter()
-        if 0 <= step - 1 < len(pipeline):
-            pipeline[step - 1].exchange()
-        if 0 <= step - gather_delay < len(pipeline):
-            yield from pipeline[step - gather_delay].all_gather()
-        if 0 <= step - gather_delay - 1 < len(pipeline):
-            pipeline[step - gather_delay - 1].finish()
+    ahead = CHUNKS_AHEAD[flat.device.type]
+    for step in range(len(pipeline) + 2 * ahead + 3):
+        for lag, advance in (
+            (0, _Chunk.reduce_scatter_within),
+            (1, _Chunk.send_partials),
+            (1 + ahead, _Chunk.reduce),
+            (1 + 2 * ahead, _Chunk.all_gather_within),
+            (2 + 2 * ahead, _Chunk.finish),
+        ):
+            if 0 <= step - lag < len(pipeline):
+                yield from advance(pipeline[step - lag])
 
 
 def chunk_length(context: CallContext, flat: torch.Tensor) -> int:
@@ -103,54 +105,80 @@ def chunk_length(context: CallContext, flat: torch.Tensor) -> int:
 
 
 class _Chunk:
-    """One chunk of an all-reduce. Each step first waits for the one before."""
+    """One chunk of an all-reduce, whose steps are called in this order. Each waits for the last."""
 
     def __init__(self, context: CallContext, target: torch.Tensor, reduction: Reduction) -> None:
         layout = context.layout
         self._context, self._target, self._reduction = context, target, reduction
         self._padded = pad_to_multiple(target, layout.alignment)
-        self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
-        self._span: Span = self._spans[layout.vendor][layout.vendor_rank]
+        spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
+        self._span: Span = spans[layout.vendor][layout.vendor_rank]
+        self._pieces = shared_pieces(self._span, spans)
         self._shard = self._padded
         self._library_work: LibraryWork | None = None
         self._batch = P2PBatch(context)
-        self._partials: dict[int, torch.Tensor] = {}
+        self._partials: list[dict[int, torch.Tensor]] = []
 
-    def reduce_scatter(self) -> None:
+    def reduce_scatter_within(self) -> Schedule:
+        """Leave this vendor's partial result of a shard here."""
         if (library := self._context.library) is not None:
             self._shard = self._padded.new_empty(len(self._span))
             self._library_work = library.reduce_scatter(self._shard, self._padded, self._reduction)
+        yield from ()
 
-    def exchange(self) -> None:
+    def send_partials(self) -> Schedule:
+        """Send the other vendors the parts that they reduce, and receive those for this rank."""
         self._wait_for_library()
-        layout = self._context.layout
-        received = {vendor: torch.empty_like(self._shard) for vendor in layout.other_vendors}
-        self._partials = {layout.vendor: self._shard, **received}
-        transfers = [
-            (vendor, layout.vendors[vendor][index], common.relative_to(self._span))
-            for vendor in layout.other_vendors
-            for index, common in overlaps(self._span, self._spans[vendor])
-        ]
-        for vendor, rank, piece in transfers:
-            self._batch.recv(rank, received[vendor][piece])
-        for _, rank, piece in transfers:
-            self._batch.send(rank, self._shard[piece])
+        self._batch = P2PBatch(self._context)
+        for piece in self._pieces:
+            own = self._part(piece, self._context.layout.vendor)
+            partials = {self._context.layout.vendor: own}
+            for vendor, rank in self._others(piece):
+                partials[vendor] = torch.empty_like(own)
+                self._batch.recv(rank, partials[vendor])
+                self._batch.send(rank, self._part(piece, vendor))
+            self._partials.append(partials)
+        self._batch.start()
+        yield from ()
+
+    def reduce(self) -> Schedule:
+        """Reduce this rank's parts, and send them to the other vendors as they send theirs."""
+        yield self._batch
+        self._batch = P2PBatch(self._context)
+        for piece, partials in zip(self._pieces, self._partials, strict=True):
+            own = partials[self._context.layout.vendor]
+            combine_in_order(self._reduction, partials, out=own)
+            for vendor, rank in self._others(piece):
+                self._batch.recv(rank, self._part(piece, vendor))
+                self._batch.send(rank, own)
+        self._partials = []
         self._batch.start()
 
-    def all_gather(self) -> Schedule:
+    def all_gather_within(self) -> Schedule:
         yield self._batch
-        combine_in_order(self._reduction, self._partials, out=self._shard)
         if (library := self._context.library) is not None:
             self._library_work = library.all_gather(self._padded, self._shard)
 
-    def finish(self) -> None:
+    def finish(self) -> Schedule:
         self._wait_for_library()
         if self._padded is not self._target:
             self._target.copy_(self._padded[: self._target.numel()])
         # Free the memory now: that of all chunks together is as large as the tensor.
         self._padded = self._shard = self._target
         self._batch = P2PBatch(self._context)
-        self._partials = {}
+        yield from ()
+
+    def _part(self, piece: Piece, vendor: int) -> torch.Tensor:
+        """The part of a piece that a vendor reduces."""
+        return self._shard[piece.parts[vendor].relative_to(self._span)]
+
+    def _others(self, piece: Piece) -> list[tuple[int, int]]:
+        """The other vendors, each with its rank that has the piece."""
+        layout = self._context.layout
+        return [
+            (vendor, layout.vendors[vendor][piece.holders[vendor]])
+            for vendor in layout.other_vendors
+        ]
 
     def _wait_for_library(self) -> None:
         if self._library_work is not None:

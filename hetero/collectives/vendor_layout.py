@@ -163,6 +163,29 @@ def overlaps(span: Span, parts: Sequence[Span]) -> list[tuple[int, Span]]:
     return [(index, common) for index, common in found if len(common)]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Elements of which each vendor has its partial result at one rank."""
+
+    holders: tuple[int, ...]
+    """By vendor: that rank's number within it."""
+    parts: tuple[Span, ...]
+    """By vendor: the part that it reduces, as equal as possible."""
+
+
+def shared_pieces(span: Span, parts: Sequence[Sequence[Span]]) -> list[Piece]:
+    """Split `span` wherever the shards of a vendor meet. `parts`: each vendor's, of one total."""
+    inside = {cut for shards in parts for shard in shards for cut in (shard.begin, shard.end)}
+    cuts = sorted({span.begin, span.end, *(c for c in inside if span.begin < c < span.end)})
+    return [
+        Piece(
+            tuple(overlaps(Span(begin, end), shards)[0][0] for shards in parts),
+            tuple(part.shifted(begin) for part in equal_parts(end - begin, len(parts))),
+        )
+        for begin, end in pairwise(cuts)
+    ]
+
+
 def chunks(count: int, *, length: int, alignment: int) -> list[Span]:
     """Split `count` elements into chunks of about `length`; all but the last are aligned."""
     length = max(alignment, length - length % alignment)

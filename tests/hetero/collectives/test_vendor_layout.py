@@ -12,6 +12,7 @@ from hetero.collectives.vendor_layout import (
     chunks,
     equal_parts,
     overlaps,
+    shared_pieces,
 )
 
 VENDORS = st.lists(st.sampled_from(["nvidia", "amd", "cpu"]), min_size=2, max_size=9)
@@ -44,6 +45,26 @@ def test_what_one_side_sends_is_what_the_other_expects(count, here, there):
     ]
     assert sorted(sent, key=str) == sorted(expected, key=str)
     assert sum(len(common) for *_, common in sent) == count
+
+
+@given(st.integers(1, 500), st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_every_element_is_reduced_by_one_vendor_and_all_its_holders_know_by_which(count, sizes):
+    parts = [equal_parts(count, size) for size in sizes]
+    reducers: dict[int, set[tuple[int, int]]] = {}
+    for vendor, shards in enumerate(parts):
+        found = []
+        for number, shard in enumerate(shards):
+            for piece in shared_pieces(shard, parts):
+                assert piece.holders[vendor] == number
+                found += [
+                    (element, (reducer, piece.holders[reducer]))
+                    for reducer, part in enumerate(piece.parts)
+                    for element in range(part.begin, part.end)
+                ]
+        assert [element for element, _ in found] == list(range(count))
+        for element, reducer in found:
+            reducers.setdefault(element, set()).add(reducer)
+    assert all(len(named) == 1 for named in reducers.values())
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 12))
