@@ -111,6 +111,18 @@ def address_leading_to(host: str) -> str | None:
     return None if is_loopback(address) else address
 
 
+def lead_gloo_towards(host: str) -> None:
+    """Have gloo use the interface that leads to a host, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself it takes what this host's own name resolves to: often the loopback interface, where
+    no other host reaches it. On `host` itself the name may mean just that; then gloo may choose.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if (address := address_leading_to(host)) and (interface := interface_with(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
 def address_towards(host: str) -> str:
     """The local address from which packets to a host are sent. OSError if there is no route."""
     failure: OSError | None = None

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from hetero.addresses import lead_gloo_towards
 from hetero.cluster import VENDOR_VARIABLE
 from hetero.converters import integer
 from hetero.errors import HeteroError, UserError
@@ -170,6 +171,7 @@ def measure(options: Options, out: str, command: Sequence[str]) -> str:
     if _under_launcher():
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         _require_gpus(options, local_size, simulated=VENDOR_VARIABLE in os.environ)
+        lead_gloo_towards(os.environ.get("MASTER_ADDR", ""))
         store, rank, size = next(iter(dist.rendezvous("env://")))
         failed = run_rank(store, rank=rank, size=size, options=options, out=out, command=command)
     else:

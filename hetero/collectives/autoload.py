@@ -78,7 +78,8 @@ def _create_group(options: Any, backend_options: Any = None) -> Any:
 def replace_backends() -> None:
     """Make each new group of a backend named in HETERO_INSTEAD_OF with `hetero`. Idempotent.
 
-    Wraps the one function of torch through which every group is made.
+    Wraps the one function of torch through which every group is made. A script's own groups over
+    gloo reach the other hosts too.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -87,8 +88,16 @@ def replace_backends() -> None:
         return
     signature = inspect.signature(original)
 
+    @functools.cache
+    def lead_to_rank_0() -> None:
+        from hetero.addresses import lead_gloo_towards
+
+        if "MASTER_ADDR" in os.environ:
+            lead_gloo_towards(os.environ["MASTER_ADDR"])
+
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
+        lead_to_rank_0()
         bound = signature.bind(*args, **kwargs)
         requested = bound.arguments["backend"]
         bound.arguments["backend"] = instead_of(requested)

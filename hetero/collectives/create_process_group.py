@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify, require_equal
-from hetero.collectives.group_links import clone, host_of, own_address
+from hetero.collectives.group_links import address_for_gloo, clone, host_of, own_address
 from hetero.collectives.presence import Presence
 from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
@@ -99,6 +100,7 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
             rank=layout.rank,
             size=layout.size,
             timeout=options.timeout,
+            address=address_for_gloo(layout),
         )
         library._set_sequence_number_for_group()
         group._register_backend(torch.device(device_type), kind, library)
@@ -162,8 +164,7 @@ class _Rendezvous:
                 planned_vendor=planned_vendor,
                 flags={},
             )
-            own |= {"host": identity.host, "vendor": identity.vendor}
-            own["version"] = identity.project_version
+            own |= {"vendor": identity.vendor, "version": identity.project_version}
             own["address"] = own_address(presence.store_host), presence.port
         except (UserError, ValueError, OSError) as error:
             own["error"] = str(error)
@@ -195,7 +196,7 @@ class _Rendezvous:
             raise failure from error
 
     def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every member's payload; LinkError if one has an error or does not come."""
+        """Every member's payload, with its host; LinkError if one has an error or does not come."""
         try:
             payloads = self._all_gather(what, own)
         except StoreUnresponsive as error:
@@ -204,12 +205,14 @@ class _Rendezvous:
         if errors:
             rank, reason = next(iter(errors.items()))
             raise LinkError(
-                f"group {self._name} could not be built: rank {self._global_ranks[rank]}: {reason}"
+                f"group {self._name} could not be built: rank {self._global_ranks[rank]} on "
+                f"{payloads[rank]['host']}: {reason}"
             )
         return payloads
 
     def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        self._store.set(f"{what}/{self._rank}", json.dumps(own))
+        payload = {**own, "host": socket.gethostname()}
+        self._store.set(f"{what}/{self._rank}", json.dumps(payload))
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         try:
             self._await(keys)

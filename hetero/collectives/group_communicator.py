@@ -31,7 +31,7 @@ from hetero.collectives.failure_report import (
     explain,
 )
 from hetero.collectives.gpu_p2p import GpuP2P
-from hetero.collectives.group_links import Link, Links, clone
+from hetero.collectives.group_links import Link, Links, address_for_gloo, clone
 from hetero.collectives.intra_vendor import VendorLibrary, new_library
 from hetero.collectives.p2p_batch import CallContext
 from hetero.collectives.presence import Presence
@@ -79,6 +79,7 @@ class Communicator:
                 rank=layout.vendor_rank,
                 size=len(layout.vendor_ranks),
                 timeout=timeout,
+                address=address_for_gloo(layout),
             )
             check_abort = self._check_abort if device.type == "cpu" else None
             self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)

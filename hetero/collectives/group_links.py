@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hetero.addresses import address_towards
+from hetero.addresses import address_towards, is_loopback
 from hetero.collectives.vendor_layout import Layout
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
@@ -38,6 +38,7 @@ __all__ = [
     "Message",
     "RingExchange",
     "Transfer",
+    "address_for_gloo",
     "as_bytes",
     "clone",
     "host_of",
@@ -151,6 +152,20 @@ class Links:
 def own_address(store_host: str) -> str:
     """The first of the addresses at which this rank's links listen."""
     return find_nics(_nic_names(), own=address_towards(store_host)).addresses[0]
+
+
+def address_for_gloo(layout: Layout) -> str | None:
+    """The address at which gloo has to listen; None if it may choose.
+
+    It may if the user has named its interface, and if all ranks are on one host.
+    """
+    addresses = [member.address[0] for member in layout.members]
+    reachable = [address for address in addresses if not is_loopback(address)]
+    if "GLOO_SOCKET_IFNAME" in os.environ or not reachable:
+        return None
+    own = addresses[layout.rank]
+    # Only on the store's host can its name mean the loopback interface.
+    return address_towards(reachable[0]) if is_loopback(own) else own
 
 
 def _nic_names() -> list[str]:

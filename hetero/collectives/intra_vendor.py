@@ -11,21 +11,55 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives.reductions import Reduction
+from hetero.errors import LinkError
 
 _POLL_INTERVAL = timedelta(seconds=1)
 _GRACE = timedelta(seconds=60)
+_CONNECT = timedelta(seconds=20)
+"""gloo waits five times as long for a connection."""
 
 
 def new_library(
-    device_type: str, store: dist.Store, *, rank: int, size: int, timeout: timedelta
+    device_type: str,
+    store: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    address: str | None,
 ) -> Any:
-    """The c10d backend of a group of one vendor. On a CPU, collective over its ranks."""
+    """The c10d backend of a group of one vendor. On a CPU, collective over its ranks.
+
+    `address`: this rank's, for gloo. With None it takes the interfaces of GLOO_SOCKET_IFNAME, or
+    else what the host's own name resolves to, which may be the loopback interface.
+    """
     if device_type == "cpu":
-        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        try:
+            library = _new_gloo(store, rank=rank, size=size, address=address, timeout=timeout)
+        except RuntimeError as error:
+            raise LinkError(
+                f"gloo did not connect the ranks of its vendor ({str(error).strip()}); see that "
+                "their hosts reach each other by the interfaces of GLOO_SOCKET_IFNAME, or unset it"
+            ) from error
+        library._set_default_timeout(timeout)
+        return library
     options = dist.ProcessGroupNCCL.Options()
     # Let the group's own deadline come first: its error names the culprit, NCCL's ends the process.
     options._timeout = timeout + _GRACE
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _new_gloo(
+    store: dist.Store, *, rank: int, size: int, address: str | None, timeout: timedelta
+) -> Any:
+    # All ranks are there by now. One that cannot connect does not tell those that wait for it.
+    timeout = min(timeout, _CONNECT)
+    if address is None:
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout
+    return gloo(store, rank, size, options)
 
 
 class LibraryWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from hetero.addresses import (
     address_towards,
     interface_address,
     interface_with,
+    lead_gloo_towards,
     own_address,
 )
 
@@ -82,3 +84,22 @@ def test_the_way_to_this_host_stays_within_it(here: str) -> None:
 
 def test_there_is_no_way_to_a_host_without_an_address() -> None:
     assert address_leading_to("no.such.host.invalid") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "expected"),
+    [
+        pytest.param("10.0.0.1", None, "enp1", id="another host"),
+        pytest.param("10.0.0.1", "enp9", "enp9", id="named by the user"),
+        pytest.param("127.0.0.1", None, None, id="this host"),
+    ],
+)
+def test_gloo_takes_the_interface_that_leads_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, own: str, named: str | None, expected: str | None
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named or "")
+    if named is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(addresses, "address_towards", {"rank0.example": own}.get)
+    lead_gloo_towards("rank0.example")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from tests.hosts.network import Network
 from tests.hosts.runs import Run, rendezvous_flags
+from tools.collective_bench.collective_files import RESULTS
 
 PARTS = 3
 
@@ -39,3 +41,45 @@ def test_random_calls_go_on_when_a_rail_is_lost(network: Network, tmp_path: Path
     digests = re.findall(r"rank \d ends with (\w+)", said)
     assert len(digests) == 4
     assert len(set(digests)) == 1
+
+
+def test_two_nodes_of_one_vendor_whose_names_lead_nowhere(network: Network, tmp_path: Path) -> None:
+    """gloo, the vendor's library here, would take the interface that a host's own name leads to."""
+    hosts = network.hosts
+    master = hosts[0].name
+    hosts[0].name_resolves_to("127.0.1.1")
+    for host in hosts[1:]:
+        host.name_resolves_to(None, **{master: hosts[0].address()})
+    commands = [
+        [
+            *("-m", "hetero.run", *rendezvous_flags(3, node, master)),
+            *("tests/hosts/collective_ranks.py", "1"),
+        ]
+        for node in range(3)
+    ]
+    vendors = [{"HETERO_VENDOR": vendor} for vendor in ("nvidia", "nvidia", "amd")]
+    outcomes = Run(hosts, commands, tmp_path, environs=vendors).end()
+    said = "".join(outcome.output for outcome in outcomes)
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0], said
+    assert len(set(re.findall(r"rank \d ends with (\w+)", said))) == 1
+
+
+def test_the_benchmark_runs_over_hosts_whose_names_lead_nowhere(
+    network: Network, tmp_path: Path
+) -> None:
+    pair = network.hosts[:2]
+    commands = [
+        [
+            *("-m", "torch.distributed.run", *rendezvous_flags(2, node, pair[0].address())),
+            *("tools/bench_collectives.py", "--device", "cpu", "--seconds-a-point", "0.05"),
+            *("--min-size", "64K", "--max-size", "64K", "--out", str(tmp_path / "out")),
+            *("--backends", "gloo", "hetero", "--operations", "all_reduce"),
+        ]
+        for node in range(2)
+    ]
+    vendors = [{"HETERO_VENDOR": vendor} for vendor in ("nvidia", "amd")]
+    outcomes = Run(pair, commands, tmp_path, environs=vendors).end()
+    said = "".join(outcome.output for outcome in outcomes)
+    assert [outcome.code for outcome in outcomes] == [0, 0], said
+    points = json.loads((tmp_path / "out" / RESULTS).read_text())["points"]
+    assert {point["backend"] for point in points} == {"gloo", "hetero"}
