@@ -6,27 +6,15 @@ import torch
 
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import pad_to_multiple
+from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.reductions import Reduction
-from hetero.collectives.vendor_layout import Piece, Span, chunks, equal_parts, shared_pieces
+from hetero.collectives.reductions import Reduction, combine_in_order
+from hetero.collectives.vendor_layout import Piece, Span, equal_parts, shared_pieces
 
 DIRECT_BYTES = 64 << 10
 """Up to this size every rank gets the other vendors' whole partial result: lowest latency."""
 _DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
 """The same if no vendor has a second rank. It is one step less, and each rank adds up all of it."""
-CHUNK_BYTES = 4 << 20
-"""On a CPU: a chunk that was just received is still in the cache when it is reduced."""
-_GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
-"""On a GPU: bounds of a chunk's size, and how many chunks overlap their steps."""
-_GPU_CHUNK_BYTES_ONE_PER_VENDOR = 256 << 20
-"""On a GPU, if no vendor has a second rank. Only the reduction kernels overlap with transfers then,
-and issuing one more chunk from Python takes as long as they do."""
-CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
-"""How many further chunks are in flight while one is reduced.
-
-A GPU's transfer is ordered after all that the stream holds, so issue it several chunks ahead,
-before their reductions are enqueued. A CPU should still find in its cache what it reduces.
-"""
 
 
 def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
@@ -38,21 +26,6 @@ def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -
     if flat.nbytes <= most:
         return _all_reduce_direct(context, flat, reduction)
     return _all_reduce_sharded(context, flat, reduction)
-
-
-def combine_in_order(
-    reduction: Reduction, partials: dict[int, torch.Tensor], *, out: torch.Tensor
-) -> None:
-    """Reduce the vendors' partial results in vendor order. `out` may alias one of them."""
-    first, *others = [partials[vendor] for vendor in sorted(partials)]
-    if len(others) == 1:
-        reduction.combine(first, others[0], out=out)
-        return
-    total = torch.empty_like(first)
-    reduction.combine(first, others[0], out=total)
-    for other in others[1:]:
-        reduction.combine(total, other, out=total)
-    out.copy_(total)
 
 
 def _all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
@@ -74,34 +47,19 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
 
     The steps of successive chunks overlap.
     """
-    length, alignment = chunk_length(context, flat), context.layout.alignment
     pipeline = [
         _Chunk(context, flat[span.begin : span.end], reduction)
-        for span in chunks(flat.numel(), length=length, alignment=alignment)
+        for span in chunk_spans(context, flat.numel(), element_size=flat.element_size())
     ]
-    ahead = CHUNKS_AHEAD[flat.device.type]
-    for step in range(len(pipeline) + 2 * ahead + 3):
-        for lag, advance in (
-            (0, _Chunk.reduce_scatter_within),
-            (1, _Chunk.send_partials),
-            (1 + ahead, _Chunk.reduce),
-            (1 + 2 * ahead, _Chunk.all_gather_within),
-            (2 + 2 * ahead, _Chunk.finish),
-        ):
-            if 0 <= step - lag < len(pipeline):
-                yield from advance(pipeline[step - lag])
-
-
-def chunk_length(context: CallContext, flat: torch.Tensor) -> int:
-    """The elements of a chunk; the same on every rank."""
-    if flat.is_cpu:
-        nbytes = CHUNK_BYTES
-    elif context.layout.alignment == 1:
-        nbytes = _GPU_CHUNK_BYTES_ONE_PER_VENDOR
-    else:
-        least, most = _GPU_CHUNK_BYTES
-        nbytes = min(max(least, flat.nbytes // _GPU_CHUNKS), most)
-    return nbytes // flat.element_size()
+    ahead = chunks_ahead(context)
+    steps = (
+        (0, _Chunk.reduce_scatter_within),
+        (1, _Chunk.send_partials),
+        (1 + ahead, _Chunk.reduce),
+        (1 + 2 * ahead, _Chunk.all_gather_within),
+        (2 + 2 * ahead, _Chunk.finish),
+    )
+    return overlapped(pipeline, steps)
 
 
 class _Chunk:

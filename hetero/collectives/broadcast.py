@@ -6,7 +6,9 @@ import torch
 
 from hetero.collectives.all_reduce import DIRECT_BYTES
 from hetero.collectives.group_links import as_bytes
+from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import pad_to_multiple
+from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.vendor_layout import equal_parts, overlaps
 
@@ -40,31 +42,81 @@ def _broadcast_whole(context: CallContext, memory: torch.Tensor, *, root: int) -
 
 
 def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -> Schedule:
-    """Scatter within the root's vendor, send shards to the others, all-gather within each."""
-    layout, library = context.layout, context.library
-    padded = pad_to_multiple(flat, layout.alignment)
-    spans = [equal_parts(padded.numel(), len(ranks)) for ranks in layout.vendors]
-    span = spans[layout.vendor][layout.vendor_rank]
-    source_vendor = layout.vendor_of(root)
-    shard = padded if library is None else padded.new_empty(len(span))
-    batch = P2PBatch(context)
-    if layout.vendor == source_vendor:
+    """For each chunk: scatter in the root's vendor, send shards to the others, gather in each.
+
+    The steps of successive chunks overlap.
+    """
+    pipeline = [
+        _Chunk(context, flat[span.begin : span.end], root=root)
+        for span in chunk_spans(context, flat.numel(), element_size=1)
+    ]
+    ahead = chunks_ahead(context)
+    steps = (
+        (0, _Chunk.scatter),
+        (1, _Chunk.exchange),
+        (1 + ahead, _Chunk.all_gather),
+        (2 + ahead, _Chunk.finish),
+    )
+    return overlapped(pipeline, steps)
+
+
+class _Chunk:
+    """One chunk of a broadcast, as bytes. The steps are called in this order."""
+
+    def __init__(self, context: CallContext, target: torch.Tensor, *, root: int) -> None:
+        layout = context.layout
+        self._context, self._target, self._root = context, target, root
+        self._source_vendor = layout.vendor_of(root)
+        self._padded = pad_to_multiple(target, layout.alignment)
+        self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
+        self._span = self._spans[layout.vendor][layout.vendor_rank]
+        self._shard = self._padded
+        self._library_work: LibraryWork | None = None
+        self._batch = P2PBatch(context)
+
+    def scatter(self) -> Schedule:
+        """Give each rank of the root's vendor a shard."""
+        layout, library = self._context.layout, self._context.library
         if library is not None:
-            parts = list(padded.split(len(span))) if layout.rank == root else []
-            library.scatter(shard, parts, root=layout.vendor_ranks.index(root)).wait()
-        for vendor in layout.other_vendors:
-            for index, common in overlaps(span, spans[vendor]):
-                piece = shard[common.relative_to(span)]
-                batch.send(layout.vendors[vendor][index], piece)
-        if library is not None:
-            batch.start()
-    else:
-        for index, common in overlaps(span, spans[source_vendor]):
-            piece = shard[common.relative_to(span)]
-            batch.recv(layout.vendors[source_vendor][index], piece)
-        yield batch
-    if library is not None:
-        library.all_gather(padded, shard).wait()
-    yield batch
-    if padded is not flat:
-        flat.copy_(padded[: flat.numel()])
+            self._shard = self._padded.new_empty(len(self._span))
+            if layout.vendor == self._source_vendor:
+                is_root = layout.rank == self._root
+                parts = list(self._padded.split(len(self._span))) if is_root else []
+                root = layout.vendor_ranks.index(self._root)
+                self._library_work = library.scatter(self._shard, parts, root=root)
+        yield from ()
+
+    def exchange(self) -> Schedule:
+        """Send the shards to the other vendors."""
+        self._wait_for_library()
+        layout = self._context.layout
+        if layout.vendor == self._source_vendor:
+            for vendor in layout.other_vendors:
+                for index, common in overlaps(self._span, self._spans[vendor]):
+                    piece = self._shard[common.relative_to(self._span)]
+                    self._batch.send(layout.vendors[vendor][index], piece)
+        else:
+            for index, common in overlaps(self._span, self._spans[self._source_vendor]):
+                piece = self._shard[common.relative_to(self._span)]
+                self._batch.recv(layout.vendors[self._source_vendor][index], piece)
+        self._batch.start()
+        yield from ()
+
+    def all_gather(self) -> Schedule:
+        yield self._batch
+        if (library := self._context.library) is not None:
+            self._library_work = library.all_gather(self._padded, self._shard)
+
+    def finish(self) -> Schedule:
+        self._wait_for_library()
+        if self._padded is not self._target:
+            self._target.copy_(self._padded[: self._target.numel()])
+        # Free the memory now: that of all chunks together is as large as the tensor.
+        self._padded = self._shard = self._target
+        self._batch = P2PBatch(self._context)
+        yield from ()
+
+    def _wait_for_library(self) -> None:
+        if self._library_work is not None:
+            self._library_work.wait()
+            self._library_work = None

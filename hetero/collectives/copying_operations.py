@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives import broadcast, gather_scatter, row_collectives
+from hetero.collectives import all_gather, all_to_all, broadcast, gather_scatter
 from hetero.collectives.call_arguments import (
     as_list,
     as_options,
@@ -87,13 +87,13 @@ class CopyingOperations(HeteroProcessGroupBase):
                 buffers = [output_buffer(part) for part in parts]
                 if min(sizes) == max(sizes):
                     pieces = [full_segment(buffer) for buffer in buffers]
-                    yield from row_collectives.all_gather(context, pieces, materialize(source))
+                    yield from all_gather.all_gather(context, pieces, materialize(source))
                 else:
                     row = materialized_bytes(source)
                     table = row.new_empty(len(parts), max(sizes))
                     row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
                     pieces = split_segments(table, [max(sizes)] * len(parts))
-                    yield from row_collectives.all_gather(context, pieces, row, table=table)
+                    yield from all_gather.all_gather(context, pieces, row, table=table)
                     for rank, buffer in enumerate(buffers):
                         as_bytes(buffer).copy_(table[rank, : sizes[rank]])
                 _write_back(buffers, parts)
@@ -133,9 +133,7 @@ class CopyingOperations(HeteroProcessGroupBase):
             for output, source in zip(outputs, inputs, strict=True):
                 buffer = output_buffer(output)
                 pieces = split_segments(buffer, [source.nbytes] * self._layout.size)
-                yield from row_collectives.all_gather(
-                    context, pieces, materialize(source), table=buffer
-                )
+                yield from all_gather.all_gather(context, pieces, materialize(source), table=buffer)
                 write_back(buffer, output)
 
         return self._run(algorithm, "all_gather", outputs, common=inputs, opts=opts)
@@ -153,7 +151,7 @@ class CopyingOperations(HeteroProcessGroupBase):
             buffers = [output_buffer(output) for output in outputs]
             targets = [full_segment(buffer) for buffer in buffers]
             sources = [full_segment(materialize(tensor)) for tensor in inputs]
-            yield from row_collectives.all_to_all(context, targets, sources)
+            yield from all_to_all.all_to_all(context, targets, sources)
             _write_back(buffers, outputs)
 
         return self._run(algorithm, "all_to_all", outputs, opts=opts)
@@ -175,7 +173,7 @@ class CopyingOperations(HeteroProcessGroupBase):
             buffer = output_buffer(output)
             targets = split_segments(buffer, output_sizes)
             sources = split_segments(materialize(source), input_sizes)
-            yield from row_collectives.all_to_all(context, targets, sources)
+            yield from all_to_all.all_to_all(context, targets, sources)
             write_back(buffer, output)
 
         return self._run(algorithm, "all_to_all", [output], opts=opts)

@@ -1,7 +1,7 @@
 """One rank's part in a group of several vendors: runs its calls in order, and handles failures.
 
 Knows nothing of c10d's process groups. A call is an algorithm over a `CallContext`
-(all_reduce.py, broadcast.py, row_collectives.py, gather_scatter.py, sparse.py).
+(all_reduce.py, reduce_scatter.py, all_gather.py, ...).
 """
 
 from __future__ import annotations

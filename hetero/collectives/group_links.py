@@ -42,6 +42,7 @@ __all__ = [
     "as_bytes",
     "clone",
     "host_of",
+    "nic_names",
     "own_address",
 ]
 
@@ -120,7 +121,7 @@ class Links:
             peer=peer,
             device=self._device,
             timeout=self._timeout,
-            nics=_nic_names(),
+            nics=nic_names(),
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
             check_abort=check_abort,
         )
@@ -151,7 +152,7 @@ class Links:
 
 def own_address(store_host: str) -> str:
     """The first of the addresses at which this rank's links listen."""
-    return find_nics(_nic_names(), own=address_towards(store_host)).addresses[0]
+    return find_nics(nic_names(), own=address_towards(store_host)).addresses[0]
 
 
 def address_for_gloo(layout: Layout) -> str | None:
@@ -168,7 +169,8 @@ def address_for_gloo(layout: Layout) -> str | None:
     return address_towards(reachable[0]) if is_loopback(own) else own
 
 
-def _nic_names() -> list[str]:
+def nic_names() -> list[str]:
+    """The NICs that the user has named for this rank's links; empty for those found."""
     return [name for name in os.environ.get(NICS_VARIABLE, "").split(",") if name]
 
 

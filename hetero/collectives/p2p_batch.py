@@ -12,11 +12,18 @@ import torch
 
 from hetero.collectives.group_links import Links, Message, RingExchange, Transfer
 from hetero.collectives.intra_vendor import VendorLibrary
+from hetero.collectives.memory_segments import Segment, copy_segment, same_memory
 from hetero.collectives.vendor_layout import Layout
 
 _WAIT_SPIN_MICROSECONDS = 500
 _POLL_MICROSECONDS = 200
 """About what handing the rest of a call over to another thread costs a slow CPU."""
+
+
+_COPY_FIRST_BYTES = {"cpu": 64 << 10, "cuda": 32 << 20}
+"""Up to this size a rank's own row is copied before the batch is issued, which then takes one call
+into C. A GPU copies this in 25 us, less than issuing the batch separately takes in Python.
+"""
 
 
 class CallContext:
@@ -82,6 +89,16 @@ class P2PBatch:
             nbytes = memory.nbytes
         if nbytes:
             self.ops.append((rank, memory, offset, nbytes, True))
+
+    def copy(self, target: Segment, source: Segment) -> None:
+        """Copy what this rank has for itself: before a small batch is issued, during a large one.
+
+        No-op if both are the same memory.
+        """
+        if not same_memory(target, source):
+            if source[2] > _COPY_FIRST_BYTES[source[0].device.type]:
+                self.start()
+            copy_segment(target, source)
 
     def start(self) -> None:
         """Issue the batch now, to overlap it with what the caller does before `wait()`."""

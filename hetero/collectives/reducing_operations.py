@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from hetero.collectives import all_reduce, row_collectives
+from hetero.collectives import all_reduce, reduce_scatter
 from hetero.collectives.call_arguments import (
     as_list,
     as_options,
@@ -114,7 +114,7 @@ class ReducingOperations(HeteroProcessGroupBase):
             flat = torch.cat(prepared)
             if len(sizes) == 1:
                 result = reduction.output_buffer(output)
-                yield from row_collectives.reduce_scatter(context, result, flat, reduction)
+                yield from reduce_scatter.reduce_scatter(context, result, flat, reduction)
                 reduction.finish(result, output)
                 return
             # Parts of different sizes: all-reduce everything, and keep this rank's part.
@@ -155,7 +155,7 @@ class ReducingOperations(HeteroProcessGroupBase):
         def algorithm(context: CallContext) -> Schedule:
             for output, source, reduction in zip(outputs, inputs, reductions, strict=True):
                 result = reduction.output_buffer(output)
-                yield from row_collectives.reduce_scatter(
+                yield from reduce_scatter.reduce_scatter(
                     context, result, reduction.prepare(source), reduction
                 )
                 reduction.finish(result, output)

@@ -123,6 +123,21 @@ class Reduction:
         target.detach().copy_(flat.view(target.shape))
 
 
+def combine_in_order(
+    reduction: Reduction, partials: dict[int, torch.Tensor], *, out: torch.Tensor
+) -> None:
+    """Reduce the vendors' partial results in vendor order. `out` may alias one of them."""
+    first, *others = [partials[vendor] for vendor in sorted(partials)]
+    if len(others) == 1:
+        reduction.combine(first, others[0], out=out)
+        return
+    total = torch.empty_like(first)
+    reduction.combine(first, others[0], out=total)
+    for other in others[1:]:
+        reduction.combine(total, other, out=total)
+    out.copy_(total)
+
+
 def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True) -> Reduction:
     """How to compute `op` for tensors of `dtype`. Raises UnsupportedError if it does not exist."""
     kind = hash(op)

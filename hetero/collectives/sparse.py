@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import torch
 
-from hetero.collectives import row_collectives
+from hetero.collectives import all_gather
 from hetero.collectives.memory_segments import materialize, split_segments
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, UnsupportedError
@@ -52,5 +52,5 @@ def _gathered(
     size = context.layout.size
     table = tensor.new_empty((size, *tensor.shape))
     pieces = split_segments(table, [tensor.nbytes] * size)
-    yield from row_collectives.all_gather(context, pieces, materialize(tensor), table=table)
+    yield from all_gather.all_gather(context, pieces, materialize(tensor), table=table)
     return table

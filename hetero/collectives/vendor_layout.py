@@ -157,6 +157,11 @@ def equal_parts(count: int, parts: int) -> list[Span]:
     return [Span(begin, end) for begin, end in pairwise(cuts)]
 
 
+def row_spans(count: int, length: int) -> list[Span]:
+    """Where each of so many rows is in a table of them."""
+    return [Span(row * length, (row + 1) * length) for row in range(count)]
+
+
 def overlaps(span: Span, parts: Sequence[Span]) -> list[tuple[int, Span]]:
     """The non-empty intersections of `span` with `parts`, each with the part's index, in order."""
     found = ((index, span.intersect(part)) for index, part in enumerate(parts))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hetero
+from hetero.collectives.group_links import nic_names
 from hetero.link.base import Link
 
 
@@ -34,7 +35,12 @@ class BoundaryLinks:
                 if rank in pair:
                     peer = pair[0] if rank == pair[1] else pair[1]
                     link = hetero.connect(
-                        store, rank=rank, peer=peer, device=device, timeout=timeout
+                        store,
+                        rank=rank,
+                        peer=peer,
+                        device=device,
+                        timeout=timeout,
+                        nics=nic_names(),
                     )
                     self._links.append(opened.enter_context(link))
             self._opened = opened.pop_all()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.all_reduce import CHUNK_BYTES, all_reduce
+from hetero.collectives.all_reduce import all_reduce
 from hetero.collectives.group_links import Message
+from hetero.collectives.overlapped_steps import CHUNK_BYTES
 from hetero.collectives.reductions import reduction_for
 from hetero.collectives.vendor_layout import Layout, Member
 
@@ -44,7 +45,13 @@ def test_of_a_large_tensor_half_of_few_chunks_is_held_beside_it() -> None:
     flat = torch.ones(chunks * CHUNK_BYTES // 4)
     peer = Peer(flat)
     context: Any = SimpleNamespace(
-        layout=Layout(members, 0), library=None, links=peer, ring=peer, tag=0, may_block=True
+        layout=Layout(members, 0),
+        library=None,
+        links=peer,
+        ring=peer,
+        device=flat.device,
+        tag=0,
+        may_block=True,
     )
     for _ in all_reduce(context, flat, reduction_for(dist.ReduceOp.SUM, flat.dtype, size=2)):
         most = max(most, sum(partial() is not None for partial in peer.partials))

@@ -1,0 +1,148 @@
+"""reduce_scatter across vendors: every rank's table is reduced, and each rank keeps its row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero.collectives.intra_vendor import LibraryWork
+from hetero.collectives.memory_segments import full_segment, pad_to_multiple, share_memory
+from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
+from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
+from hetero.collectives.reductions import Reduction, combine_in_order
+from hetero.collectives.vendor_layout import equal_parts, overlaps, row_spans
+
+
+def reduce_scatter(
+    context: CallContext, result: torch.Tensor, flat: torch.Tensor, reduction: Reduction
+) -> Schedule:
+    """Reduce every rank's `flat`, a table of rows, and leave row r at rank r in `result`.
+
+    The rows for another vendor are first reduce-scattered within this one, whose ranks then each
+    send what they have.
+    """
+    length = result.numel()
+    if not length:
+        return iter(())
+    # Without a second rank in any vendor only the additions overlap with the transfers.
+    rows = 1 if context.layout.alignment == 1 else context.layout.size
+    spans = chunk_spans(context, length, element_size=result.element_size(), rows=rows)
+    # The rows of a vendor's only rank are that vendor's partial results.
+    if context.library is None and len(spans) == 1:
+        return _reduce_scatter_one_step(context, result, flat, reduction)
+    table = flat.view(-1, length)
+    pipeline = [
+        _Chunk(context, result[s.begin : s.end], table[:, s.begin : s.end], reduction)
+        for s in spans
+    ]
+    steps = (
+        (0, _Chunk.reduce_scatter_within),
+        (1, _Chunk.send_partials),
+        (1 + chunks_ahead(context), _Chunk.reduce),
+    )
+    return overlapped(pipeline, steps)
+
+
+def _reduce_scatter_one_step(
+    context: CallContext, result: torch.Tensor, flat: torch.Tensor, reduction: Reduction
+) -> Schedule:
+    """One batch for all of it, so that Python issues once."""
+    layout, batch = context.layout, P2PBatch(context)
+    length, nbytes = result.numel(), result.nbytes
+    partials = {layout.vendor: flat[layout.rank * length : (layout.rank + 1) * length]}
+    for rank in layout.remote_ranks:
+        batch.send(rank, flat, rank * nbytes, nbytes)
+    # Receive one vendor's partial result into `result`, unless that overlaps what is sent.
+    buffer = None if share_memory(full_segment(result), full_segment(flat)) else result
+    for vendor in layout.other_vendors:
+        partial, buffer = torch.empty_like(result) if buffer is None else buffer, None
+        partials[vendor] = partial
+        ranks, unit = layout.vendors[vendor], nbytes // length
+        for rank, part in zip(ranks, equal_parts(length, len(ranks)), strict=True):
+            batch.recv(rank, partial, part.begin * unit, len(part) * unit)
+    yield batch
+    combine_in_order(reduction, partials, out=result)
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A part of this vendor's partial result, which goes to a rank of another vendor."""
+
+    rank: int
+    memory: torch.Tensor
+
+
+class _Chunk:
+    """Some columns of a reduce-scatter. The steps are called in this order."""
+
+    def __init__(
+        self,
+        context: CallContext,
+        result: torch.Tensor,
+        table: torch.Tensor,
+        reduction: Reduction,
+    ) -> None:
+        self._context, self._result, self._table = context, result, table
+        self._reduction = reduction
+        self._own = table[context.layout.rank]
+        self._own_work: LibraryWork | None = None
+        self._works: list[LibraryWork] = []
+        """What writes the partial results for other vendors."""
+        self._partials: list[_Partial] = []
+        self._received: dict[int, torch.Tensor] = {}
+        self._batch = P2PBatch(context)
+
+    def reduce_scatter_within(self) -> Schedule:
+        layout, library = self._context.layout, self._context.library
+        if library is None:
+            self._partials = [_Partial(rank, self._table[rank]) for rank in layout.remote_ranks]
+            return
+        length = len(self._result)
+        for vendor in layout.other_vendors:
+            ranks = layout.vendors[vendor]
+            rows = pad_to_multiple(self._rows(ranks), len(layout.vendor_ranks))
+            spans = equal_parts(len(ranks) * length, len(layout.vendor_ranks))
+            span, shard = spans[layout.vendor_rank], rows.new_empty(len(spans[0]))
+            self._works.append(library.reduce_scatter(shard, rows, self._reduction))
+            for index, common in overlaps(span, row_spans(len(ranks), length)):
+                self._partials.append(_Partial(ranks[index], shard[common.relative_to(span)]))
+        self._own = self._result.new_empty(length)
+        rows = self._rows(layout.vendor_ranks)
+        self._own_work = library.reduce_scatter(self._own, rows, self._reduction)
+        yield from ()
+
+    def send_partials(self) -> Schedule:
+        """Send the partial results of other ranks' rows, and receive those of this rank's."""
+        for work in self._works:
+            work.wait()
+        layout, length = self._context.layout, len(self._result)
+        for part in self._partials:
+            self._batch.send(part.rank, part.memory)
+        local_size = len(layout.vendor_ranks)
+        own_span = row_spans(local_size, length)[layout.vendor_rank]
+        for vendor in layout.other_vendors:
+            self._received[vendor] = self._result.new_empty(length)
+            shards = equal_parts(local_size * length, len(layout.vendors[vendor]))
+            for index, common in overlaps(own_span, shards):
+                memory = self._received[vendor][common.relative_to(own_span)]
+                self._batch.recv(layout.vendors[vendor][index], memory)
+        self._batch.start()
+        yield from ()
+
+    def reduce(self) -> Schedule:
+        yield self._batch
+        if self._own_work is not None:
+            self._own_work.wait()
+        partials = {self._context.layout.vendor: self._own, **self._received}
+        combine_in_order(self._reduction, partials, out=self._result)
+        # Free the memory now: that of all chunks together is as large as the table.
+        self._own, self._received, self._partials, self._works = self._result, {}, [], []
+        self._batch = P2PBatch(self._context)
+
+    def _rows(self, ranks: Sequence[int]) -> torch.Tensor:
+        """The rows of these ranks, flat: a view of the table if they are adjacent in it."""
+        if ranks[-1] - ranks[0] == len(ranks) - 1:
+            return self._table[ranks[0] : ranks[-1] + 1].reshape(-1)
+        return self._table[list(ranks)].reshape(-1)
