@@ -14,9 +14,9 @@ from hetero.collectives.memory_segments import (
     segment_bytes,
     share_memory,
 )
-from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
+from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.vendor_layout import Span, equal_parts, overlaps, row_spans
+from hetero.collectives.vendor_layout import equal_parts, overlaps, row_spans
 
 
 def all_gather(
@@ -43,13 +43,6 @@ def all_gather(
     return _all_gather_into_table(context, as_bytes(table).view(len(rows), -1), row)
 
 
-def _columns(context: CallContext, nbytes: int) -> list[Span]:
-    """The chunks of a row; one if no vendor has a second rank: then there is nothing to overlap."""
-    if context.layout.alignment == 1:
-        return [Span(0, nbytes)]
-    return chunk_spans(context, nbytes, element_size=1, rows=context.layout.size)
-
-
 def _all_gather_one_per_vendor(
     context: CallContext, rows: Sequence[Segment], row: torch.Tensor
 ) -> Schedule:
@@ -57,7 +50,7 @@ def _all_gather_one_per_vendor(
     layout, batch, source = context.layout, P2PBatch(context), full_segment(row)
     if any(share_memory(rows[rank], source) for rank in layout.remote_ranks):
         row = row.clone()  # another rank's row would be received into what is being sent
-    for span in _columns(context, row.nbytes):
+    for span in columns(context, row.nbytes, element_size=1, rows=len(rows)):
         for vendor in layout.other_vendors:
             ranks = layout.vendors[vendor]
             for rank, part in zip(ranks, equal_parts(len(span), len(ranks)), strict=True):
@@ -83,7 +76,7 @@ def _all_gather_into_table(
 ) -> Schedule:
     pipeline = [
         _Chunk(context, table[:, span.begin : span.end], row[span.begin : span.end])
-        for span in _columns(context, row.numel())
+        for span in columns(context, row.numel(), element_size=1, rows=len(table))
     ]
     ahead = chunks_ahead(context)
     steps = ((0, _Chunk.exchange), (ahead, _Chunk.gather), (ahead + 1, _Chunk.finish))

@@ -8,7 +8,7 @@ from hetero.collectives.all_reduce import DIRECT_BYTES
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import pad_to_multiple
-from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
+from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.vendor_layout import equal_parts, overlaps
 
@@ -48,7 +48,7 @@ def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -
     """
     pipeline = [
         _Chunk(context, flat[span.begin : span.end], root=root)
-        for span in chunk_spans(context, flat.numel(), element_size=1)
+        for span in columns(context, flat.numel(), element_size=1)
     ]
     ahead = chunks_ahead(context)
     steps = (

@@ -10,6 +10,8 @@ from hetero.collectives.vendor_layout import Span, chunks
 
 CHUNK_BYTES = 4 << 20
 """On a CPU: a chunk that was just received is still in the cache when it is reduced."""
+_NETWORK_CHUNK_BYTES = 16 << 20
+"""On CPUs of several hosts: of a table that is gathered or scattered, or a tensor that is sent."""
 _GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
 """On a GPU: bounds of a chunk's size, and how many chunks overlap their steps."""
 _GPU_CHUNK_BYTES_ONE_PER_VENDOR = 256 << 20
@@ -21,34 +23,56 @@ _CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
 A GPU's transfer is ordered after all that the stream holds, so issue it several chunks ahead,
 before their reductions are enqueued. A CPU should still find in its cache what it reduces.
 """
-
 _ALIGNED_BYTES = 512
 
 C = TypeVar("C")
 
 
-def _chunk_bytes(context: CallContext, nbytes: int) -> int:
-    """The size of a chunk of a call on so many bytes; the same on every rank."""
-    if context.device.type == "cpu":
-        return CHUNK_BYTES
-    if context.layout.alignment == 1:
-        return _GPU_CHUNK_BYTES_ONE_PER_VENDOR
-    least, most = _GPU_CHUNK_BYTES
-    return min(max(least, nbytes // _GPU_CHUNKS), most)
-
-
-def chunk_spans(
-    context: CallContext, length: int, *, element_size: int, rows: int = 1
-) -> list[Span]:
-    """The chunks of a buffer, or the columns of a table's; the same on every rank.
+def chunk_spans(context: CallContext, length: int, *, element_size: int) -> list[Span]:
+    """The chunks of memory that is reduced; the same on every rank.
 
     Args:
-        length: elements of the buffer, or of each of the table's `rows`.
+        length: in elements.
     """
-    nbytes = _chunk_bytes(context, length * rows * element_size)
+    if context.device.type == "cpu":
+        nbytes = CHUNK_BYTES
+    elif context.layout.alignment == 1:
+        nbytes = _GPU_CHUNK_BYTES_ONE_PER_VENDOR
+    else:
+        nbytes = _gpu_chunk_bytes(length * element_size)
+    return _spans(context, length, nbytes, element_size)
+
+
+def columns(context: CallContext, length: int, *, element_size: int, rows: int = 1) -> list[Span]:
+    """The chunks of a table's columns, to overlap steps within a vendor with those across.
+
+    One chunk where that gains nothing: if no vendor has a second rank, and among CPU ranks of one
+    host, which share its cores and memory in every step.
+
+    Args:
+        length: elements of each of the `rows`.
+    """
+    total = length * rows * element_size
+    if context.layout.alignment == 1:
+        nbytes = total
+    elif context.device.type == "cpu":
+        nbytes = _NETWORK_CHUNK_BYTES if context.layout.has_several_hosts else total
+    else:
+        nbytes = _gpu_chunk_bytes(total)
+    return _spans(context, length, nbytes // rows, element_size)
+
+
+def _gpu_chunk_bytes(total: int) -> int:
+    least, most = _GPU_CHUNK_BYTES
+    return min(max(least, total // _GPU_CHUNKS), most)
+
+
+def _spans(context: CallContext, length: int, nbytes: int, element_size: int) -> list[Span]:
     # Shards of bytes begin at addresses at which a GPU copies fast.
     alignment = context.layout.alignment * max(1, _ALIGNED_BYTES // element_size)
-    return chunks(length, length=nbytes // (rows * element_size), alignment=alignment)
+    if length * element_size <= nbytes:
+        return [Span(0, length)]
+    return chunks(length, length=nbytes // element_size, alignment=alignment)
 
 
 def chunks_ahead(context: CallContext) -> int:

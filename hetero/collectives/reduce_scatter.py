@@ -9,7 +9,7 @@ import torch
 
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import full_segment, pad_to_multiple, share_memory
-from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
+from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, columns, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, combine_in_order
 from hetero.collectives.vendor_layout import equal_parts, overlaps, row_spans
@@ -26,9 +26,11 @@ def reduce_scatter(
     length = result.numel()
     if not length:
         return iter(())
-    # Without a second rank in any vendor only the additions overlap with the transfers.
-    rows = 1 if context.layout.alignment == 1 else context.layout.size
-    spans = chunk_spans(context, length, element_size=result.element_size(), rows=rows)
+    element_size, size = result.element_size(), context.layout.size
+    if context.layout.alignment == 1:  # only the additions overlap with the transfers
+        spans = chunk_spans(context, length, element_size=element_size)
+    else:
+        spans = columns(context, length, element_size=element_size, rows=size)
     # The rows of a vendor's only rank are that vendor's partial results.
     if context.library is None and len(spans) == 1:
         return _reduce_scatter_one_step(context, result, flat, reduction)

@@ -102,6 +102,10 @@ class Layout:
         return math.lcm(*(len(ranks) for ranks in self.vendors))
 
     @cached_property
+    def has_several_hosts(self) -> bool:
+        return len({member.host for member in self.members}) > 1
+
+    @cached_property
     def inter_vendor_peers(self) -> tuple[int, ...]:
         """The ranks of other vendors with which this one exchanges shards, ascending."""
         mine = equal_parts(self.alignment, len(self.vendor_ranks))[self.vendor_rank]
