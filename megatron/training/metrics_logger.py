@@ -21,6 +21,13 @@ from megatron.training.metrics import IterationRecord
 
 def check_outputs(args: argparse.Namespace) -> None:
     """Raise UserError at startup for outputs that cannot be written."""
+    if args.wandb_project:
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                "--wandb-project needs wandb; install it with pip install '.[wandb]'"
+            ) from error
     for flag, path in (
         ("--metrics-file", args.metrics_file),
         ("--hetero-report", args.hetero_report),
@@ -42,13 +49,6 @@ def check_outputs(args: argparse.Namespace) -> None:
     for flag, folder in folders.items():
         if folder:
             _check_folder(flag, Path(folder))
-    if args.wandb_project:
-        try:
-            import wandb  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                "--wandb-project needs wandb; install it with pip install '.[wandb]'"
-            ) from error
 
 
 def _check_file(flag: str, path: Path) -> None:
@@ -189,7 +189,7 @@ class MetricsLogger:
 
             self._wandb = wandb.init(
                 project=args.wandb_project,
-                name=args.wandb_exp_name,
+                name=args.wandb_exp_name or None,
                 entity=args.wandb_entity or None,
                 dir=args.wandb_save_dir or None,
                 config={k: v for k, v in vars(args).items() if not k.startswith("_")},

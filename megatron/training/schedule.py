@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.pipeline.communicator import PipelineCommunicator
+from megatron.training.finishing_communicator import FinishingCommunicator
 from megatron.training.job import Job
 from megatron.training.model import StageModel
 from megatron.training.timing.timed_communicator import TimedCommunicator
@@ -89,6 +89,7 @@ class Schedule:
         )
         self._communicator: Any = None
         self._link_communicator: PipelineCommunicator | None = None
+        self._core_communicator: FinishingCommunicator | None = None
         if job.links is not None:
             delayed = {"after_gradient": model.delayed_wgrad.compute} if model.delayed_wgrad else {}
             self._communicator = self._link_communicator = PipelineCommunicator(
@@ -106,7 +107,8 @@ class Schedule:
                 # Disable its own timers: they do not cover overlapped receives.
                 config = copy.copy(config)
                 config.timers = None
-            self._communicator = P2PCommunicator(job.groups.pipeline, config)
+            self._core_communicator = FinishingCommunicator(job.groups.pipeline, config)
+            self._communicator = self._core_communicator
         if self._communicator is not None and timers.level > 1:
             self._communicator = TimedCommunicator(self._communicator, timers)
         self._is_interleaved = plan.chunks > 1
@@ -149,6 +151,8 @@ class Schedule:
             p2p_communicator=self._communicator,
             pg_collection=groups,
         )
+        if self._core_communicator is not None:
+            self._core_communicator.finish()
         if not results or not self._counts_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)

@@ -87,3 +87,32 @@ def test_weights_that_differ_between_replicas_end_the_run(corpus, tmp_path: Path
     spoken = outcomes[0].stderr + outcomes[1].stderr
     assert "the weights of data-parallel ranks differ after iteration 4: rank 1 on " in spoken
     assert spoken.count("error:") == 1
+
+
+LATE = """
+import runpy
+import time
+import torch.distributed as dist
+
+irecv = dist.irecv
+
+def late(*args, **kwargs):
+    time.sleep(0.05)
+    return irecv(*args, **kwargs)
+
+dist.irecv = late
+runpy.run_path({!r}, run_name="__main__")
+"""
+
+
+def test_an_evaluation_ends_only_when_its_last_send_has_arrived(corpus, tmp_path: Path) -> None:
+    """--overlap-p2p-communication-warmup-flush: stage 1 asks for it when stage 0 is done."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "2", "--eval-iters", "1"]
+    flags += "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2".split()
+    late = tmp_path / "late.py"
+    late.write_text(LATE.format(str(ENTRY)))
+    outcomes = launch(
+        [*flags, "--overlap-p2p-communication-warmup-flush"], 2, scripts={1: late}, seconds=90
+    )
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    assert len(_evaluations(outcomes[0].stdout)) == 1

@@ -131,6 +131,16 @@ def test_what_is_left_out_is_left_to_wandb(wandb: Any) -> None:
     assert "mode" not in given
 
 
+def test_empty_words_of_unset_variables_are_left_out(wandb: Any) -> None:
+    """They are Megatron's defaults of these flags: no project, and no W&B."""
+    empty = "--wandb-exp-name= --wandb-save-dir= --wandb-entity="
+    _recorder(f"--wandb-project= {empty}")
+    wandb.init.assert_not_called()
+    _recorder(f"--wandb-project words {empty}")
+    given = wandb.init.call_args.kwargs
+    assert (given["name"], given["entity"], given["dir"]) == (None, None, None)
+
+
 def test_the_folder_of_wandb_is_made_or_refused(wandb: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     made, refused = (

@@ -62,12 +62,14 @@ def record(**changed: Any) -> IterationRecord:
 # Before training.
 
 
-def test_wandb_that_is_not_installed_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+def test_wandb_that_is_not_installed_is_refused_with_the_remedy_and_no_folder_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     check_outputs(_outputs())
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "pip install '.[wandb]'" in _refusal(wandb_project="p")
+    metrics = tmp_path / "folder" / "metrics.jsonl"
+    assert "pip install '.[wandb]'" in _refusal(wandb_project="p", metrics_file=str(metrics))
+    assert not metrics.parent.exists()
 
 
 @pytest.mark.parametrize("name", ["metrics_file", "hetero_report"])

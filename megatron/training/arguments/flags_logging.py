@@ -70,12 +70,15 @@ def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="do not write the loss scale",
     )
-    group.add_argument("--wandb-project", type=text, help="W&B project; turns W&B on")
+    # Megatron's default of these four is the empty word: scripts pass on variables that are unset.
     group.add_argument(
-        "--wandb-exp-name", type=text, help="W&B name of the run; left out: W&B chooses one"
+        "--wandb-project", type=str, help="W&B project; turns W&B on, unless it is empty"
     )
-    group.add_argument("--wandb-save-dir", type=text, help="folder for W&B's local files")
-    group.add_argument("--wandb-entity", type=text, help="W&B user or team")
+    group.add_argument(
+        "--wandb-exp-name", type=str, help="W&B name of the run; left out: W&B chooses one"
+    )
+    group.add_argument("--wandb-save-dir", type=str, help="folder for W&B's local files")
+    group.add_argument("--wandb-entity", type=str, help="W&B user or team")
 
 
 def _add_profiler_flags(group: argparse._ArgumentGroup) -> None:
