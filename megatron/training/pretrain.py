@@ -17,6 +17,7 @@ from hetero.errors import DataError, HeteroError, UserError, print_error, write_
 from hetero.parent_process import end_with_parent
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
+from megatron.training.output_folders import remove_unused_folders
 from megatron.training.rendezvous import environment_rank
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _run(
     from megatron.training.cpu_shim import cpu_shim
     from megatron.training.run_job import run_job
 
-    with cpu_shim(), contextlib.closing(initializer):
+    with cpu_shim(), remove_unused_folders(args), contextlib.closing(initializer):
         job = initializer.initialize(args, refused, printed=printed)
         run_job(job, began=began)
         job.close()

@@ -64,10 +64,15 @@ def test_a_truncated_dataset(corpus, tmp_path: Path) -> None:
     assert_refused(outcomes, damaged.name, "cut short")
 
 
-def test_a_sequence_longer_than_the_data(corpus) -> None:
+def test_a_sequence_longer_than_the_data_which_leaves_no_folder(corpus, tmp_path: Path) -> None:
     length = "10000000"
-    outcomes = refused([*corpus.flags, "--seq-length", length, "--max-position-embeddings", length])
-    assert_refused(outcomes, "--seq-length 10000000", "longer than the data")
+    flags = [*corpus.flags, "--seq-length", length, "--max-position-embeddings", length]
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    flags += ["--save", str(tmp_path / "a" / "b"), "--save-interval", "1"]
+    flags += ["--tensorboard-dir", str(tmp_path / "board"), "--metrics-file", str(kept / "metrics")]
+    assert_refused(refused(flags), "--seq-length 10000000", "longer than the data")
+    assert [*tmp_path.iterdir()] == [kept]
 
 
 @pytest.mark.parametrize("tensor", ["1", "2"])
