@@ -185,7 +185,7 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(
         (["--prompt", ""], "--prompt is empty"),
         (["--top-k", "5"], "need --temperature"),
         (["--ckpt-step", "7"], "iter_0000007"),
-        (["--load", "nowhere"], "no checkpoint in nowhere"),
+        (["--load", "nowhere"], "nowhere is no folder; name the one that --save named"),
         (
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"],
             "name the same one with --tokenizer-type",
@@ -199,6 +199,14 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     words = ["--load", converted / "ours", "--prompt", PROMPT, *flags]
     assert said in refused(generate_text.main, words)
+
+
+def test_a_model_of_hugging_faces_format_is_refused_with_what_converts_it(
+    tmp_path: Path, refused: Refused
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    said = refused(generate_text.main, ["--load", tmp_path, "--prompt", PROMPT])
+    assert "which tools/convert_checkpoint.py hf-to-megatron converts" in said
 
 
 @pytest.mark.parametrize(

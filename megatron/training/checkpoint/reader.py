@@ -54,9 +54,11 @@ class CheckpointReader:
         """Open the checkpoint of an iteration, or the newest whose files match their checksums.
 
         With `older` false only the newest is tried. `load` may also be a checkpoint's own folder.
-        Raises DamagedCheckpoint, with what is wrong with each one tried, and UserError for a
-        checkpoint's own folder with another `iteration`.
+        Raises DamagedCheckpoint, with what is wrong with each one tried, and UserError for what is
+        no folder and for a checkpoint's own folder with another `iteration`.
         """
+        if not load.is_dir():
+            raise UserError(f"{load} is no folder; name the one that --save named")
         notes: list[str] = []
         if (load / INDEX_FILE).exists():
             if iteration is not None and load.name != folders.folder_name(iteration):
@@ -81,7 +83,7 @@ class CheckpointReader:
                     raise _newest_is_damaged(load, names, error) from error
                 continue
             return reader
-        tried = "; ".join(problems) or "it holds none"
+        tried = "; ".join(problems) or _no_checkpoint(load)
         raise DamagedCheckpoint(f"there is no checkpoint in {load} that can be used ({tried})")
 
     @property
@@ -198,6 +200,16 @@ class CheckpointReader:
         if values.numel() != end - begin:
             raise DamagedCheckpoint(f"{self.folder / file} holds too little of {name}")
         return values
+
+
+def _no_checkpoint(load: Path) -> str:
+    """Why a folder has nothing to try."""
+    if (load / "config.json").exists():
+        return (
+            "it is a model of Hugging Face's format, which tools/convert_checkpoint.py "
+            "hf-to-megatron converts"
+        )
+    return "it holds none"
 
 
 def _newest_is_damaged(
