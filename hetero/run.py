@@ -287,6 +287,8 @@ def _program_problems(options: argparse.Namespace) -> Iterator[str]:
             yield f"there is no module {program}; see the folder and PYTHONPATH"
     elif not Path(program).exists():
         yield f"there is no file {program}; the script comes after the launcher's flags"
+    elif Path(program).is_dir() and not Path(program, "__main__.py").exists():
+        yield f"{program} is a folder without __main__.py; name the script"
 
 
 def _by_torchrun(faults: Faults, flag: str, read: Callable[[], T]) -> T | None:

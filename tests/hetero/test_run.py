@@ -260,6 +260,7 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
                 "there is no program no-such-program",
             ],
         ),
+        ("FOLDER", ["FOLDER is a folder without __main__.py; name the script"]),
         (
             "--rdzv-backend c10d --rdzv-endpoint host: --log-dir /proc/none SCRIPT",
             ["the rendezvous endpoint 'host:' has no port", "[Errno 2] No such file or directory"],
@@ -274,8 +275,9 @@ def test_all_bad_flags_are_told_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert main(words.replace("SCRIPT", script).split()) == 2
-    first, *more = capsys.readouterr().err.splitlines()
+    folder = str(Path(script).parent)
+    assert main(words.replace("SCRIPT", script).replace("FOLDER", folder).split()) == 2
+    first, *more = capsys.readouterr().err.replace(folder, "FOLDER").splitlines()
     told = more or [first.removeprefix("error: ")]
     assert all(t.strip().startswith(r) for t, r in zip(told, reasons, strict=True)), told
 
