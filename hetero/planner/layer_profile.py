@@ -203,9 +203,11 @@ def load_profile(path: str | Path) -> MeasuredProfile:
     try:
         data = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise ProfileError(f"cannot read {where}: {error.strerror}") from error
+        raise ProfileError(f"{where} cannot be read ({error.strerror}); check the path") from error
     except ValueError as error:
-        raise ProfileError(f"{where} is not JSON: {error}") from error
+        raise ProfileError(
+            f"{where} is not JSON; name a file that tools/profile_layers.py wrote"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ProfileError(f"{where} is not a profile of format {FORMAT}; measure it again")
     listed = data.get("accelerators")
