@@ -55,11 +55,10 @@ class _TrainingRun:
     global_batch: int | None
 
     def micro_batches(self, plan: Plan) -> int:
-        return (
-            _UNLIMITED
-            if self.global_batch is None
-            else self.global_batch // _sequences_per_step(plan)
-        )
+        """Of a step; the nearest whole number where the global batch is no multiple."""
+        if self.global_batch is None:
+            return _UNLIMITED
+        return max(round(self.global_batch / _sequences_per_step(plan)), 1)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -220,7 +219,7 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
             f"{counted(step, 'sequence')} of a step of the pipeline; the nearest is {near}"
         )
     # With more layers on a stage than in the model, an estimate would be meaningless.
-    elif (
+    if (
         run.model is not None
         and not file.problems
         and max(map(sum, file.layers)) <= run.model.layers

@@ -193,7 +193,8 @@ def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     assert "; with recompute: full it is " in amd
     (fewer,) = refused(capsys, *words, "amd=18")
     assert "recompute: full, at most 17 layers on a stage it is 17." in fewer
-    (hopeless,) = refused(capsys, *words, "amd=2")
+    batch, hopeless = refused(capsys, *words, "amd=2", "--global-batch-size", "63")
+    assert batch.startswith("a global batch of 63 must be a multiple of the 4 sequences")
     assert hopeless.endswith("give the mesh smaller micro-batches or more tensor-parallel ranks")
 
 
