@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -24,10 +25,10 @@ if __name__ == "__main__":
     leave_on_interrupt()
 
 from hetero.converters import integer
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 from tools.run_comparison.alignment import align
 from tools.run_comparison.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
-from tools.run_comparison.curves import read_curve
+from tools.run_comparison.curves import Curve, read_curve
 from tools.run_comparison.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
 from tools.run_comparison.loss_files import write_report
 from tools.run_comparison.loss_table import report_text
@@ -104,16 +105,22 @@ def compare_files(args: argparse.Namespace) -> Outcome:
         raise UserError(f"--out {out} is a file; name a folder")
     if args.identical and args.criteria:
         raise UserError("--identical stands for --criteria identical; give one of the two")
+    faults = Faults()
+    criteria = faults.read(lambda: _criteria(args))
+    reference, seeds, candidates = (
+        _curves(paths, faults) for paths in ([args.reference], args.seeds, args.candidates)
+    )
+    faults.refuse()
     options = Options(
-        criteria=_criteria(args),
+        criteria=criteria,
         window=args.smooth,
         first=args.first,
         same_seed=True if args.same_seed else False if args.other_seed else None,
     )
     aligned = align(
-        read_curve(args.reference),
-        seeds=[read_curve(path) for path in args.seeds],
-        candidates=[read_curve(path) for path in args.candidates],
+        reference[0],
+        seeds=seeds,
+        candidates=candidates,
         first=args.from_iteration,
         last=args.to_iteration,
     )
@@ -122,6 +129,12 @@ def compare_files(args: argparse.Namespace) -> Outcome:
     written = write_report(comparison, out)
     lines = [report_text(comparison), "", f"wrote {', '.join(map(str, written))}"]
     return Outcome("\n".join([*lines, _last_line(comparison)]), comparison.passed)
+
+
+def _curves(paths: Sequence[str], faults: Faults) -> list[Curve]:
+    """The curves of the files that can be read; add what is wrong with the others to `faults`."""
+    curves = [faults.read(partial(read_curve, path)) for path in paths]
+    return [curve for curve in curves if curve is not None]
 
 
 def _same_file_notes(args: argparse.Namespace) -> list[str]:
@@ -138,10 +151,13 @@ def _criteria(args: argparse.Namespace) -> tuple[Criterion, ...] | None:
         return (parse_criterion("identical"),)
     if args.criteria is None:
         return None
-    criteria = tuple(parse_criterion(text) for text in args.criteria)
+    faults = Faults()
+    read = [faults.read(partial(parse_criterion, text)) for text in args.criteria]
+    criteria = tuple(criterion for criterion in read if criterion is not None)
     for number, criterion in enumerate(criteria):
         if criterion.name in [earlier.name for earlier in criteria[:number]]:
-            raise UserError(f"--criteria names {criterion.name} twice; give one bound")
+            faults.add([f"--criteria names {criterion.name} twice; give one bound"])
+    faults.refuse()
     return criteria
 
 

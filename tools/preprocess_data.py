@@ -18,7 +18,7 @@ if __name__ == "__main__":
     begin_script()
 
 from hetero.converters import integer, number, text
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 from hetero.formatting import counted
 from megatron.training.arguments.flags_data import add_tokenizer_flags
 from tools.preprocessing.batches import cut_batches
@@ -102,11 +102,15 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 def preprocess(args: argparse.Namespace) -> str:
     """Write the token files and return the line that says what was written."""
-    files = open_inputs(args.input, args.format)
+    faults = Faults()
+    files = faults.read(lambda: open_inputs(args.input, args.format))
+    encoder = faults.read(lambda: Encoder(args))
+    faults.refuse()
+    assert files is not None
+    assert encoder is not None
     _require_keys_fit(args.json_keys, files)
     folder = WorkFolder(args.output_prefix, args.json_keys, describe_run(args, files))
     folder.refuse_existing(args.overwrite)
-    encoder = Encoder(args)
     progress = Progress(sum(file.size for file in files), args.log_interval)
     with folder:
         folder.open(encoder.dtype, restart=args.restart)

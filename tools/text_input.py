@@ -18,9 +18,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 
 if TYPE_CHECKING:
     import zstandard
@@ -327,8 +328,15 @@ def _skip(stream: io.BufferedReader, count: int) -> None:
 
 
 def open_inputs(patterns: Sequence[str], format: str) -> list[InputFile]:
-    """The files that `--input` names, in the order given and within a glob by name."""
-    return [_open_input(path, format) for pattern in patterns for path in _matches(pattern)]
+    """The files that `--input` names, in the order given and within a glob by name.
+
+    Raises a Refusal with every path that cannot be read.
+    """
+    faults = Faults()
+    paths = [path for pattern in patterns for path in faults.read(partial(_matches, pattern)) or ()]
+    files = [faults.read(partial(_open_input, path, format)) for path in paths]
+    faults.refuse()
+    return [file for file in files if file is not None]
 
 
 def _open_input(path: str, format: str) -> InputFile:

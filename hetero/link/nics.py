@@ -33,13 +33,14 @@ def find_nics(
     """The NICs of these names; without names, the one with this rank's own address.
 
     An interface includes its RDMA devices, an RDMA device its interfaces. Each contributes its
-    address of the given family, or any if None. Raises ValueError for a name that is neither.
+    address of the given family, or any if None. Raises ValueError for all names that are neither.
     """
     if not names:
         return Nics(addresses=(own,), rdma=())
     devices = {device.name: device for device in rdma_devices(sys_root=sys_root)}
     addresses: list[str] = []
     rdma: list[str] = []
+    unknown: list[str] = []
     for name in names:
         bare = name.partition(":")[0]
         if bare in devices:
@@ -49,13 +50,16 @@ def find_nics(
             continue
         address = interface_address(name, family)
         if address is None:
-            known = ", ".join(devices) or "none"
-            raise ValueError(
-                f"{name} is neither a network interface with an {_KINDS[family]} address (`ip "
-                f"address` lists them) nor an RDMA device (here: {known})"
-            )
+            unknown.append(name)
+            continue
         addresses.append(address)
         rdma += [device.name for device in devices.values() if name in device.interfaces]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} neither a network "
+            f"interface with an {_KINDS[family]} address (`ip address` lists them) nor an RDMA "
+            f"device (here: {', '.join(devices) or 'none'})"
+        )
     # InfiniBand devices need no IP address, but the control connection does.
     return Nics(
         addresses=tuple(dict.fromkeys(addresses)) or (own,),

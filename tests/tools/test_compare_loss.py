@@ -146,3 +146,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2_and_nothing_is_written(
     words = [files.get(word, word) for word in command.format(tool=TOOL).split()]
     assert says in refused(main, ["--out", tmp_path / "out", *words])
     assert not (tmp_path / "out").exists()
+
+
+def test_every_file_and_criterion_that_makes_no_sense_is_told_at_once(files, tmp_path, refused):
+    words = f"seed1 absent --seeds {tmp_path} {TOOL} --criteria smoothly identical=1".split()
+    said = refused(main, [files.get(word, word) for word in words], several=True).splitlines()
+    expected = (
+        "error: 5 things have to be put right:",
+        "there is no 'smoothly'",
+        "identical takes no bound",
+        f"{tmp_path} cannot be read (Is a directory)",
+        "line 1, is not JSON",
+        "absent cannot be read (No such file",
+    )
+    for one, line in zip(expected, said, strict=True):
+        assert one in line

@@ -130,10 +130,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, refused, monkeypatc
     assert "RANK='two', which must be" in refused(preflight.main, "--no-bandwidth")
 
 
-def test_a_wrong_nic_on_all_nodes_is_said_once():
-    done = together(2, "--no-bandwidth", "--hetero-nics", "nope0")
+def test_wrong_nics_on_all_nodes_are_said_once():
+    done = together(2, "--no-bandwidth", "--hetero-nics", "nope0", "nope1")
     assert done.returncode != 0
-    assert done.stderr.count("--hetero-nics nope0 is no NIC") == 1
+    for name in ("nope0", "nope1"):
+        assert done.stderr.count(f"--hetero-nics {name} is no NIC") == 1
 
 
 KILLED = """

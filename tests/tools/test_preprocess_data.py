@@ -234,6 +234,17 @@ def test_what_a_flag_cannot_name_is_one_sentence(
     assert files_in(tmp_path) == ["corpus.txt"]
 
 
+def test_every_file_that_cannot_be_read_is_told_at_once(tmp_path, corpus, tokenizer, refused):
+    words = flags_for(tokenizer, tmp_path / "out", corpus)
+    words += ["--input", corpus, f"{tmp_path}/no.txt", tmp_path, "--tokenizer-model", "/no/such"]
+    told = refused(main, words, several=True).splitlines()[1:]
+    for sentence, line in zip(
+        ("no.txt does not exist", "is a directory", "/no/such"), told, strict=True
+    ):
+        assert sentence in line
+    assert files_in(tmp_path) == ["corpus.txt"]
+
+
 def test_existing_files_are_kept_unless_told_otherwise_and_overwritten_whole(
     tmp_path, corpus, tokenizer, refused
 ):

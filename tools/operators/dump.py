@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 from tools.operators.sample import Sample
 from tools.operators.tolerance import Rounding
 
@@ -147,21 +147,26 @@ def _header(record: dict[str, Any]) -> Header:
 
 
 def require_comparable(left: Header, right: Header) -> None:
-    """Refuse two dumps that were not made from the same; raises UserError naming what differs."""
+    """Refuse two dumps that were not made from the same; raises a Refusal naming all that differs.
+
+    Other flags make other operators and inputs, so these are compared only where the flags agree.
+    """
+    faults = Faults()
     for name in ("dtype", "seed", "sample"):
         ours, theirs = getattr(left, name), getattr(right, name)
         if ours != theirs:
-            raise UserError(
+            faults.sentences.append(
                 f"the dumps were made with different --{name}: {ours} and {theirs}; make both with "
                 "the same"
             )
     for name in sorted({*left.flags, *right.flags}):
         ours, theirs = left.flags.get(name), right.flags.get(name)
         if ours != theirs:
-            raise UserError(
+            faults.sentences.append(
                 f"the dumps were made from different models: {name} is {ours} in one and {theirs} "
                 "in the other; make both with the same flags"
             )
+    faults.refuse()
     if [op.name for op in left.operators] != [op.name for op in right.operators]:
         raise UserError(
             "the dumps hold different operators; make both with the same version of this project"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hetero.addresses import address_towards, unusable_interfaces
 from hetero.agreement import Agreement
-from hetero.errors import HeteroError, UserError
+from hetero.errors import Faults, HeteroError
 from tools.preflight_checks import findings_text
 from tools.preflight_checks.advice import Advice, Severity, advise
 from tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
@@ -165,7 +165,7 @@ def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[
     """The NICs that links would use and their addresses.
 
     Those named (a network interface or an RDMA device), or those recommended, or the one towards
-    the first node. Raises UserError for a name that is no NIC with an address here.
+    the first node. Raises a Refusal with every name that is no NIC with an address here.
     """
     by_interface = {i.name: i.address for i in facts.interfaces if i.address is not None}
     of_rdma = {
@@ -175,14 +175,17 @@ def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[
         if port.interface is not None
     }
     found = {}
+    faults = Faults()
     for name in named:
         address = by_interface.get(of_rdma.get(name, name))
         if address is None:
-            raise UserError(
+            faults.sentences.append(
                 f"--hetero-nics {name} is no NIC with an IP address on {facts.host.name}; it "
                 f"has {', '.join(by_interface) or 'none'}"
             )
+            continue
         found[name] = address
+    faults.refuse()
     if found:
         return found
     recommended = {n: by_interface[n] for n in facts.recommended_nics if n in by_interface}

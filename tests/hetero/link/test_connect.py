@@ -103,9 +103,11 @@ def test_all_that_is_wrong_with_the_arguments_is_said_at_once() -> None:
         assert said in str(refused.value)
 
 
-def test_a_nic_that_is_not_there_is_refused_before_anyone_is_waited_for() -> None:
-    with pytest.raises(ValueError, match="nothing0 is neither a network interface"):
-        hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu", nics=["nothing0"])
+def test_nics_that_are_not_there_are_refused_before_anyone_is_waited_for() -> None:
+    with pytest.raises(ValueError, match="nothing0, nothing1 are neither a network interface"):
+        hetero.connect(
+            dist.HashStore(), rank=0, peer=1, device="cpu", nics=["nothing0", "nothing1"]
+        )
 
 
 def test_a_library_of_other_sources_is_refused_before_anyone_is_waited_for(

@@ -69,6 +69,15 @@ def test_dumps_not_made_from_the_same_are_refused(changed, named) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_all_that_two_dumps_were_made_from_differently_is_told_at_once() -> None:
+    other = dump(dtype="float16", seed=7, flags={"hidden_size": 32, "rotary_base": 500})
+    with pytest.raises(UserError) as error:
+        require_comparable(dump().header, other.header)
+    told = ("--dtype:", "--seed:", "hidden_size is 64", "rotary_base is 10000")
+    for named, sentence in zip(told, error.value.sentences, strict=True):
+        assert named in sentence
+
+
 def test_device_versions_and_kernels_may_differ() -> None:
     other = dump(
         vendor="amd", device="MI300X", torch="2.13.0", kernels={"attention_backend": "flash"}
