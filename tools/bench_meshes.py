@@ -41,6 +41,7 @@ from tools.reproduction.run_options import (
     add_run_flags,
     parse_words,
     parsed,
+    possible_here,
     require_gpus,
     without_false_comparison,
 )
@@ -62,7 +63,7 @@ def parse_options(argv: Sequence[str]) -> MeshOptions:
         "--transports",
         nargs="+",
         choices=TRANSPORTS,
-        default=["device-direct", "cpu-forward"],
+        default=possible_here(("device-direct", "cpu-forward")),
         metavar="NAME",
         help=f"between the meshes: {', '.join(TRANSPORTS)}",
     )

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tools.made_measurements import MEASURED
 from tools import bench_meshes
 from tools.bench_meshes import parse_options
 from tools.reproduction.measurement import Attempt
 from tools.reproduction.mesh_runs import findings, planned_runs, render
-from tools.reproduction.run_options import parsed
+from tools.reproduction.run_options import parsed, possible_here
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -22,7 +23,7 @@ ON_EIGHT = "--meshes TP4xDP1/TP2xDP2 TP1xDP4/TP2xDP2 --out x"
 
 
 def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> None:
-    options = parse_options(ON_EIGHT.split())
+    options = parse_options([*ON_EIGHT.split(), "--transports", "device-direct", "cpu-forward"])
     runs = {run.row: run for run in planned_runs(options)}
     alone = [name for name in runs if "micro-batch" in name]
     assert alone == [
@@ -45,6 +46,15 @@ def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> N
         for meshes in ("TP4xDP1-TP2xDP2", "TP1xDP4-TP2xDP2")
         for transport in ("device-direct", "cpu-forward")
     ]
+
+
+def test_without_a_gpu_no_run_asks_for_device_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = f"--meshes TP2xDP1/TP1xDP2 --global-batch-size 8 --model {TINY} --out x"
+    options = parse_options(words.split())
+    assert options.transports == ("cpu-forward",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert possible_here(["device-direct", "gloo"]) == ["device-direct", "gloo"]
 
 
 @pytest.mark.parametrize(

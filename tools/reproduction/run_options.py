@@ -152,6 +152,11 @@ def fastest_transport() -> str:
     return "device-direct" if torch.cuda.is_available() else "shm"
 
 
+def possible_here(rows: Sequence[str]) -> list[str]:
+    """Those of a tool's default rows that this machine can run: device-direct joins GPUs."""
+    return [row for row in rows if row != "device-direct" or torch.cuda.is_available()]
+
+
 def all_flags(options: RunOptions, own: Sequence[str], *, data: Sequence[str]) -> list[str]:
     """All flags of a run: of the model, training, the data, its `own`, and the user's."""
     preset, _ = expand_config_files(["--yaml-cfg", str(options.setting.preset)], build_parser())

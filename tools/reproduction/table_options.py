@@ -11,6 +11,7 @@ from tools import tool_command_line
 from tools.reproduction.run_options import (
     add_run_flags,
     parse_words,
+    possible_here,
     require_gpus,
     without_false_comparison,
 )
@@ -39,7 +40,7 @@ def _parser(description: str) -> tool_command_line.Parser:
     parser.add_argument(
         "--rows",
         nargs="+",
-        default=list(ROWS),
+        default=possible_here(ROWS),
         choices=(HOMOGENEOUS, *TRANSPORTS, EVERY_GROUP),
         metavar="ROW",
         help=f"{HOMOGENEOUS}, or a transport: {', '.join(TRANSPORTS)}; {EVERY_GROUP}: gloo, with "
