@@ -170,6 +170,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
     options.flags = list(words[cut + 1 :])
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"{options.out} is a file; name a folder for the results")
+    if not options.preset.is_file():
+        parser.error(f"--preset {options.preset} is no file; check the path")
     if options.interval < 2:
         parser.error("--interval must be at least 2: the first iteration is no measure")
     if options.iterations < 3 * options.interval:

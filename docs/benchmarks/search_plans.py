@@ -274,6 +274,8 @@ def main() -> None:
     adds = commands.add_parser("sum")
     adds.add_argument("--out", type=Path, required=True, help="JSON")
     options = parser.parse_args()
+    if not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     rows: list[Any]
     if options.command == "sum":
         rows = beside_sum(Path(__file__).resolve().parent)

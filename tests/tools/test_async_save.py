@@ -91,6 +91,7 @@ def test_a_save_that_failed_is_no_measure(benchmark: ModuleType) -> None:
         ("--kinds async", "--kinds must name none"),
         ("--kinds none", "--kinds must name none, which the others are compared with, and another"),
         ("--kinds sometimes", "invalid choice: 'sometimes'"),
+        ("--preset absent.yaml", "--preset absent.yaml is no file; check the path"),
     ],
 )
 def test_what_measures_nothing_is_refused(
@@ -99,6 +100,14 @@ def test_what_measures_nothing_is_refused(
     with pytest.raises(SystemExit, match="2"):
         benchmark.parse(["out", *words.split()])
     assert reason in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_results_folder_is_refused(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.parse([str(SCRIPT)])
+    assert f"{SCRIPT} is a file; name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
