@@ -87,7 +87,6 @@ class _Chunk:
     def send_partials(self) -> Schedule:
         """Send the other vendors the parts that they reduce, and receive those for this rank."""
         self._wait_for_library()
-        self._batch = P2PBatch(self._context)
         for piece in self._pieces:
             own = self._part(piece, self._context.layout.vendor)
             partials = {self._context.layout.vendor: own}

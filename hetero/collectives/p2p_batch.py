@@ -18,8 +18,6 @@ from hetero.collectives.vendor_layout import Layout
 _WAIT_SPIN_MICROSECONDS = 500
 _POLL_MICROSECONDS = 200
 """About what handing the rest of a call over to another thread costs a slow CPU."""
-
-
 _COPY_FIRST_BYTES = {"cpu": 64 << 10, "cuda": 32 << 20}
 """Up to this size a rank's own row is copied before the batch is issued, which then takes one call
 into C. A GPU copies this in 25 us, less than issuing the batch separately takes in Python.
