@@ -62,6 +62,16 @@ def own_address(routes: Sequence[Route | None], rank: int) -> str:
     return next((other.rank_0 for other in routes if other is not None), "127.0.0.1")
 
 
+def reachable_address(own: str, others: Sequence[str]) -> str:
+    """The address by which ranks with the addresses `others` reach this one.
+
+    All are towards the store's host, on which its name may resolve to a loopback address, as on
+    Debian.
+    """
+    elsewhere = next((address for address in others if not is_loopback(address)), None)
+    return address_towards(elsewhere) if is_loopback(own) and elsewhere is not None else own
+
+
 def interface_with(address: str) -> str | None:
     """The network interface that has an address; None if there is none."""
     wanted = ipaddress.ip_address(address)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.memory_segments import pad_to_multiple
 from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, combine_in_order
-from hetero.collectives.vendor_layout import Piece, Span, equal_parts, shared_pieces
+from hetero.collectives.sharded_chunk import ShardedChunk
+from hetero.collectives.vendor_layout import Piece, shared_pieces
 
 DIRECT_BYTES = 64 << 10
 """Up to this size every rank gets the other vendors' whole partial result: lowest latency."""
@@ -62,19 +61,13 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
     return overlapped(pipeline, steps)
 
 
-class _Chunk:
+class _Chunk(ShardedChunk):
     """One chunk of an all-reduce, whose steps are called in this order. Each waits for the last."""
 
     def __init__(self, context: CallContext, target: torch.Tensor, reduction: Reduction) -> None:
-        layout = context.layout
-        self._context, self._target, self._reduction = context, target, reduction
-        self._padded = pad_to_multiple(target, layout.alignment)
-        spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
-        self._span: Span = spans[layout.vendor][layout.vendor_rank]
-        self._pieces = shared_pieces(self._span, spans)
-        self._shard = self._padded
-        self._library_work: LibraryWork | None = None
-        self._batch = P2PBatch(context)
+        super().__init__(context, target)
+        self._reduction = reduction
+        self._pieces = shared_pieces(self._span, self._spans)
         self._partials: list[dict[int, torch.Tensor]] = []
 
     def reduce_scatter_within(self) -> Schedule:
@@ -111,20 +104,6 @@ class _Chunk:
         self._partials = []
         self._batch.start()
 
-    def all_gather_within(self) -> Schedule:
-        yield self._batch
-        if (library := self._context.library) is not None:
-            self._library_work = library.all_gather(self._padded, self._shard)
-
-    def finish(self) -> Schedule:
-        self._wait_for_library()
-        if self._padded is not self._target:
-            self._target.copy_(self._padded[: self._target.numel()])
-        # Free the memory now: that of all chunks together is as large as the tensor.
-        self._padded = self._shard = self._target
-        self._batch = P2PBatch(self._context)
-        yield from ()
-
     def _part(self, piece: Piece, vendor: int) -> torch.Tensor:
         """The part of a piece that a vendor reduces."""
         return self._shard[piece.parts[vendor].relative_to(self._span)]
@@ -136,11 +115,6 @@ class _Chunk:
             (vendor, layout.vendors[vendor][piece.holders[vendor]])
             for vendor in layout.other_vendors
         ]
-
-    def _wait_for_library(self) -> None:
-        if self._library_work is not None:
-            self._library_work.wait()
-            self._library_work = None
 
 
 def reduce(

@@ -6,11 +6,10 @@ import torch
 
 from hetero.collectives.all_reduce import DIRECT_BYTES
 from hetero.collectives.group_links import as_bytes
-from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.memory_segments import pad_to_multiple
 from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.vendor_layout import equal_parts, overlaps
+from hetero.collectives.sharded_chunk import ShardedChunk
+from hetero.collectives.vendor_layout import overlaps
 
 
 def broadcast(context: CallContext, memory: torch.Tensor, *, root: int) -> Schedule:
@@ -54,25 +53,18 @@ def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -
     steps = (
         (0, _Chunk.scatter),
         (1, _Chunk.exchange),
-        (1 + ahead, _Chunk.all_gather),
+        (1 + ahead, _Chunk.all_gather_within),
         (2 + ahead, _Chunk.finish),
     )
     return overlapped(pipeline, steps)
 
 
-class _Chunk:
+class _Chunk(ShardedChunk):
     """One chunk of a broadcast, as bytes. The steps are called in this order."""
 
     def __init__(self, context: CallContext, target: torch.Tensor, *, root: int) -> None:
-        layout = context.layout
-        self._context, self._target, self._root = context, target, root
-        self._source_vendor = layout.vendor_of(root)
-        self._padded = pad_to_multiple(target, layout.alignment)
-        self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
-        self._span = self._spans[layout.vendor][layout.vendor_rank]
-        self._shard = self._padded
-        self._library_work: LibraryWork | None = None
-        self._batch = P2PBatch(context)
+        super().__init__(context, target)
+        self._root, self._source_vendor = root, context.layout.vendor_of(root)
 
     def scatter(self) -> Schedule:
         """Give each rank of the root's vendor a shard."""
@@ -101,22 +93,3 @@ class _Chunk:
                 self._batch.recv(layout.vendors[self._source_vendor][index], piece)
         self._batch.start()
         yield from ()
-
-    def all_gather(self) -> Schedule:
-        yield self._batch
-        if (library := self._context.library) is not None:
-            self._library_work = library.all_gather(self._padded, self._shard)
-
-    def finish(self) -> Schedule:
-        self._wait_for_library()
-        if self._padded is not self._target:
-            self._target.copy_(self._padded[: self._target.numel()])
-        # Free the memory now: that of all chunks together is as large as the tensor.
-        self._padded = self._shard = self._target
-        self._batch = P2PBatch(self._context)
-        yield from ()
-
-    def _wait_for_library(self) -> None:
-        if self._library_work is not None:
-            self._library_work.wait()
-            self._library_work = None

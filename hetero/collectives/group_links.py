@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from hetero.addresses import address_towards, is_loopback
+from hetero.addresses import address_towards, is_loopback, reachable_address
 from hetero.collectives.vendor_layout import Layout
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
@@ -161,12 +161,9 @@ def address_for_gloo(layout: Layout) -> str | None:
     It may if the user has named its interface, and if all ranks are on one host.
     """
     addresses = [member.address[0] for member in layout.members]
-    reachable = [address for address in addresses if not is_loopback(address)]
-    if "GLOO_SOCKET_IFNAME" in os.environ or not reachable:
+    if "GLOO_SOCKET_IFNAME" in os.environ or all(map(is_loopback, addresses)):
         return None
-    own = addresses[layout.rank]
-    # Only on the store's host can its name mean the loopback interface.
-    return address_towards(reachable[0]) if is_loopback(own) else own
+    return reachable_address(addresses[layout.rank], addresses)
 
 
 def nic_names() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -41,7 +40,7 @@ def reduce_scatter(
     ]
     steps = (
         (0, _Chunk.reduce_scatter_within),
-        (1, _Chunk.send_partials),
+        (1, _Chunk.exchange),
         (1 + chunks_ahead(context), _Chunk.reduce),
     )
     return overlapped(pipeline, steps)
@@ -68,14 +67,6 @@ def _reduce_scatter_one_step(
     combine_in_order(reduction, partials, out=result)
 
 
-@dataclass(frozen=True)
-class _Partial:
-    """A part of this vendor's partial result, which goes to a rank of another vendor."""
-
-    rank: int
-    memory: torch.Tensor
-
-
 class _Chunk:
     """Some columns of a reduce-scatter. The steps are called in this order."""
 
@@ -92,14 +83,15 @@ class _Chunk:
         self._own_work: LibraryWork | None = None
         self._works: list[LibraryWork] = []
         """What writes the partial results for other vendors."""
-        self._partials: list[_Partial] = []
         self._received: dict[int, torch.Tensor] = {}
         self._batch = P2PBatch(context)
 
     def reduce_scatter_within(self) -> Schedule:
+        """Reduce the rows within this vendor; what is not this rank's will be sent."""
         layout, library = self._context.layout, self._context.library
         if library is None:
-            self._partials = [_Partial(rank, self._table[rank]) for rank in layout.remote_ranks]
+            for rank in layout.remote_ranks:
+                self._batch.send(rank, self._table[rank])
             return
         length = len(self._result)
         for vendor in layout.other_vendors:
@@ -109,19 +101,17 @@ class _Chunk:
             span, shard = spans[layout.vendor_rank], rows.new_empty(len(spans[0]))
             self._works.append(library.reduce_scatter(shard, rows, self._reduction))
             for index, common in overlaps(span, row_spans(len(ranks), length)):
-                self._partials.append(_Partial(ranks[index], shard[common.relative_to(span)]))
+                self._batch.send(ranks[index], shard[common.relative_to(span)])
         self._own = self._result.new_empty(length)
         rows = self._rows(layout.vendor_ranks)
         self._own_work = library.reduce_scatter(self._own, rows, self._reduction)
         yield from ()
 
-    def send_partials(self) -> Schedule:
+    def exchange(self) -> Schedule:
         """Send the partial results of other ranks' rows, and receive those of this rank's."""
         for work in self._works:
             work.wait()
         layout, length = self._context.layout, len(self._result)
-        for part in self._partials:
-            self._batch.send(part.rank, part.memory)
         local_size = len(layout.vendor_ranks)
         own_span = row_spans(local_size, length)[layout.vendor_rank]
         for vendor in layout.other_vendors:
@@ -140,7 +130,7 @@ class _Chunk:
         partials = {self._context.layout.vendor: self._own, **self._received}
         combine_in_order(self._reduction, partials, out=self._result)
         # Free the memory now: that of all chunks together is as large as the table.
-        self._own, self._received, self._partials, self._works = self._result, {}, [], []
+        self._own, self._received, self._works = self._result, {}, []
         self._batch = P2PBatch(self._context)
 
     def _rows(self, ranks: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hetero.addresses import address_towards, family_of, is_loopback
+from hetero.addresses import address_towards, family_of, reachable_address
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
@@ -77,7 +77,7 @@ def connect(
     job, theirs = _exchange_addresses(
         watched, name, rank=rank, peer=peer, timeout=timeout, host=host_of(store)
     )
-    own = _own_address(store, theirs)
+    own = reachable_address(address_towards(host_of(store)), [theirs])
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
@@ -127,15 +127,6 @@ def host_of(store: dist.Store) -> str:
     if isinstance(store, dist.TCPStore):
         return str(store.host)
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def _own_address(store: dist.Store, theirs: str) -> str:
-    """The address by which the peer reaches this rank; `theirs` is the peer's towards the store.
-
-    On the store's own host its name may resolve to a loopback address, as on Debian.
-    """
-    own = address_towards(host_of(store))
-    return address_towards(theirs) if is_loopback(own) and not is_loopback(theirs) else own
 
 
 def _exchange_addresses(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ from pathlib import Path
 def remove_unused_folders(args: Namespace | None) -> Iterator[None]:
     """After an error, remove the output folders that did not exist before and are empty.
 
-    Start-up makes them, to see that they can be written to, before it looks at the data.
+    Rank 0 makes them at start-up, to see that they can be written to, before the data are read. On
+    other ranks this is a no-op.
     """
-    missing = [] if args is None else _missing(_output_folders(args))
+    missing: list[Path] = []
+    if args is not None and os.environ.get("RANK", "0") == "0":
+        missing = _missing(_output_folders(args))
     try:
         yield
     except BaseException:

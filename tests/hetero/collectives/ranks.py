@@ -72,6 +72,17 @@ def run_ranks(
         )
 
 
+def open_group(side: Side, *, seconds: float = TIMEOUT) -> None:
+    """Open the default group in a scenario that was started without one."""
+    dist.init_process_group(
+        "hetero",
+        store=dist.PrefixStore("group", side.store),
+        rank=side.rank,
+        world_size=side.size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
 def _live(
     scenario: Scenario,
     vendors: tuple[str, ...],

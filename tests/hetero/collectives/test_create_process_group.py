@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 from hetero import cluster
 from tests.forked_ranks import values
-from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, run_ranks
+from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, open_group, run_ranks
 
 
 def be_of_an_unknown_vendor() -> None:
@@ -42,13 +40,7 @@ def build_where_rank_2_differs(side: Side) -> str:
     if side.rank == 2:
         side.options["change"]()
     try:
-        dist.init_process_group(
-            "hetero",
-            store=dist.PrefixStore("group", side.store),
-            rank=side.rank,
-            world_size=side.size,
-            timeout=timedelta(seconds=30),
-        )
+        open_group(side, seconds=30)
     except Exception as error:
         return str(error)
     return "nothing"

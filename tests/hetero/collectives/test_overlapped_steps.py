@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +16,13 @@ from hetero.collectives import overlapped_steps
 from hetero.collectives.overlapped_steps import chunk_spans, columns, overlapped
 from hetero.collectives.vendor_layout import Layout, Member, Span
 from tests.forked_ranks import values
-from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
+from tests.hetero.collectives.ranks import (
+    THREE_AND_ONE,
+    TWO_AND_TWO,
+    Side,
+    open_group,
+    run_ranks,
+)
 from tests.hetero.collectives.test_operations import LARGE, check_copies, check_reductions
 
 MIB = 1 << 20
@@ -104,13 +108,7 @@ def large_calls(side: Side) -> dict[str, str]:
     """As on hosts of two ranks each, with chunks so small that a row has several."""
     socket.gethostname = lambda: f"host{side.rank // 2}"
     overlapped_steps._NETWORK_CHUNK_BYTES = MIB
-    dist.init_process_group(
-        "hetero",
-        store=dist.PrefixStore("group", side.store),
-        rank=side.rank,
-        world_size=side.size,
-        timeout=timedelta(seconds=60),
-    )
+    open_group(side)
     assert len(columns(context("nnaa"), LARGE[0] * 4, element_size=1, rows=side.size)) > 5
     digests: dict[str, str] = {}
     for dtype, name in ((torch.float32, "SUM"), (torch.uint8, "MAX")):
