@@ -115,7 +115,7 @@ class GpuP2P:
     ) -> None:
         """Start it here if the link is open and nothing is queued before it; else queue it."""
         channel = self._channel(rank, is_send=is_send)
-        if self._links.is_open_to(rank) and channel.worker.try_acquire():
+        if rank in self._links.by_rank and channel.worker.try_acquire():
             try:
                 work.attach(channel, transfer(self._links.to(rank)), on_received)
             finally:

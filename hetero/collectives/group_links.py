@@ -67,7 +67,8 @@ class Links:
     ) -> None:
         self._layout, self._store = layout, store
         self._device, self._timeout, self._check_abort = device, timeout, check_abort
-        self._links: dict[int, Link] = {}
+        self.by_rank: dict[int, Link] = {}
+        """The open ones."""
         self.closed = threading.Event()
         """Set by `close`, which aborts the opening of a link."""
 
@@ -79,9 +80,9 @@ class Links:
         Args:
             store: cloned for the wait, so that several threads can wait for their peers.
         """
-        link = self._links.get(rank)
+        link = self.by_rank.get(rank)
         if link is None:
-            link = self._links[rank] = self._open(rank, clone(store) if store else self._store)
+            link = self.by_rank[rank] = self._open(rank, clone(store) if store else self._store)
             if self.closed.is_set():  # `close`, in another thread, may not have seen it
                 link.close()
         return link
@@ -89,11 +90,8 @@ class Links:
     def set_timeout(self, seconds: float) -> None:
         """For links opened later, and for later transfers of those that are open."""
         self._timeout = seconds
-        for link in list(self._links.values()):
+        for link in list(self.by_rank.values()):
             link.description = replace(link.description, timeout=seconds)
-
-    def is_open_to(self, rank: int) -> bool:
-        return rank in self._links
 
     def check_peer(self, rank: int) -> None:
         """Raise if there is no reason to wait for a peer any longer."""
@@ -129,20 +127,20 @@ class Links:
     def inter_vendor(self) -> list[Link]:
         """The open links to ranks of other vendors."""
         own = self._layout.vendor
-        return [link for rank, link in self._links.items() if self._layout.vendor_of(rank) != own]
+        return [link for rank, link in self.by_rank.items() if self._layout.vendor_of(rank) != own]
 
     def check(self) -> None:
         """Raise the error of a link that has failed: a GPU's transfers fail after `wait()`."""
-        for link in list(self._links.values()):
+        for link in list(self.by_rank.values()):
             link.check()
 
     def close(self) -> None:
         """Close all links in parallel: a link whose peer does not respond waits for it."""
         self.closed.set()
         closing = [
-            threading.Thread(target=link.close, daemon=True) for link in list(self._links.values())
+            threading.Thread(target=link.close, daemon=True) for link in list(self.by_rank.values())
         ]
-        self._links.clear()
+        self.by_rank.clear()
         for thread in closing:
             thread.start()
         deadline = time.monotonic() + _CLOSE_SECONDS

@@ -105,13 +105,14 @@ class P2PBatch:
 
     def _messages(self) -> list[Message] | None:
         """None if a link has to be opened first and the calling thread may not wait for that."""
-        links = self._context.links
-        if not self._context.may_block and not all(links.is_open_to(op[0]) for op in self.ops):
-            return None
-        return [
-            (links.to(rank), memory, offset, nbytes, is_receive)
-            for rank, memory, offset, nbytes, is_receive in self.ops
-        ]
+        links, ops = self._context.links, self.ops
+        by_rank = links.by_rank
+        try:  # mostly all are open
+            return [(by_rank[op[0]], *op[1:]) for op in ops]
+        except KeyError:
+            if not self._context.may_block:
+                return None
+        return [(links.to(op[0]), *op[1:]) for op in ops]
 
     def wait(self) -> None:
         """Order the current stream after the transfers; on a CPU, block until they are done."""

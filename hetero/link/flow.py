@@ -14,7 +14,7 @@ from typing import Any
 
 from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
-from hetero.link.header import difference
+from hetero.link.header import bytes_header, difference
 from hetero.link.ring import COUNTER_MASK, HALF_RANGE, ahead
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -35,13 +35,15 @@ class UnexpectedEntry(Exception):
 class Flow:
     """One direction of one end. Call it with the link's lock."""
 
-    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
+    def __init__(
+        self, options: RingOptions, ends: RingEnds, *, job: int, is_outgoing: bool
+    ) -> None:
+        """`job`: its token, for headers."""
         device = options.device
         self.waiting: deque[RingTransfer] = deque()
         self.in_flight: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
         """Kept after a failure: streams may still copy from and to their tensors."""
-        self.sequence = 0
         self._moved: tuple[int, int, int] | None = None
         self._moved_at = 0.0
         self.device = device
@@ -65,6 +67,7 @@ class Flow:
             doorbell=ends.peer.doorbell_address(),
             is_outgoing=is_outgoing,
         )
+        self._state.bytes_header[:] = bytes_header(job)
         self._does_zero_copy = self._state.user_buffers != 0
         self._reference = byref(self._state)
         self.address = addressof(self._state)
@@ -78,6 +81,40 @@ class Flow:
         """Entries enqueued."""
         return int(self._state.count)
 
+    @property
+    def sequence(self) -> int:
+        """The number of the next message. An exchange counts its messages itself."""
+        return int(self._state.sequence)
+
+    @sequence.setter
+    def sequence(self, number: int) -> None:
+        self._state.sequence = number
+
+    def is_idle(self) -> bool:
+        """Whether there is no message that is not complete."""
+        return not (self.waiting or self.in_flight or self._entries_left())
+
+    def _entries_left(self) -> int:
+        """How many entries this end's CPU has enqueued and its device has not completed."""
+        enqueued, completed = self._counters()
+        return ahead(enqueued, completed)
+
+    def _counters(self) -> tuple[int, int]:
+        """Those of this end's CPU and of its device."""
+        direction = self._direction
+        if self._state.is_outgoing:
+            return direction.posted, direction.produced
+        return direction.retired, direction.consumed
+
+    def first_header(self) -> bytes | None:
+        """Of the first message that is not complete; None if all are."""
+        if self.in_flight:
+            return self.in_flight[0].header
+        if self._entries_left():
+            _, completed = self._counters()
+            return bytes(self._direction.record(completed).header)
+        return self.waiting[0].header if self.waiting else None
+
     def is_held(self) -> bool:
         """Whether an entry depends on a value to which the peer's counter has not come."""
         direction = self._direction
@@ -85,12 +122,14 @@ class Flow:
         return ahead(self._state.awaited, counter) > 0
 
     def is_overdue(self, timeout: float) -> bool:
-        """Whether a transfer is older than the timeout, and nothing has moved for that long."""
+        """Whether a message is older than the timeout, and nothing has moved for that long."""
         now, direction = time.monotonic(), self._direction
         moved = self.count, direction.produced, direction.consumed
         if moved != self._moved:
             self._moved, self._moved_at = moved, now
-        return now > self._moved_at + timeout and any(
+        if now <= self._moved_at + timeout:
+            return False
+        return self._entries_left() > 0 or any(
             now > transfer.begun_at + timeout and not transfer.is_completed()
             for transfer in self.transfers()
         )
@@ -198,9 +237,18 @@ class Flow:
             raise UnexpectedEntry(describe_mismatch(self._direction.record(self.count), transfer))
         return False
 
-    def note_partial(self, transfer: RingTransfer, offset: int, *, has_begun: bool) -> None:
-        """An exchange has enqueued only part of a transfer, which goes on without the caller."""
-        transfer.offset, transfer.has_begun = offset, has_begun
+    def note_exchange(self, transfer: RingTransfer, part: Any) -> None:
+        """What an exchange has done with a transfer, the first that waits or one enqueued before.
+
+        If only part of it is enqueued, it goes on without the caller.
+        """
+        if transfer.end_count is not None:
+            return
+        if part.progress == Progress.ENQUEUED:
+            self.note_enqueued(part.count, on_caller_stream=part.on_caller_stream)
+            return
+        transfer.offset = part.offset
+        transfer.has_begun = part.offset > 0 or part.progress == Progress.FAILED
         if transfer.ready is None:
             transfer.ready = self.device.record_event()
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from hetero.native.headers import constant
 from hetero.version import PROTOCOL_VERSION
 
 MAX_DIMENSIONS = 8
@@ -18,9 +19,9 @@ _FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}QI")
 
 HEADER_BYTES = _FORMAT.size
 _SEQUENCE = struct.Struct("<Q")
-_SEQUENCE_OFFSET = struct.calcsize("<4sHHQ")
+_SEQUENCE_OFFSET = constant("RING_HEADER_SEQUENCE")
 _TAG = struct.Struct("<I")
-_TAG_OFFSET = HEADER_BYTES - _TAG.size
+_TAG_OFFSET = constant("RING_HEADER_TAG")
 
 # The numbers are part of the protocol: append, never reorder.
 _DTYPES = (
@@ -118,6 +119,11 @@ def difference(arrived: bytes, expected: bytes) -> str | None:
 def _packed(job: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """A message's header but for its numbers: a pipeline's messages repeat it."""
     return Header(job, 0, dtype, tuple(shape), math.prod(shape) * dtype.itemsize).pack()
+
+
+def bytes_header(job: int) -> bytes:
+    """The header of a message of bytes, but for its numbers, which C fills in."""
+    return _packed(job, torch.uint8, (0,))
 
 
 def pack_header(

@@ -1,6 +1,7 @@
 """Sends and receives over several links in one call into C, as a collective does.
 
-Between two GPUs a small message takes less time than Python needs to enqueue it.
+Between two GPUs a small message takes less time than Python needs to enqueue it. So a message for
+which nothing is left to do once C has returned gets no handle.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from hetero.link.ring_transfer import RingTransfer
 from hetero.native.binding import native
 from hetero.native.structures import ExchangePart, Progress
 
-_PART = struct.Struct(f"<6QII{ExchangePart.header.size}s")
-_PROGRESS = struct.Struct("<QQII")
+_NEW = struct.Struct("<4QII2QII")
+_STARTED = struct.Struct(f"{_NEW.format}{ExchangePart.header.size}s")
 _SIZE = ctypes.sizeof(ExchangePart)
-_PROGRESS_OFFSET = ExchangePart.offset.offset
 _ENQUEUED = int(Progress.ENQUEUED)
 
 
@@ -50,7 +50,7 @@ class RingExchange:
 
     def _reserve(self, count: int) -> None:
         self._capacity = count
-        self._parts = ctypes.create_string_buffer(count * _SIZE)
+        self._parts = (ExchangePart * count)()
         self._address = ctypes.addressof(self._parts)
 
     def order(self, messages: Sequence[Message], *, tag: int, microseconds: int) -> Sequence[Work]:
@@ -75,7 +75,17 @@ class RingExchange:
             stream = self._lock({work.link: None for work in works}, locked, works)
             if stream is None or any(work.caller_stream != stream.key for work in works):
                 return False
-            return self._exchange(works, locked, stream, microseconds, caller_waits=True)
+            self._fill_started(works)
+            is_over = False
+            try:
+                is_over = self._exchange(len(works), locked, stream, microseconds)
+            finally:
+                self._note(works)
+                self._end(locked, caller_waits=True)
+            if is_over:
+                for work in works:
+                    work.tensor = None
+            return is_over
         finally:
             for link in locked:
                 link.unlock()
@@ -87,13 +97,18 @@ class RingExchange:
         locked: list[RingLink] = []
         try:
             if (stream := self._lock(links, locked, None)) is not None:
-                transfers = [
-                    message[0].prepare_transfer(message, stream, tag=tag) for message in messages
-                ]
-                is_over = self._exchange(
-                    transfers, locked, stream, microseconds, caller_waits=caller_waits
-                )
-                return [] if is_over and caller_waits else transfers
+                self._fill_new(messages, tag)
+                is_over, works = False, []
+                try:
+                    is_over = self._exchange(
+                        len(messages), locked, stream, microseconds, caller_waits=caller_waits
+                    )
+                finally:
+                    # Also where a signal handler's exception hides what C has done.
+                    if not (is_over and caller_waits):
+                        works = self._add_transfers(messages, stream)
+                    self._end(locked, caller_waits=caller_waits)
+                return works
         finally:
             for link in locked:
                 link.unlock()
@@ -116,14 +131,45 @@ class RingExchange:
             locked.append(link)
         return stream
 
+    def _fill_new(self, messages: Sequence[Any], tag: int) -> None:
+        """Describe messages to C, which numbers them and makes their headers."""
+        if len(messages) > self._capacity:
+            self._reserve(len(messages))
+        parts, place = self._parts, 0
+        for link, tensor, first, nbytes, is_receive in messages:
+            flow = link.flow_for(tensor, nbytes, is_receive=is_receive)
+            address = tensor.data_ptr() + first
+            _NEW.pack_into(parts, place, flow.address, address, nbytes, 0, tag, 0, 0, 0, 0, 0)
+            place += _SIZE
+
+    def _fill_started(self, works: Sequence[RingTransfer]) -> None:
+        if len(works) > self._capacity:
+            self._reserve(len(works))
+        for place, work in enumerate(works):
+            _STARTED.pack_into(
+                self._parts,
+                place * _SIZE,
+                work.flow.address,
+                work.address,
+                work.nbytes,
+                0 if work.ready is None else work.ready.handle,
+                0,
+                True,
+                work.offset,
+                work.end_count or 0,
+                0 if work.end_count is None else _ENQUEUED,
+                work.is_on_caller_stream,
+                work.header,
+            )
+
     def _exchange(
         self,
-        transfers: Sequence[RingTransfer],
+        count: int,
         links: Sequence[RingLink],
         stream: CurrentStream,
         microseconds: int,
         *,
-        caller_waits: bool,
+        caller_waits: bool = True,
     ) -> bool:
         """With the locks; whether all is enqueued and, if `caller_waits`, the stream waits for it.
 
@@ -132,49 +178,32 @@ class RingExchange:
         for link in links:
             if not link.c_rings_doorbell:
                 microseconds = 0
-        if len(transfers) > self._capacity:
-            self._reserve(len(transfers))
-        parts, place = self._parts, 0
-        for transfer in transfers:
-            # Set it before the call: a signal handler may raise before the result is stored.
-            transfer.has_begun = True
-            _PART.pack_into(
-                parts,
-                place,
-                transfer.flow.address,
-                transfer.address,
-                transfer.nbytes,
-                0 if transfer.ready is None else transfer.ready.handle,
-                transfer.offset,
-                transfer.end_count or 0,
-                0 if transfer.end_count is None else _ENQUEUED,
-                transfer.is_on_caller_stream,
-                transfer.header,
-            )
-            place += _SIZE
-        progress = self._call(self._address, len(transfers), stream.key, microseconds, caller_waits)
-        self._note(transfers)
-        is_over = progress == _ENQUEUED
+        progress = self._call(self._address, count, stream.key, microseconds, caller_waits)
         for link in links:
-            is_over = link.end_exchange(caller_waits=microseconds > 0) and is_over
-        if is_over and caller_waits:
-            for transfer in transfers:
-                transfer.tensor = None
-        return is_over
+            if link.peer_has_failed:
+                return False
+        return bool(progress == _ENQUEUED)
 
-    def _note(self, transfers: Sequence[RingTransfer]) -> None:
+    def _add_transfers(self, messages: Sequence[Any], stream: CurrentStream) -> list[RingTransfer]:
+        """Make the handles of messages that C has begun."""
+        works = [
+            message[0].add_transfer(message, part, stream)
+            for message, part in zip(messages, self._parts, strict=False)
+        ]
+        self._note(works)
+        return works
+
+    def _note(self, works: Sequence[RingTransfer]) -> None:
         """Store in the transfers what C has done. First for all, then handle failures."""
-        place, failed, unpack, parts = _PROGRESS_OFFSET, [], _PROGRESS.unpack_from, self._parts
-        for transfer in transfers:
-            offset, count, of_part, on_caller_stream = unpack(parts, place)
-            place += _SIZE
-            if transfer.end_count is None:
-                if of_part == _ENQUEUED:
-                    transfer.flow.note_enqueued(count, on_caller_stream=on_caller_stream)
-                    continue
-                has_begun = offset > 0 or of_part == Progress.FAILED
-                transfer.flow.note_partial(transfer, offset, has_begun=has_begun)
-            if of_part == Progress.FAILED:
-                failed.append(transfer)
-        for transfer in failed:
-            transfer.link.handle_driver_failure(transfer)
+        failed = []
+        for work, part in zip(works, self._parts, strict=False):
+            work.flow.note_exchange(work, part)
+            if part.progress == Progress.FAILED:
+                failed.append(work)
+        for work in failed:
+            work.link.handle_driver_failure(work)
+
+    @staticmethod
+    def _end(links: Sequence[RingLink], *, caller_waits: bool) -> None:
+        for link in links:
+            link.end_exchange(caller_waits=caller_waits)

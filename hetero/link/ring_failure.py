@@ -47,7 +47,7 @@ class RingLinkBase(Link):
     def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Call with the lock."""
         self._release_completed()
-        if self._broken is not None or not self._transfers():
+        if self._broken is not None or self._is_idle():
             return
         if self._ends.peer.has_failed:
             self._handle_fault()
@@ -70,7 +70,7 @@ class RingLinkBase(Link):
         # Handle what the peer did before it ended.
         self._enqueue()
         flows = self._out, self._in
-        return any(flow.waiting or (flow.in_flight and flow.is_held()) for flow in flows)
+        return any(flow.waiting or flow.is_held() for flow in flows)
 
     def _drain_sends(self) -> None:
         """Wait until the peer has consumed what was sent, or has ended.
@@ -103,16 +103,16 @@ class RingLinkBase(Link):
             remedy=DIFFERENCE_REMEDY,
         )
 
-    def _transfers(self) -> list[RingTransfer]:
-        return [*self._in.transfers(), *self._out.transfers()]
+    def _is_idle(self) -> bool:
+        """Whether no message is on its way."""
+        return self._in.is_idle() and self._out.is_idle()
 
     def _transfer_error(self, what: str, remedy: str | None = None) -> LinkError:
-        peer, waiting = self.description.peer, self._transfers()
-        expected = "an open link"
-        if waiting:
-            verb = "from" if waiting[0].is_receive else "taken by"
-            header = Header.unpack(waiting[0].header)
-            expected = f"{header.dtype} of shape {header.shape} {verb} rank {peer}"
+        peer, expected = self.description.peer, "an open link"
+        for flow, verb in (self._out, "taken by"), (self._in, "from"):
+            if packed := flow.first_header():
+                header = Header.unpack(packed)
+                expected = f"{header.dtype} of shape {header.shape} {verb} rank {peer}"
         remedy = remedy or f"see the log of rank {peer}"
         return self.failure(what, expected=expected, remedy=remedy)
 

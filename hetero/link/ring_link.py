@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from hetero.link.base import (
     start_thread,
 )
 from hetero.link.flow import Flow, UnexpectedEntry
-from hetero.link.header import job_token, pack_header
+from hetero.link.header import Header, job_token, pack_header
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -47,8 +48,9 @@ class RingLink(RingLinkBase):
     def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
         """Owns the ends from here on, also on failure."""
         try:
-            outgoing = Flow(options, ends, is_outgoing=True)
-            incoming = Flow(options, ends, is_outgoing=False)
+            job = job_token(description.job)
+            outgoing = Flow(options, ends, job=job, is_outgoing=True)
+            incoming = Flow(options, ends, job=job, is_outgoing=False)
         except BaseException:
             ends.close()
             raise
@@ -58,7 +60,7 @@ class RingLink(RingLinkBase):
         """Whether C rings the peer's doorbell when it has enqueued something."""
         self._device = options.device
         self._ring_bytes = options.ring_bytes
-        self._job = job_token(description.job)
+        self._job = job
         self._doorbell_address = ends.local.doorbell_address()
         self._spin = native().native_spin
         self._progress_requested = threading.Event()
@@ -152,23 +154,35 @@ class RingLink(RingLinkBase):
     def unlock(self) -> None:
         self._lock.release()
 
-    def prepare_transfer(
-        self,
-        message: tuple[object, torch.Tensor, int, int, bool],
-        stream: CurrentStream,
-        *,
-        tag: int,
+    def flow_for(self, tensor: torch.Tensor, nbytes: int, *, is_receive: bool) -> Flow:
+        """Where an exchange enqueues a message, which this counts. Call with the lock."""
+        self._require_here(tensor)
+        self._count(nbytes, is_receive=is_receive)
+        return self._in if is_receive else self._out
+
+    def add_transfer(
+        self, message: tuple[object, torch.Tensor, int, int, bool], part: Any, stream: CurrentStream
     ) -> RingTransfer:
-        """Register a direction's next transfer, a `Message`, for C to enqueue.
+        """The handle of a `Message` that an exchange has begun as this `struct exchange_part`.
 
         Call with the lock.
         """
         _, tensor, first, nbytes, is_receive = message
-        self._require_here(tensor)
-        transfer = self._transfer(
-            tensor, stream, ready=None, tag=tag, is_receive=is_receive, piece=(first, nbytes)
+        flow, header = self._in if is_receive else self._out, bytes(part.header)
+        transfer = RingTransfer(
+            self,
+            flow,
+            tensor,
+            None,
+            stream.key,
+            is_receive,
+            time.monotonic(),
+            Header.unpack(header).sequence,
+            header,
+            nbytes,
+            tensor.data_ptr() + first,
         )
-        transfer.flow.waiting.append(transfer)
+        flow.waiting.append(transfer)
         return transfer
 
     def handle_driver_failure(self, transfer: RingTransfer) -> None:
@@ -176,17 +190,21 @@ class RingLink(RingLinkBase):
         if self._broken is None:
             self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
 
-    def end_exchange(self, *, caller_waits: bool) -> bool:
+    @property
+    def peer_has_failed(self) -> bool:
+        """Whether the peer has, so that what is enqueued must not be trusted."""
+        return self._ends.peer.has_failed
+
+    def end_exchange(self, *, caller_waits: bool) -> None:
         """Ring the peer's doorbell after an exchange. Call with the lock.
 
-        `caller_waits`: the caller will wait, and make progress. Returns whether the peer is alive.
+        `caller_waits`: the caller will wait, and make progress.
         """
         if not self.c_rings_doorbell:
             self._ends.peer.ring()
         if self._is_asleep or (not caller_waits and (self._out.waiting or self._in.waiting)):
             self._progress_requested.set()
         self._release_completed()
-        return not self._ends.peer.has_failed
 
     def close(self) -> None:
         # Another thread may be closing it, or what a signal handler has interrupted.
@@ -293,14 +311,10 @@ class RingLink(RingLinkBase):
         ready: Event | None,
         tag: int,
         is_receive: bool,
-        piece: tuple[int, int] | None = None,
     ) -> RingTransfer:
-        """`piece`: offset and size of the bytes to transfer; None for the tensor as it is."""
         flow = self._in if is_receive else self._out
-        sequence = flow.sequence
-        begin, nbytes = piece or (0, tensor.nbytes)
-        dtype, shape = (torch.uint8, (nbytes,)) if piece else (tensor.dtype, tensor.shape)
-        header = pack_header(self._job, dtype, shape, sequence=sequence, tag=tag)
+        sequence, nbytes = flow.sequence, tensor.nbytes
+        header = pack_header(self._job, tensor.dtype, tensor.shape, sequence=sequence, tag=tag)
         # Not before: a message that cannot be packed takes no number.
         flow.sequence = sequence + 1
         self._count(nbytes, is_receive=is_receive)
@@ -316,7 +330,7 @@ class RingLink(RingLinkBase):
             sequence,
             header,
             nbytes,
-            tensor.data_ptr() + begin,
+            tensor.data_ptr(),
         )
 
     def _enqueue(
@@ -355,8 +369,8 @@ class RingLink(RingLinkBase):
                 self._enqueue()
                 self._check_progress()
                 waiting = bool(self._out.waiting or self._in.waiting)
-                in_flight = bool(self._out.in_flight or self._in.in_flight)
-            if waiting or in_flight:
+                is_idle = self._is_idle()
+            if not is_idle:
                 last_busy = time.monotonic()
             if waiting and not self._waiters:
                 self._ends.local.sleep(bell, WATCH_SECONDS)
@@ -373,8 +387,8 @@ class RingLink(RingLinkBase):
         """Sleep until progress is requested."""
         self._is_asleep = True
         with self._lock_or_unblock():
-            idle = not self._transfers()
-        if idle and not self._closed:
+            is_idle = self._is_idle()
+        if is_idle and not self._closed:
             self._progress_requested.wait()
         self._is_asleep = False
         self._progress_requested.clear()

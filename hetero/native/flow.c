@@ -287,6 +287,20 @@ static struct flow *flow_of(const struct exchange_part *part)
     return (struct flow *)(uintptr_t)part->flow;
 }
 
+/* Give a new message its number, in the order of the parts. */
+static void fill_header(struct exchange_part *part)
+{
+    struct flow *flow = flow_of(part);
+
+    memcpy(part->header, flow->bytes_header, sizeof part->header);
+    memcpy(part->header + RING_HEADER_SEQUENCE, &flow->sequence, sizeof flow->sequence);
+    memcpy(part->header + RING_HEADER_NBYTES, &part->nbytes, sizeof part->nbytes);
+    memcpy(part->header + RING_HEADER_FIRST_DIMENSION, &part->nbytes, sizeof part->nbytes);
+    memcpy(part->header + RING_HEADER_TAG, &part->tag, sizeof part->tag);
+    part->has_header = true;
+    flow->sequence++;
+}
+
 static void progress_part(struct exchange_part *part, uint64_t caller_stream)
 {
     struct flow *flow = flow_of(part);
@@ -359,6 +373,9 @@ uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t c
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t left;
 
+    for (uint32_t index = 0; index < count; index++)
+        if (!parts[index].has_header)
+            fill_header(&parts[index]);
     do {
         for (int poll = 0; poll < SPIN_POLLS; poll++) {
             left = progress_parts(parts, count, caller_stream);

@@ -120,10 +120,13 @@ struct flow {
     uint64_t user_buffers;
     /* The peer's doorbell, rung when entries have been enqueued; 0 where Python rings it. */
     uint64_t doorbell;
+    /* A message of bytes; its numbers are filled in for each. */
+    uint8_t bytes_header[RING_HEADER_BYTES];
     bool is_outgoing;
 
     /* Maintained by C, 0 at first. */
-    uint64_t count;   /* entries enqueued */
+    uint64_t sequence; /* messages begun, by native_exchange or by Python */
+    uint64_t count;    /* entries enqueued */
     uint64_t offset;  /* bytes enqueued of the message last given to native_progress */
     uint64_t awaited; /* the highest value of the peer's counter that an entry depends on */
     failure failed;
@@ -145,19 +148,20 @@ uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t addr
                          uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
                          uint64_t caller_stream, bool may_use_caller_stream);
 
-/* One of several messages that a caller sends and receives together. Python makes it. */
+/* One of several messages of bytes that a caller sends and receives together. Python makes it. */
 struct exchange_part {
     uint64_t flow; /* a struct flow, in which nothing waits but what the parts list, in their order */
     uint64_t address;
     uint64_t nbytes;
     uint64_t event; /* what the message has to follow; 0 for what the caller's stream holds */
+    uint32_t tag;
 
     /* Maintained by C, 0 at first, and what it was in an earlier call after that. */
+    uint32_t has_header;
     uint64_t offset; /* bytes enqueued */
     uint64_t count;  /* entries that its flow has enqueued with it */
     uint32_t progress;
     uint32_t on_caller_stream;
-
     uint8_t header[RING_HEADER_BYTES];
 };
 

@@ -22,14 +22,11 @@ class LateLinks:
     """A group's links, of which the only one opens when it is asked for."""
 
     def __init__(self, link: Link) -> None:
-        self._link, self.opened = link, False
-
-    def is_open_to(self, rank: int) -> bool:
-        return self.opened
+        self._link = link
+        self.by_rank: dict[int, Link] = {}
 
     def to(self, rank: int, *, store: Any = None) -> Link:
-        self.opened = True
-        return self._link
+        return self.by_rank.setdefault(rank, self._link)
 
     def close(self) -> None:
         self._link.close()

@@ -22,10 +22,11 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
-from hetero.native.structures import DRIVER_STEPS, ExchangePart, Progress, Streams
+from hetero.native.structures import DRIVER_STEPS, ExchangePart, Streams
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
+JOB = 1
 CONTROL, OUTGOING_RING, INCOMING_RING = 0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000
 SYMBOLS = {CudaDriver: cuda_driver.SYMBOLS, HipDriver: hip_driver.SYMBOLS}
 
@@ -107,8 +108,8 @@ class World:
         ends = [self._ends(number) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
         options = [RingOptions("shm", ring_bytes, chunk_bytes, end) for end in self.devices]
-        self.sender = Flow(options[0], ends[0], is_outgoing=True)
-        self.receiver = Flow(options[1], ends[1], is_outgoing=False)
+        self.sender = Flow(options[0], ends[0], job=JOB, is_outgoing=True)
+        self.receiver = Flow(options[1], ends[1], job=JOB, is_outgoing=False)
         self.direction = ends[0].outgoing
         self.transfers: list[RingTransfer] = []
 
@@ -139,7 +140,7 @@ class World:
             is_receive=is_receive,
             begun_at=0.0,
             sequence=flow.sequence,
-            header=Header(1, flow.sequence, tensor.dtype, (nbytes,), nbytes).pack(),
+            header=Header(JOB, flow.sequence, tensor.dtype, (nbytes,), nbytes).pack(),
             nbytes=nbytes,
             address=0x7_0000_0000 + (flow.sequence << 20),
         )
@@ -169,14 +170,13 @@ class World:
             flow = self.receiver if is_receive else self.sender
             made = self.transfer(nbytes, is_receive=is_receive, caller=caller, ready=None)
             part.flow, part.address, part.nbytes = flow.address, made.address, nbytes
-            part.header[:] = made.header
             announced.append((part, made, flow))
+        for _, _, flow in announced:
+            flow.sequence -= 1  # C counts its messages
         answer: int = native().native_exchange(parts, len(parts), caller, 0, True)
         for part, made, flow in announced:
-            if part.progress == Progress.ENQUEUED:
-                flow.note_enqueued(part.count, on_caller_stream=part.on_caller_stream)
-            else:
-                flow.note_partial(made, part.offset, has_begun=part.offset > 0)
+            assert bytes(part.header) == made.header
+            flow.note_exchange(made, part)
         return answer
 
     def rung(self) -> list[bool]:

@@ -250,6 +250,25 @@ def test_the_parts_of_a_message_wait_and_write_in_streams_of_their_own() -> None
     ]
 
 
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_a_message_without_a_handle_is_on_its_way_until_its_device_has_done_it(end: str) -> None:
+    world = World(CudaDriver)
+    world.exchange([(100, False)], caller=KEYS[0])
+    world.exchange([(100, True)], caller=KEYS[1])
+    flow = getattr(world, end)
+    flow.in_flight.clear()
+    header = flow.first_header()
+    assert header is not None
+    assert Header.unpack(header).shape == (100,)
+    assert not flow.is_idle()
+    assert [flow.is_overdue(timeout=0.0) for _ in range(2)] == [False, True]
+    world.advance("produced", 1)
+    world.advance("consumed", 1)
+    assert flow.is_idle()
+    assert [flow.is_overdue(timeout=0.0) for _ in range(2)] == [False, False]
+    assert flow.first_header() is None
+
+
 @pytest.mark.parametrize("together", [False, True], ids=["each by itself", "by one call of C"])
 def test_small_messages_go_through_their_callers_streams(together: bool) -> None:
     world = World(CudaDriver)
