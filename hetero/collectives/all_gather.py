@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from hetero.collectives.all_reduce import direct_bytes
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import (
     Segment,
     full_segment,
+    merged_bytes,
     segment_bytes,
     share_memory,
 )
@@ -35,12 +37,42 @@ def all_gather(
     """
     if not row.numel():
         return iter(())
+    if context.layout.alignment > 1 and len(rows) * row.nbytes <= direct_bytes(context):
+        return _all_gather_direct(context, rows, row)
     if context.library is None:
         return _all_gather_one_per_vendor(context, rows, row)
     row = as_bytes(row)
     if table is None:
         return _all_gather_into_rows(context, rows, row)
     return _all_gather_into_table(context, as_bytes(table).view(len(rows), -1), row)
+
+
+def _all_gather_direct(
+    context: CallContext, rows: Sequence[Segment], row: torch.Tensor
+) -> Schedule:
+    """Gather within the vendor, and send every rank the other vendors' rows: the fewest steps."""
+    layout, batch, row = context.layout, P2PBatch(context), as_bytes(row)
+    blocks = [_block(rows, ranks, row) for ranks in layout.vendors]
+    own = blocks[layout.vendor]
+    if context.library is not None:
+        context.library.all_gather(own, row).wait()
+    else:
+        own.copy_(row)
+    for rank in layout.direct_send_peers:
+        batch.send(rank, own)
+    for vendor, rank in layout.direct_recv_peers.items():
+        batch.recv(rank, blocks[vendor])
+    yield batch
+    for ranks, block in zip(layout.vendors, blocks, strict=True):
+        for rank, part in zip(ranks, block.split(row.nbytes), strict=True):
+            if part.data_ptr() != rows[rank][0].data_ptr() + rows[rank][1]:
+                segment_bytes(rows[rank]).copy_(part)
+
+
+def _block(rows: Sequence[Segment], ranks: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+    """Memory for the rows of some ranks: where they are to be, if they are adjacent there."""
+    merged = merged_bytes([rows[rank] for rank in ranks])
+    return row.new_empty(len(ranks) * row.nbytes) if merged is None else merged
 
 
 def _all_gather_one_per_vendor(
@@ -74,11 +106,11 @@ def _all_gather_into_rows(
 def _all_gather_into_table(
     context: CallContext, table: torch.Tensor, row: torch.Tensor
 ) -> Schedule:
+    spans = columns(context, row.numel(), element_size=1, rows=len(table))
+    ahead = chunks_ahead(context, len(spans))
     pipeline = [
-        _Chunk(context, table[:, span.begin : span.end], row[span.begin : span.end])
-        for span in columns(context, row.numel(), element_size=1, rows=len(table))
+        _Chunk(context, table[:, s.begin : s.end], row[s.begin : s.end], ahead=ahead) for s in spans
     ]
-    ahead = chunks_ahead(context)
     steps = ((0, _Chunk.exchange), (ahead, _Chunk.gather), (ahead + 1, _Chunk.finish))
     return overlapped(pipeline, steps)
 
@@ -86,8 +118,11 @@ def _all_gather_into_table(
 class _Chunk:
     """Some columns of an all-gather. The steps are called in this order."""
 
-    def __init__(self, context: CallContext, table: torch.Tensor, row: torch.Tensor) -> None:
-        self._context, self._table, self._row = context, table, row
+    def __init__(
+        self, context: CallContext, table: torch.Tensor, row: torch.Tensor, *, ahead: int
+    ) -> None:
+        """`ahead`: how many chunks are in flight beside it."""
+        self._context, self._table, self._row, self._ahead = context, table, row, ahead
         self._batch = P2PBatch(context)
         self._own: _VendorRows | None = None
         self._others: list[_VendorRows] = []
@@ -105,7 +140,8 @@ class _Chunk:
             for index, common in overlaps(rows.span, row_spans(len(ranks), length)):
                 self._batch.recv(ranks[index], rows.shard[common.relative_to(rows.span)])
             self._others.append(rows)
-        self._batch.start()
+        if self._ahead:
+            self._batch.start()
         self._own = _VendorRows(self._context, self._table, layout.vendor, shard=self._row)
         self._own.gather()
         yield from ()

@@ -10,24 +10,35 @@ from hetero.collectives.reductions import Reduction, combine_in_order
 from hetero.collectives.sharded_chunk import ShardedChunk
 from hetero.collectives.vendor_layout import Piece, shared_pieces
 
-DIRECT_BYTES = 64 << 10
-"""Up to this size every rank gets the other vendors' whole partial result: lowest latency."""
+_DIRECT_BYTES = 64 << 10
+_DIRECT_BYTES_ON_GPUS_OF_ONE_HOST = 4 << 20
 _DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""The same if no vendor has a second rank. It is one step less, and each rank adds up all of it."""
+
+
+def direct_bytes(context: CallContext) -> int:
+    """Up to this size the algorithm with the fewest steps is the fastest.
+
+    With it every rank gets the other vendors' whole part: of a reduction, or of a table of rows.
+    """
+    layout, kind = context.layout, context.device.type
+    if layout.alignment == 1:
+        return _DIRECT_BYTES_ONE_PER_VENDOR[kind]
+    if kind == "cuda" and not layout.has_several_hosts:
+        return _DIRECT_BYTES_ON_GPUS_OF_ONE_HOST
+    return _DIRECT_BYTES
 
 
 def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
     """Reduce flat memory in place."""
     if not flat.numel():
         return iter(())
-    one_per_vendor = context.layout.alignment == 1
-    most = _DIRECT_BYTES_ONE_PER_VENDOR[flat.device.type] if one_per_vendor else DIRECT_BYTES
-    if flat.nbytes <= most:
-        return _all_reduce_direct(context, flat, reduction)
+    if flat.nbytes <= direct_bytes(context):
+        return all_reduce_direct(context, flat, reduction)
     return _all_reduce_sharded(context, flat, reduction)
 
 
-def _all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
+def all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
+    """Reduce flat memory in place, all of it at every rank: the fewest steps."""
     layout, batch = context.layout, P2PBatch(context)
     if context.library is not None:
         context.library.all_reduce(flat, reduction.op).wait()
@@ -46,11 +57,11 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
 
     The steps of successive chunks overlap.
     """
+    spans = chunk_spans(context, flat.numel(), element_size=flat.element_size())
+    ahead = chunks_ahead(context, len(spans))
     pipeline = [
-        _Chunk(context, flat[span.begin : span.end], reduction)
-        for span in chunk_spans(context, flat.numel(), element_size=flat.element_size())
+        _Chunk(context, flat[span.begin : span.end], reduction, ahead=ahead) for span in spans
     ]
-    ahead = chunks_ahead(context)
     steps = (
         (0, _Chunk.reduce_scatter_within),
         (1, _Chunk.send_partials),
@@ -64,8 +75,10 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
 class _Chunk(ShardedChunk):
     """One chunk of an all-reduce, whose steps are called in this order. Each waits for the last."""
 
-    def __init__(self, context: CallContext, target: torch.Tensor, reduction: Reduction) -> None:
-        super().__init__(context, target)
+    def __init__(
+        self, context: CallContext, target: torch.Tensor, reduction: Reduction, *, ahead: int
+    ) -> None:
+        super().__init__(context, target, ahead=ahead)
         self._reduction = reduction
         self._pieces = shared_pieces(self._span, self._spans)
         self._partials: list[dict[int, torch.Tensor]] = []
@@ -88,7 +101,7 @@ class _Chunk(ShardedChunk):
                 self._batch.recv(rank, partials[vendor])
                 self._batch.send(rank, self._part(piece, vendor))
             self._partials.append(partials)
-        self._batch.start()
+        self._start_batch()
         yield from ()
 
     def reduce(self) -> Schedule:
@@ -102,7 +115,7 @@ class _Chunk(ShardedChunk):
                 self._batch.recv(rank, self._part(piece, vendor))
                 self._batch.send(rank, own)
         self._partials = []
-        self._batch.start()
+        self._start_batch()
 
     def _part(self, piece: Piece, vendor: int) -> torch.Tensor:
         """The part of a piece that a vendor reduces."""

@@ -28,7 +28,6 @@ def all_to_all(
         batch.copy(outputs[layout.rank], inputs[layout.rank])
         yield batch
         return
-    batch.start()
     targets = [outputs[rank] for rank in layout.vendor_ranks]
     sources = [inputs[rank] for rank in layout.vendor_ranks]
     output_splits, input_splits = ([size for _, _, size in part] for part in (targets, sources))
@@ -38,13 +37,14 @@ def all_to_all(
     recv_buffer = send_buffer.new_empty(sum(output_splits)) if view is None else view
     if recv_buffer.is_cpu:
         _require_same_sizes(context, output_splits=output_splits, input_splits=input_splits)
-    context.library.all_to_all(
+    work = context.library.all_to_all(
         recv_buffer, send_buffer, output_splits=output_splits, input_splits=input_splits
-    ).wait()
+    )
+    yield batch
+    work.wait()
     if view is None:
         for target, part in zip(targets, recv_buffer.split(output_splits), strict=True):
             segment_bytes(target).copy_(part)
-    yield batch
 
 
 def _require_same_sizes(

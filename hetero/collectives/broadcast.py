@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero.collectives.all_reduce import DIRECT_BYTES
+from hetero.collectives.all_reduce import direct_bytes
 from hetero.collectives.group_links import as_bytes
 from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
@@ -16,7 +16,7 @@ def broadcast(context: CallContext, memory: torch.Tensor, *, root: int) -> Sched
     """Copy the root's contiguous memory into every rank's."""
     if not memory.numel():
         return iter(())
-    if memory.nbytes <= DIRECT_BYTES:
+    if memory.nbytes <= direct_bytes(context):
         return _broadcast_whole(context, memory, root=root)
     return _broadcast_sharded(context, as_bytes(memory), root=root)
 
@@ -32,12 +32,14 @@ def _broadcast_whole(context: CallContext, memory: torch.Tensor, *, root: int) -
     elif layout.rank == root:
         for vendor in layout.other_vendors:
             batch.send(layout.partner(root, vendor), memory)
-        if context.library is not None:
-            batch.start()
-    if context.library is not None:
-        library_root = layout.vendor_ranks.index(vendor_root)
-        context.library.broadcast(as_bytes(memory), root=library_root).wait()
-    yield batch
+    if context.library is None:
+        yield batch
+        return
+    library_root = layout.vendor_ranks.index(vendor_root)
+    work = context.library.broadcast(as_bytes(memory), root=library_root)
+    if layout.rank == root:
+        yield batch
+    work.wait()
 
 
 def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -> Schedule:
@@ -45,11 +47,11 @@ def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -
 
     The steps of successive chunks overlap.
     """
+    spans = columns(context, flat.numel(), element_size=1)
+    ahead = chunks_ahead(context, len(spans))
     pipeline = [
-        _Chunk(context, flat[span.begin : span.end], root=root)
-        for span in columns(context, flat.numel(), element_size=1)
+        _Chunk(context, flat[span.begin : span.end], root=root, ahead=ahead) for span in spans
     ]
-    ahead = chunks_ahead(context)
     steps = (
         (0, _Chunk.scatter),
         (1, _Chunk.exchange),
@@ -62,8 +64,10 @@ def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -
 class _Chunk(ShardedChunk):
     """One chunk of a broadcast, as bytes. The steps are called in this order."""
 
-    def __init__(self, context: CallContext, target: torch.Tensor, *, root: int) -> None:
-        super().__init__(context, target)
+    def __init__(
+        self, context: CallContext, target: torch.Tensor, *, root: int, ahead: int
+    ) -> None:
+        super().__init__(context, target, ahead=ahead)
         self._root, self._source_vendor = root, context.layout.vendor_of(root)
 
     def scatter(self) -> Schedule:
@@ -91,5 +95,5 @@ class _Chunk(ShardedChunk):
             for index, common in overlaps(self._span, self._spans[self._source_vendor]):
                 piece = self._shard[common.relative_to(self._span)]
                 self._batch.recv(layout.vendors[self._source_vendor][index], piece)
-        self._batch.start()
+        self._start_batch()
         yield from ()

@@ -44,14 +44,15 @@ def scatter(
         for rank in layout.remote_ranks:
             batch.send(rank, inputs[rank])
     if context.library is not None:
-        batch.start()
         parts = _vendor_parts(context, inputs, root=root)
-        context.library.scatter(
+        work = context.library.scatter(
             as_bytes(target), parts, root=layout.vendor_ranks.index(root)
-        ).wait()
+        )
+        yield batch
+        work.wait()
     else:
         copy_segment(full_segment(target), full_segment(inputs[root]))
-    yield batch
+        yield batch
 
 
 def _vendor_parts(

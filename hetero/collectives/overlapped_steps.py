@@ -12,8 +12,12 @@ CHUNK_BYTES = 4 << 20
 """On a CPU: a chunk that was just received is still in the cache when it is reduced."""
 _NETWORK_CHUNK_BYTES = 16 << 20
 """On CPUs of several hosts: of a table that is gathered or scattered, or a tensor that is sent."""
-_GPU_CHUNK_BYTES, _GPU_CHUNKS = (32 << 20, 128 << 20), 4
-"""On a GPU: bounds of a chunk's size, and how many chunks overlap their steps."""
+_GPU_CHUNK_BYTES, _GPU_CHUNKS = (128 << 20, 512 << 20), 4
+"""On GPUs of several hosts: bounds of a chunk's size, and how many chunks overlap their steps.
+
+A chunk costs a rank's CPU up to half a millisecond. Within one host, where ranks of two vendors are
+no further apart than those of one, overlapping gains less than that, and chunks are the largest.
+"""
 _GPU_CHUNK_BYTES_ONE_PER_VENDOR = 256 << 20
 """On a GPU, if no vendor has a second rank. Only the reduction kernels overlap with transfers then,
 and issuing one more chunk from Python takes as long as they do."""
@@ -39,7 +43,7 @@ def chunk_spans(context: CallContext, length: int, *, element_size: int) -> list
     elif context.layout.alignment == 1:
         nbytes = _GPU_CHUNK_BYTES_ONE_PER_VENDOR
     else:
-        nbytes = _gpu_chunk_bytes(length * element_size)
+        nbytes = _gpu_chunk_bytes(context, length * element_size)
     return _spans(context, length, nbytes, element_size)
 
 
@@ -58,12 +62,14 @@ def columns(context: CallContext, length: int, *, element_size: int, rows: int =
     elif context.device.type == "cpu":
         nbytes = _NETWORK_CHUNK_BYTES if context.layout.has_several_hosts else total
     else:
-        nbytes = _gpu_chunk_bytes(total)
+        nbytes = _gpu_chunk_bytes(context, total)
     return _spans(context, length, nbytes // rows, element_size)
 
 
-def _gpu_chunk_bytes(total: int) -> int:
+def _gpu_chunk_bytes(context: CallContext, total: int) -> int:
     least, most = _GPU_CHUNK_BYTES
+    if not context.layout.has_several_hosts:
+        return most
     return min(max(least, total // _GPU_CHUNKS), most)
 
 
@@ -75,9 +81,12 @@ def _spans(context: CallContext, length: int, nbytes: int, element_size: int) ->
     return chunks(length, length=nbytes // element_size, alignment=alignment)
 
 
-def chunks_ahead(context: CallContext) -> int:
-    """How many further chunks to have in flight while one is reduced."""
-    return _CHUNKS_AHEAD[context.device.type]
+def chunks_ahead(context: CallContext, chunks: int) -> int:
+    """How many further ones of so many chunks to have in flight while one is reduced.
+
+    0 if there is only one, whose messages then need not start before they are waited for.
+    """
+    return _CHUNKS_AHEAD[context.device.type] if chunks > 1 else 0
 
 
 def overlapped(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hetero.collectives.all_reduce import all_reduce_direct, direct_bytes
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import full_segment, pad_to_multiple, share_memory
 from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, columns, overlapped
@@ -26,6 +27,8 @@ def reduce_scatter(
     if not length:
         return iter(())
     element_size, size = result.element_size(), context.layout.size
+    if context.layout.alignment > 1 and flat.nbytes <= direct_bytes(context):
+        return _reduce_scatter_direct(context, result, flat, reduction)
     if context.layout.alignment == 1:  # only the additions overlap with the transfers
         spans = chunk_spans(context, length, element_size=element_size)
     else:
@@ -33,17 +36,26 @@ def reduce_scatter(
     # The rows of a vendor's only rank are that vendor's partial results.
     if context.library is None and len(spans) == 1:
         return _reduce_scatter_one_step(context, result, flat, reduction)
-    table = flat.view(-1, length)
+    table, ahead = flat.view(-1, length), chunks_ahead(context, len(spans))
     pipeline = [
-        _Chunk(context, result[s.begin : s.end], table[:, s.begin : s.end], reduction)
+        _Chunk(context, result[s.begin : s.end], table[:, s.begin : s.end], reduction, ahead=ahead)
         for s in spans
     ]
     steps = (
         (0, _Chunk.reduce_scatter_within),
         (1, _Chunk.exchange),
-        (1 + chunks_ahead(context), _Chunk.reduce),
+        (1 + ahead, _Chunk.reduce),
     )
     return overlapped(pipeline, steps)
+
+
+def _reduce_scatter_direct(
+    context: CallContext, result: torch.Tensor, flat: torch.Tensor, reduction: Reduction
+) -> Schedule:
+    """Reduce the whole table at every rank: one operation of the library instead of two."""
+    table = flat.clone()
+    yield from all_reduce_direct(context, table, reduction)
+    result.copy_(table.view(context.layout.size, -1)[context.layout.rank])
 
 
 def _reduce_scatter_one_step(
@@ -76,9 +88,11 @@ class _Chunk:
         result: torch.Tensor,
         table: torch.Tensor,
         reduction: Reduction,
+        *,
+        ahead: int,
     ) -> None:
         self._context, self._result, self._table = context, result, table
-        self._reduction = reduction
+        self._reduction, self._ahead = reduction, ahead
         self._own = table[context.layout.rank]
         self._own_work: LibraryWork | None = None
         self._works: list[LibraryWork] = []
@@ -120,7 +134,8 @@ class _Chunk:
             for index, common in overlaps(own_span, shards):
                 memory = self._received[vendor][common.relative_to(own_span)]
                 self._batch.recv(layout.vendors[vendor][index], memory)
-        self._batch.start()
+        if self._ahead:
+            self._batch.start()
         yield from ()
 
     def reduce(self) -> Schedule:

@@ -16,9 +16,10 @@ class ShardedChunk:
     Derived classes add the steps between, which fill the shards.
     """
 
-    def __init__(self, context: CallContext, target: torch.Tensor) -> None:
+    def __init__(self, context: CallContext, target: torch.Tensor, *, ahead: int) -> None:
+        """`ahead`: how many chunks are in flight beside it."""
         layout = context.layout
-        self._context, self._target = context, target
+        self._context, self._target, self._ahead = context, target, ahead
         self._padded = pad_to_multiple(target, layout.alignment)
         self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
         self._span = self._spans[layout.vendor][layout.vendor_rank]
@@ -40,6 +41,10 @@ class ShardedChunk:
         self._padded = self._shard = self._target
         self._batch = P2PBatch(self._context)
         yield from ()
+
+    def _start_batch(self) -> None:
+        if self._ahead:
+            self._batch.start()
 
     def _wait_for_library(self) -> None:
         if self._library_work is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 
@@ -38,11 +38,6 @@ class Span:
 
     def __len__(self) -> int:
         return self.end - self.begin
-
-    def intersect(self, other: Span) -> Span:
-        """The elements of both; an empty span if there are none."""
-        begin = max(self.begin, other.begin)
-        return Span(begin, max(begin, min(self.end, other.end)))
 
     def shifted(self, by: int) -> Span:
         return Span(self.begin + by, self.end + by)
@@ -154,22 +149,29 @@ class Layout:
         return theirs[ranks.index(rank) * len(theirs) // len(ranks)]
 
 
-def equal_parts(count: int, parts: int) -> list[Span]:
+# Cached, because a training step repeats its calls and Python needs as long as a GPU for a copy.
+@lru_cache(maxsize=1024)
+def equal_parts(count: int, parts: int) -> tuple[Span, ...]:
     """Split `count` elements into parts of one length, of which the last ones may be shorter."""
     length = -(-count // parts)
     cuts = [min(count, part * length) for part in range(parts + 1)]
-    return [Span(begin, end) for begin, end in pairwise(cuts)]
+    return tuple(Span(begin, end) for begin, end in pairwise(cuts))
 
 
-def row_spans(count: int, length: int) -> list[Span]:
+@lru_cache(maxsize=1024)
+def row_spans(count: int, length: int) -> tuple[Span, ...]:
     """Where each of so many rows is in a table of them."""
-    return [Span(row * length, (row + 1) * length) for row in range(count)]
+    return tuple(Span(row * length, (row + 1) * length) for row in range(count))
 
 
 def overlaps(span: Span, parts: Sequence[Span]) -> list[tuple[int, Span]]:
     """The non-empty intersections of `span` with `parts`, each with the part's index, in order."""
-    found = ((index, span.intersect(part)) for index, part in enumerate(parts))
-    return [(index, common) for index, common in found if len(common)]
+    found = []
+    for index, part in enumerate(parts):
+        begin, end = max(span.begin, part.begin), min(span.end, part.end)
+        if begin < end:
+            found.append((index, Span(begin, end)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from hetero.link.base import (
     start_thread,
 )
 from hetero.link.flow import Flow, UnexpectedEntry
-from hetero.link.header import Header, job_token, pack_header
+from hetero.link.header import job_token, pack_header, sequence_of
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -177,7 +177,7 @@ class RingLink(RingLinkBase):
             stream.key,
             is_receive,
             time.monotonic(),
-            Header.unpack(header).sequence,
+            sequence_of(header),
             header,
             nbytes,
             tensor.data_ptr() + first,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.collectives import overlapped_steps
 from tests.forked_ranks import values
 from tests.gpus import NEEDS_A_GPU, gpu_of
 from tests.hetero.collectives import references as ref
@@ -37,7 +38,8 @@ SHAPES = [
 ]
 PATIENCE = 70.0
 REFUSALS = (RuntimeError, ValueError)
-SIZES = ((1,), (7, 3), (600_001,), (9_000_001,))
+SIZES = ((1,), (7, 3), (600_001,), (2_000_001,), (9_000_001,))
+CHUNK_BYTES = 8 << 20
 
 
 @pytest.mark.parametrize("vendors", SHAPES)
@@ -62,6 +64,8 @@ def walk_all(side: Side) -> dict[str, str]:
                 check_copies(side, dtype, shape)
         for dtype, name in ((torch.float32, "SUM"), (torch.bfloat16, "AVG"), (torch.int64, "MAX")):
             for shape in SIZES[2:]:
+                if shape == SIZES[-1]:
+                    overlapped_steps._GPU_CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES
                 check_reductions(side, name, dtype, shape, digests)
                 check_copies(side, dtype, shape)
         for check in (check_coalesced, check_strided, check_uneven, check_objects, check_empty):

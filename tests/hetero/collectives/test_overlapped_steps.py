@@ -61,13 +61,14 @@ def test_chunks_cover_everything_once(
         pytest.param(context("na"), None, id="one rank a vendor"),
         pytest.param(context("nnaa", hosts=1), None, id="CPUs of one host"),
         pytest.param(context("nnaa"), 4 * MIB, id="CPUs of several hosts"),
-        pytest.param(context("nnaa", hosts=1, device="cuda"), 16 * MIB, id="GPUs"),
+        pytest.param(context("nnaa", hosts=1, device="cuda"), 128 * MIB, id="GPUs of one host"),
+        pytest.param(context("nnaa", device="cuda"), 64 * MIB, id="GPUs of several hosts"),
     ],
 )
 def test_columns_are_cut_where_steps_within_a_vendor_can_overlap_with_a_transfer(
     here: Any, size: int | None
 ) -> None:
-    length = 64 * MIB
+    length = 256 * MIB
     spans = columns(here, length, element_size=1, rows=4)
     assert {len(span) for span in spans} == {length if size is None else size}
 

@@ -116,4 +116,4 @@ def test_three_ranks_face_one():
 
 def test_a_span_is_placed_in_the_memory_of_another():
     assert Span(3, 5).relative_to(Span(2, 9)) == slice(1, 3)
-    assert len(Span(0, 4).intersect(Span(6, 9))) == 0
+    assert overlaps(Span(0, 4), [Span(6, 9), Span(4, 6), Span(3, 5)]) == [(2, Span(3, 4))]
