@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests import scripts
+from tests import commands, scripts
 from tools.runs import ROOT, Finished
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -117,11 +115,8 @@ def test_two_kinds_on_the_cpu(tmp_path: Path) -> None:
         " --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 --vocab-size 320"
         " --padded-vocab-size 384 --micro-batch-size 1 --global-batch-size 4 --num-workers 0"
     )
-    words = [sys.executable, str(SCRIPT), str(tmp_path), "--kinds", "none", "async"]
-    words += ["--iterations", "6", "--interval", "2", "--", *tiny.split()]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    assert "(2 iterations)" in ended.stdout
+    words = f"--kinds none async --iterations 6 --interval 2 -- {tiny}".split()
+    assert "(2 iterations)" in commands.printed(SCRIPT, tmp_path, *words)
     record = json.loads((tmp_path / "async_save.json").read_text())
     assert list(record["runs"]) == ["none", "async"]
     assert record["seconds_between_saves"] > 0

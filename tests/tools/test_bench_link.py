@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 
 from hetero.link.base import Link
 from hetero.link.names import FAMILIES
+from tests import commands
 from tools import bench_link
 from tools.bench_link import main, parse_options
 from tools.link_bench import opened_links
@@ -39,7 +38,6 @@ FIGURES = (
 class Outcome:
     folder: Path
     stdout: str
-    stderr: str
 
     @property
     def record(self) -> dict:
@@ -49,11 +47,8 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory) -> Outcome:
     folder = tmp_path_factory.mktemp("links")
-    command = [sys.executable, str(TOOL), *QUICK, *SMALL_RING, "--out", str(folder)]
-    command += ["--sizes", *map(str, SIZES), "--transports", "shm", "tcp", "gloo", "nccl"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return Outcome(folder, ended.stdout, ended.stderr)
+    words = ("--sizes", *SIZES, *"--transports shm tcp gloo nccl --out".split(), folder)
+    return Outcome(folder, commands.printed(TOOL, *QUICK, *SMALL_RING, *words))
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp", "gloo", sockets_name(1), sockets_name(4)])

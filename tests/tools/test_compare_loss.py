@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import commands
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
 from tools.compare_loss import main
 from tools.run_comparison.curves import Curve
@@ -63,9 +62,8 @@ def run(files, tmp_path, capsys, monkeypatch):
 
 
 def test_a_right_run_passes_with_exit_code_0(files, tmp_path):
-    command = [sys.executable, str(TOOL), files["seed1"], files["right"]]
-    command += ["--seeds", files["seed2"], files["seed3"], "--out", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    seeds = ("--seeds", files["seed2"], files["seed3"])
+    ended = commands.ended(TOOL, files["seed1"], files["right"], *seeds, "--out", tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[-1] == "pass"
     assert json.loads((tmp_path / "compare_loss.json").read_text())["passed"] is True

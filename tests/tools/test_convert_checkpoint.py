@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,11 @@ from megatron.training.huggingface import convert
 from megatron.training.huggingface.configuration import args_from_config
 from megatron.training.huggingface.hub_folders import CONFIG, SINGLE, write_shard
 from megatron.training.huggingface.mapping import ModelShape, rules
+from tests import commands
 from tests.tools.refusals import Refused
 from tests.training.huggingface.test_configuration import LLAMA_3_1_8B
 from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
 from tools import convert_checkpoint
-
-TOOL = Path(convert_checkpoint.__file__)
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -354,16 +351,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
             f"assert main([{direction!r}, {str(start)!r}, {str(end)!r}]) == 0\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"
         )
-        outcome = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=TOOL.parents[1],
-            check=False,
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        assert int(outcome.stdout.split()[-1]) < 200 * 1024
+        assert int(commands.printed("-c", code).split()[-1]) < 200 * 1024
 
 
 def _large_llama(folder: Path, *, layers: int) -> None:

@@ -6,14 +6,14 @@ import json
 import os
 import re
 import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import yaml
 
 from tests import preloaded
-from tests.distributed.harness import ROOT, free_port
+from tests.commands import ROOT, ended
+from tests.distributed.harness import free_port
 from tools import preflight
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -35,16 +35,8 @@ def alone(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 def together(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
     """Through the launcher, on loopback."""
-    launcher = ["--nnodes", "1", "--nproc-per-node", str(processes)]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return subprocess.run(
-        [sys.executable, "-m", "hetero.run", *launcher, str(TOOL), *flags],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env=environment(),
-    )
+    launcher = f"--nnodes 1 --nproc-per-node {processes} --master-addr 127.0.0.1 --master-port"
+    return ended("-m", "hetero.run", *launcher.split(), free_port(), TOOL, *flags)
 
 
 def test_a_node_alone_is_described_and_measured(tmp_path):
@@ -76,13 +68,7 @@ def test_a_problem_makes_the_exit_code_1(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/preflight.py").write_text(TOOL.read_text())
     (tmp_path / "requirements.txt").write_text("no-such-package-at-all>=2\n")
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "tools/preflight.py"), "--no-bandwidth"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(PYTHONPATH=str(ROOT)),
-    )
+    done = ended(tmp_path / "tools/preflight.py", "--no-bandwidth", PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stderr
     assert "problem  software" in done.stdout
     assert "NOT READY" in done.stdout.splitlines()[-1]

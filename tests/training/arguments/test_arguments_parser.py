@@ -1,7 +1,5 @@
 """How words become arguments: help, the environment, slips of the finger, flags left out."""
 
-import subprocess
-import sys
 from difflib import SequenceMatcher
 
 import pytest
@@ -15,6 +13,7 @@ from megatron.training.arguments.unsupported_flags import (
     all_unsupported_flags,
     features,
 )
+from tests.commands import ended
 
 KNOWN = sorted(build_parser().flags)
 
@@ -189,7 +188,7 @@ def test_a_refusal_and_help_wait_for_neither_torch_nor_megatron_core(flags):
         "from megatron.training.pretrain import pretrain\n"
         f"pretrain({flags.split()!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = ended("-c", code)
     assert done.stdout.rstrip().endswith("slow []")
     assert done.returncode == (0 if flags == "--help" else 2)
     assert ("error: " in done.stderr) == (flags != "--help")
