@@ -7,16 +7,17 @@ from pathlib import Path
 
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.lock import LOCK_FILE
-from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, finish, launch, start, wait_for
+from tests.distributed.harness import (
+    MIXED,
+    TINY_LLAMA,
+    changed_entry,
+    finish,
+    launch,
+    launch_well,
+    start,
+    wait_for,
+)
 from tools.runs import SIMULATED
-
-IMPATIENT = """
-import runpy
-from megatron.training.checkpoint import lock
-
-lock.EXPIRY_SECONDS = 2.0
-runpy.run_path({entry!r}, run_name="__main__")
-"""
 
 
 def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
@@ -51,9 +52,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
 
     assert (folder / LOCK_FILE).exists()
     stop = int((folder / TRACKER).read_text()) + 2
-    outcomes = launch([*flags, "--exit-interval", str(stop)], 2, environ=SIMULATED)
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
-    log = outcomes[0].stdout
+    log, _ = launch_well([*flags, "--exit-interval", str(stop)], 2, environ=SIMULATED)
     assert f"{folder} is taken over from a run that ended ({who}): its process is gone" in log
     assert "watching" not in log
     assert f"saved checkpoint of iteration {stop}" in log
@@ -63,15 +62,14 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
 def test_a_run_whose_node_died_is_followed_once_it_has_been_still_for_a_while(
     corpus, tmp_path: Path
 ) -> None:
-    script, folder = tmp_path / "impatient.py", tmp_path / "checkpoints"
-    script.write_text(IMPATIENT.format(entry=str(ENTRY)))
+    impatient = "from megatron.training.checkpoint import lock; lock.EXPIRY_SECONDS = 2.0"
+    folder = tmp_path / "checkpoints"
     folder.mkdir()
     owner = {"token": "t", "host": "gpu07", "pid": 1, "since": "yesterday", "job": "Slurm job 5"}
     (folder / LOCK_FILE).write_text(json.dumps({**owner, "kernel": "another", "started": "1"}))
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "2", "--save", str(folder)]
-    outcomes = launch(flags, 2, environ=SIMULATED, scripts={0: script})
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
-    log = outcomes[0].stdout
+    script = changed_entry(tmp_path, impatient)
+    log, _ = launch_well(flags, 2, environ=SIMULATED, scripts={0: script})
     assert "names another run (host gpu07, pid 1, Slurm job 5, since yesterday); watching" in log
     assert "did not renew writer.lock" in log
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", TRACKER]
