@@ -219,6 +219,7 @@ def test_demo_from_text_to_report(tmp_path, page):
     # Every sample's activations cross once in fp32, and their gradients once.
     activations = ITERATIONS * 16 * 128 * 128 * 4
     assert report["link"]["bytes"] == report["link"]["expected_bytes"] == 2 * activations
+    assert report["link"]["bytes_per_iteration"] == 2 * activations / ITERATIONS
     assert report["link"]["messages"] == ITERATIONS * 2 * 2 * 2
     assert report["link"]["transport"] == "shm"  # what cpu-forward is within a host
     hetero_ranks = report["hetero"]["ranks"]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
-from hetero.formatting import size_text
 from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord
@@ -171,22 +170,6 @@ def test_a_table_is_aligned_under_its_heading() -> None:
     assert format_table([["stage", "vendor"], ["0", "amd"], ["10", "nvidia"]]) == (
         "stage  vendor\n-----  ------\n0      amd\n10     nvidia"
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1.0 MiB"),
-        (3 << 30, "3.00 GiB"),
-        (5 << 40, "5120.00 GiB"),
-    ],
-)
-def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
-    assert size_text(count) == text
 
 
 def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) -> str:
