@@ -190,10 +190,6 @@ def _change_flags(folder: Path, **changes: Any) -> None:
     (folder / INDEX_FILE).write_text(changed.to_json())
 
 
-def _without_shard(folder: Path) -> None:
-    _second_shard(folder).unlink()
-
-
 def _cut_shard(folder: Path) -> None:
     _second_shard(folder).write_bytes(_second_shard(folder).read_bytes()[:-10])
 
@@ -213,14 +209,6 @@ def _quantised(folder: Path) -> None:
     save_file(quantised, _second_shard(folder))
 
 
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _config_cut_short(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": ')
-
-
 def _config_of(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(_config(folder) | changes))
@@ -231,12 +219,12 @@ def _config_of(**changes: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_without_shard, "lacks the shard model-00002-of-"),
+        (lambda folder: _second_shard(folder).unlink(), "lacks the shard model-00002-of-"),
         (_cut_shard, ".safetensors is damaged"),
         (_pickled, "pickled weights are not read"),
         (_quantised, "stored as I8"),
-        (_no_config, "config.json is missing"),
-        (_config_cut_short, "config.json is cut short or no JSON"),
+        (lambda folder: (folder / CONFIG).unlink(), "config.json is missing"),
+        (lambda folder: (folder / CONFIG).write_text("{"), "config.json is cut short or no JSON"),
         (_config_of(intermediate_size=96), "shape [80, 48] and config.json says [96, 48]"),
         (_config_of(num_hidden_layers=3), "holds the tensor model.layers.3."),
         (_config_of(num_hidden_layers=5), "lacks the tensor model.layers.4."),
