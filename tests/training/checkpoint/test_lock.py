@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import UserError
 from megatron.training.checkpoint import lock as locks
 from megatron.training.checkpoint.lock import (
     LOCK_FILE,
@@ -25,6 +24,7 @@ from megatron.training.checkpoint.lock import (
     SaveLock,
     is_held_by_another,
 )
+from tests.sentences import sentence_of
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_RENEWED = 0.2
@@ -84,10 +84,7 @@ def take(save: Path) -> tuple[SaveLock, list[str]]:
 
 
 def refusal(save: Path) -> str:
-    with pytest.raises(UserError) as error:
-        SaveLock.take(save, say=lambda line: None)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return sentence_of(SaveLock.take, save, say=lambda line: None)
 
 
 def foreign(save: Path, **changed: Any) -> Path:
