@@ -20,7 +20,7 @@ def pytest_configure() -> None:
     Tiny models gain nothing by more threads, and lose much where other tests run beside them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
 
