@@ -156,6 +156,18 @@ def changed_entry(folder: Path, before: str, *, name: str = "changed.py") -> Pat
     return script
 
 
+def steps_of_samples(flags: Sequence[str], *, steps: int, batch: int) -> list[list[dict[str, Any]]]:
+    """The samples of every step, as a run with these flags reads them."""
+    from megatron.training.arguments import parse_args
+    from megatron.training.data import build_datasets
+    from megatron.training.tokenizer.build import build_tokenizer
+
+    args = parse_args(flags, world_size=1)
+    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
+    assert data is not None
+    return [[data[step * batch + i] for i in range(batch)] for step in range(steps)]
+
+
 def train(
     flags: Sequence[str],
     nproc: int,

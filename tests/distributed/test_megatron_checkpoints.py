@@ -12,14 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.index import read_index
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.data import build_datasets
 from megatron.training.megatron_lm.tensors import model_tensors
-from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.weights import global_name
-from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well, train
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well, steps_of_samples, train
 from tests.training.megatron_lm.tiny_megatron import LLAMA, assert_same, read
 from tools.convert_checkpoint import main as convert
 from tools.runs import SIMULATED
@@ -92,10 +89,7 @@ def _random_batches(path: Path, steps: int) -> None:
 
 def _read_batches(path: Path, flags: Sequence[str]) -> None:
     """What a run of ours with these flags reads, step by step."""
-    args = parse_args(list(flags), world_size=1)
-    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
-    assert data is not None
-    steps = [[data[step * BATCH + i] for i in range(BATCH)] for step in range(STEPS)]
+    steps = steps_of_samples(flags, steps=STEPS, batch=BATCH)
     torch.save(
         [
             {key: torch.stack([sample[key] for sample in step]) for key in ("tokens", "labels")}

@@ -1,4 +1,7 @@
-"""Two runs that name one --save: the second is refused, and a killed one is followed at once."""
+"""Two runs that name one --save: the second is refused, and a killed one is followed at once.
+
+One whose node died is in tests/training/checkpoint/test_lock.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from megatron.training.checkpoint.lock import LOCK_FILE
 from tests.distributed.harness import (
     MIXED,
     TINY_LLAMA,
-    changed_entry,
     finish,
     launch,
     launch_well,
@@ -57,19 +59,3 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
     assert "watching" not in log
     assert f"saved checkpoint of iteration {stop}" in log
     assert not (folder / LOCK_FILE).exists()
-
-
-def test_a_run_whose_node_died_is_followed_once_it_has_been_still_for_a_while(
-    corpus, tmp_path: Path
-) -> None:
-    impatient = "from megatron.training.checkpoint import lock; lock.EXPIRY_SECONDS = 2.0"
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    owner = {"token": "t", "host": "gpu07", "pid": 1, "since": "yesterday", "job": "Slurm job 5"}
-    (folder / LOCK_FILE).write_text(json.dumps({**owner, "kernel": "another", "started": "1"}))
-    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "2", "--save", str(folder)]
-    script = changed_entry(tmp_path, impatient)
-    log, _ = launch_well(flags, 2, environ=SIMULATED, scripts={0: script})
-    assert "names another run (host gpu07, pid 1, Slurm job 5, since yesterday); watching" in log
-    assert "did not renew writer.lock" in log
-    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", TRACKER]

@@ -84,7 +84,7 @@ def test_output_must_be_a_folder_of_ours(tmp_path, capsys):
 
 def test_builtin_text_is_there_and_has_paragraphs():
     text = source_text.builtin_text().text
-    assert len(text) > 100_000
+    assert len(text) > 400_000
     assert "\n\n" in text
 
 

@@ -89,7 +89,8 @@ def refusal(save: Path) -> str:
 
 def foreign(save: Path, **changed: Any) -> Path:
     """The lock of a run on another host, as this one finds it."""
-    owner = Owner("t", "gpu07", 4242, "2026-11-22 02:00:00 UTC", "", "other-boot", "17")
+    started = "2026-11-22 02:00:00 UTC"
+    owner = Owner("t", "gpu07", 4242, started, "Slurm job 5", "other-boot", "17")
     save.mkdir(exist_ok=True)
     path = save / LOCK_FILE
     path.write_text(json.dumps({**vars(owner), **changed}))
@@ -152,7 +153,7 @@ def test_a_holder_elsewhere_that_stands_still_is_replaced_after_a_while(
     path = foreign(tmp_path, **changed)
     os.utime(path, (4e9, 4e9))  # its clock is ahead by decades
     lock, said = take(tmp_path)
-    assert "host gpu07, pid 4242, since 2026-11-22 02:00:00 UTC" in said[0]
+    assert "host gpu07, pid 4242, Slurm job 5, since 2026-11-22 02:00:00 UTC" in said[0]
     assert "watching" in said[0]
     assert "did not renew" in said[1]
     lock.require_held()
