@@ -168,6 +168,7 @@ def test_a_terminal_of_any_size_has_one_bar_with_the_loss_and_a_log_has_lines(
     )
     assert shown.code == 0, shown.stderr
     assert shown.stdout.splitlines() == ([] if "stdout" in on_terminal else LOG)
+    assert ("iteration" in shown.screen + shown.stdout) is ("stdout" not in on_terminal)
     assert ("homogeneous: 100%" in shown.screen) is ("stderr" in on_terminal)
     assert ("loss 1.0000" in shown.screen.partition("100%")[2]) is ("stderr" in on_terminal)
 
