@@ -12,6 +12,7 @@ import pytest
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.reader import CheckpointReader
 from tests.distributed.harness import (
+    MIXED,
     TINY_LLAMA,
     changed_entry,
     finish,
@@ -23,7 +24,6 @@ from tests.distributed.harness import (
 )
 from tools.runs import SIMULATED
 
-HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 slow = pytest.mark.slow
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(corpus, tmp_pa
     folder = tmp_path / "checkpoints"
     flags = [*TINY_LLAMA, *corpus.flags]
     assert launch([*flags, "--train-iters", "2", "--save", str(folder)], 1)[0].code == 0
-    other = [*flags, *HETERO.split(), "--load", str(folder), "--ffn-hidden-size", "96"]
+    other = [*flags, *MIXED, "--load", str(folder), "--ffn-hidden-size", "96"]
     outcomes = launch(other, 2, environ=SIMULATED)
     assert [outcome.code for outcome in outcomes] == [2, 2]
     spoken = "".join(outcome.stderr for outcome in outcomes)
