@@ -6,6 +6,8 @@ import multiprocessing.spawn
 import os
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 
@@ -18,18 +20,27 @@ def pytest_configure() -> None:
     Tiny models gain nothing by more threads, and lose much where other tests run beside them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_attention_of_other_modules() -> None:
+@pytest.fixture(autouse=True)
+def _no_attention_of_others() -> Iterator[None]:
     """megatron-core writes the attention of a model built here into the environment, for good.
 
-    Runs that a later module starts would inherit it, and refuse another.
+    Models that a later test builds, and runs that it starts, would inherit it and refuse another.
     """
+    yield
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine, as far as a command line is concerned."""
+    module = ModuleType("transformer_engine")
+    module.__spec__ = ModuleSpec("transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", module)
 
 
 @pytest.fixture(scope="module")

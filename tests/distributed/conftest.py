@@ -35,21 +35,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
     text = folder / "text.txt"
     text.write_text("\n\n".join(topics[name] for name in sorted(topics)[:40]))
-    assert (
-        train_tokenizer.main(
-            ["--input", str(text), "--output-prefix", str(folder / "tok"), "--vocab-size", "500"]
-        )
-        == 0
-    )
+    words = ["--input", str(text), "--output-prefix", str(folder / "tok"), "--vocab-size", "500"]
+    assert train_tokenizer.main(words) == 0
     model = folder / "tok.model"
-    assert (
-        preprocess_data.main(
-            [
-                *("--input", str(text), "--output-prefix", str(folder / "data")),
-                *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)),
-                *("--append-eod", "--workers", "1"),
-            ]
-        )
-        == 0
-    )
+    words = ["--input", str(text), "--output-prefix", str(folder / "data"), "--append-eod"]
+    kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
+    assert preprocess_data.main([*words, *kind, "--workers", "1"]) == 0
     return Corpus(tokenizer=model, prefix=folder / "data_text_document", cache=folder / "cache")

@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests import preloaded
+from tests.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "pretrain_gpt.py"
 
 PORTS, WORKERS = (20_000, 28_000), 16
@@ -133,6 +134,40 @@ def launch(
     return finish(start(flags, nproc, **how), seconds=seconds)  # type: ignore[arg-type]
 
 
+def launch_well(flags: Sequence[str], nproc: int, **how: object) -> list[str]:
+    """What each rank of a run that ends well prints."""
+    outcomes = launch(flags, nproc, **how)  # type: ignore[arg-type]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-2000:]}{outcome.stderr[-3000:]}"
+    return [outcome.stdout for outcome in outcomes]
+
+
+def read_rows(metrics: Path) -> list[dict[str, Any]]:
+    """The iterations that a metrics file tells of."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def changed_entry(folder: Path, before: str, *, name: str = "changed.py") -> Path:
+    """A script that runs these lines and is pretrain_gpt.py then."""
+    script = folder / name
+    script.write_text(
+        f"{before}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')\n"
+    )
+    return script
+
+
+def steps_of_samples(flags: Sequence[str], *, steps: int, batch: int) -> list[list[dict[str, Any]]]:
+    """The samples of every step, as a run with these flags reads them."""
+    from megatron.training.arguments import parse_args
+    from megatron.training.data import build_datasets
+    from megatron.training.tokenizer.build import build_tokenizer
+
+    args = parse_args(flags, world_size=1)
+    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
+    assert data is not None
+    return [[data[step * batch + i] for i in range(batch)] for step in range(steps)]
+
+
 def train(
     flags: Sequence[str],
     nproc: int,
@@ -146,10 +181,8 @@ def train(
     metrics, report = folder / "metrics.jsonl", folder / "report.json"
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
     own = {rank: [*words, *written] for rank, words in (flags_by_rank or {}).items()}
-    outcomes = launch([*flags, *written], nproc, flags_by_rank=own, **how)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-2000:]}{outcome.stderr[-3000:]}"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    said = launch_well([*flags, *written], nproc, flags_by_rank=own, **how)
+    rows = read_rows(metrics)
     summary = json.loads(report.read_text())
     return Training(
         losses=[row["loss"] for row in rows],
@@ -157,7 +190,7 @@ def train(
         skipped=[row["skipped"] for row in rows],
         weights=summary["weights"]["sha256"],
         report=summary,
-        stdout=outcomes[0].stdout,
+        stdout=said[0],
     )
 
 

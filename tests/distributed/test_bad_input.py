@@ -11,7 +11,14 @@ from socket import gethostname
 
 import pytest
 
-from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, RankOutcome, launch
+from tests.distributed.harness import (
+    ENTRY,
+    MIXED,
+    TINY_LLAMA,
+    RankOutcome,
+    changed_entry,
+    launch,
+)
 from tools import train_tokenizer
 from tools.runs import SIMULATED
 
@@ -159,16 +166,9 @@ def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     assert_refused(outcomes, "rank 1", "gone.idx")
 
 
-def script(folder: Path, line: str) -> dict[int, Path]:
-    """The program on rank 1 after a line that changes something there."""
-    path = folder / "other_side.py"
-    path.write_text(f"{line}\nimport runpy\nrunpy.run_path({str(ENTRY)!r}, run_name='__main__')")
-    return {1: path}
-
-
 def test_two_sides_with_different_versions(corpus, tmp_path: Path) -> None:
-    other_side = script(tmp_path, "import torch; torch.__version__ = '2.12.1+rocm7'")
-    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts=other_side)
+    other_side = changed_entry(tmp_path, "import torch; torch.__version__ = '2.12.1+rocm7'")
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: other_side})
     assert_refused(outcomes, "rank 1", "PyTorch", "2.12.1")
 
 
@@ -185,12 +185,12 @@ def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Path) -> None:
-    broken = script(
+    broken = changed_entry(
         tmp_path,
         "import megatron.training.data_agreement as data_agreement\n"
         "data_agreement.build_tokenizer = lambda args: 1 / 0",
     )
-    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts=broken)
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: broken})
     assert [outcome.code for outcome in outcomes] == [1, 1]
     assert "rank 1 failed: division by zero" in outcomes[0].stderr
     assert "ZeroDivisionError" in outcomes[1].stderr

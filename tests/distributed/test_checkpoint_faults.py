@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import time
@@ -13,17 +12,18 @@ import pytest
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.reader import CheckpointReader
 from tests.distributed.harness import (
-    ENTRY,
+    MIXED,
     TINY_LLAMA,
+    changed_entry,
     finish,
     launch,
+    read_rows,
     start,
     train,
     wait_for,
 )
 from tools.runs import SIMULATED
 
-HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 slow = pytest.mark.slow
 
 
@@ -53,7 +53,7 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(corpus, tmp_path:
     assert outcome.code == 0, outcome.stderr
     assert f"{kept[-1]} is not used: {part.name} has other bytes" in outcome.stdout
     assert f"{kept[0]} loaded" in outcome.stdout
-    rows = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()]
+    rows = [row["iteration"] for row in read_rows(metrics)]
     assert rows == list(range(1, len(rows) + 1))
     assert int(tracker.read_text()) == rows[-1]
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(corpus, tmp_pa
     folder = tmp_path / "checkpoints"
     flags = [*TINY_LLAMA, *corpus.flags]
     assert launch([*flags, "--train-iters", "2", "--save", str(folder)], 1)[0].code == 0
-    other = [*flags, *HETERO.split(), "--load", str(folder), "--ffn-hidden-size", "96"]
+    other = [*flags, *MIXED, "--load", str(folder), "--ffn-hidden-size", "96"]
     outcomes = launch(other, 2, environ=SIMULATED)
     assert [outcome.code for outcome in outcomes] == [2, 2]
     spoken = "".join(outcome.stderr for outcome in outcomes)
@@ -72,7 +72,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(corpus, tmp_pa
 
 
 LIMITED = """
-import resource, runpy
+import resource
 from megatron.training.checkpoint.saver import Saver
 
 started = Saver.start
@@ -83,7 +83,6 @@ def start(self, iteration, contents):
     started(self, iteration, contents)
 
 Saver.start = start
-runpy.run_path({entry!r}, run_name="__main__")
 """
 
 
@@ -94,8 +93,7 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
     asynchronous: str, ends: bool, corpus, tmp_path: Path
 ) -> None:
     """One rank cannot write its part of iteration 4: the kernel's limit on files plays the disk."""
-    limited = tmp_path / "limited.py"
-    limited.write_text(LIMITED.format(entry=str(ENTRY)))
+    limited = changed_entry(tmp_path, LIMITED)
     folder = tmp_path / "checkpoints"
     flags = [*TINY_LLAMA, *corpus.flags, "--pipeline-model-parallel-size", "2"]
     flags += ["--save", str(folder), "--save-interval", "2", *asynchronous.split()]
@@ -120,7 +118,6 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
 
 
 UNPINNED = """
-import runpy
 from hetero.errors import LinkError
 from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.training.checkpoint.host_memory import HostMemory
@@ -139,19 +136,17 @@ def register(self, host):
         raise LinkError("the driver pins nothing")
 
 def start(self, iteration, contents):
-    print(f"save {{iteration}} starts", flush=True)
+    print(f"save {iteration} starts", flush=True)
     started(self, iteration, contents)
 
 HostMemory.__init__, DeviceToHostCopier.register, Saver.start = begin, register, start
-runpy.run_path({entry!r}, run_name="__main__")
 """
 
 
 def test_memory_for_copies_is_made_before_a_save_is_due_and_its_lack_ends_nothing(
     corpus, tmp_path: Path
 ) -> None:
-    unpinned = tmp_path / "unpinned.py"
-    unpinned.write_text(UNPINNED.format(entry=str(ENTRY)))
+    unpinned = changed_entry(tmp_path, UNPINNED)
     folder = tmp_path / "checkpoints"
     flags = [*TINY_LLAMA, *corpus.flags, "--async-save"]
     flags += ["--save", str(folder), "--save-interval", "3"]
@@ -199,8 +194,7 @@ def test_a_run_killed_at_fifty_moments_loses_nothing(corpus, tmp_path: Path) -> 
     assert outcome.code == 0, outcome.stderr
     assert not list(folder.glob("*.saving"))
     straight = train([*flags, "--exit-interval", last], 1, tmp_path / "straight")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["loss"] for row in rows] == straight.losses
+    assert [row["loss"] for row in read_rows(metrics)] == straight.losses
     assert unfinished > 0, "no kill came while a checkpoint was being written"
 
 

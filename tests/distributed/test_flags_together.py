@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, launch, train
+from tests.distributed.harness import (
+    MIXED,
+    TINY_LLAMA,
+    changed_entry,
+    launch,
+    launch_well,
+    read_rows,
+    train,
+)
 from tools.runs import SIMULATED
 
 # What a script carries that was written for Megatron-LM and one vendor.
@@ -36,7 +43,7 @@ def test_a_script_with_three_flags_more_is_the_run_it_was(corpus, tmp_path: Path
     assert mixed.weights == plain.weights
     assert _evaluations(mixed.stdout) == _evaluations(plain.stdout)
     assert len(_evaluations(mixed.stdout)) == 4
-    rows = [json.loads(line) for line in (tmp_path / "mixed/metrics.jsonl").open()]
+    rows = read_rows(tmp_path / "mixed/metrics.jsonl")
     # 512 tokens are 16 samples: four steps of 4, then 8.
     assert [row["batch_size"] for row in rows] == [4, 4, 4, 4, 8, 8]
     assert [stage["layers"] for stage in mixed.report["stages"]] == [[3], [3]]
@@ -55,13 +62,11 @@ def test_the_weights_norm_is_of_updated_weights_where_gathering_them_waits(
     norms = []
     for name, overlap in (("at-once", []), ("later", OVERLAPPED)):
         train([*flags, *overlap], 2, tmp_path / name)
-        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-        norms.append([row["params_norm"] for row in rows])
+        norms.append([row["params_norm"] for row in read_rows(tmp_path / name / "metrics.jsonl")])
     assert norms[0] == norms[1]
 
 
 SLIP = """
-import runpy
 from megatron.training import trainer
 
 train_step = trainer.Trainer._train_step
@@ -72,7 +77,6 @@ def slipping(self, iterators):
     train_step(self, iterators)
 
 trainer.Trainer._train_step = slipping
-runpy.run_path({!r}, run_name="__main__")
 """
 
 
@@ -80,9 +84,7 @@ def test_weights_that_differ_between_replicas_end_the_run(corpus, tmp_path: Path
     """--check-weight-hash-across-dp-replicas-interval: rank 1's weights slip in its third step."""
     flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "5"]
     flags += ["--check-weight-hash-across-dp-replicas-interval", "2"]
-    slip = tmp_path / "slip.py"
-    slip.write_text(SLIP.format(str(ENTRY)))
-    outcomes = launch(flags, 2, scripts={1: slip}, seconds=120)
+    outcomes = launch(flags, 2, scripts={1: changed_entry(tmp_path, SLIP)})
     assert [outcome.code for outcome in outcomes] == [1, 1]
     spoken = outcomes[0].stderr + outcomes[1].stderr
     assert "the weights of data-parallel ranks differ after iteration 4: rank 1 on " in spoken
@@ -90,7 +92,6 @@ def test_weights_that_differ_between_replicas_end_the_run(corpus, tmp_path: Path
 
 
 LATE = """
-import runpy
 import time
 import torch.distributed as dist
 
@@ -101,7 +102,6 @@ def late(*args, **kwargs):
     return irecv(*args, **kwargs)
 
 dist.irecv = late
-runpy.run_path({!r}, run_name="__main__")
 """
 
 
@@ -109,10 +109,34 @@ def test_an_evaluation_ends_only_when_its_last_send_has_arrived(corpus, tmp_path
     """--overlap-p2p-communication-warmup-flush: stage 1 asks for it when stage 0 is done."""
     flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "2", "--eval-iters", "1"]
     flags += "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2".split()
-    late = tmp_path / "late.py"
-    late.write_text(LATE.format(str(ENTRY)))
-    outcomes = launch(
-        [*flags, "--overlap-p2p-communication-warmup-flush"], 2, scripts={1: late}, seconds=90
-    )
-    assert [outcome.code for outcome in outcomes] == [0, 0]
-    assert len(_evaluations(outcomes[0].stdout)) == 1
+    flags += ["--overlap-p2p-communication-warmup-flush"]
+    said, _ = launch_well(flags, 2, scripts={1: changed_entry(tmp_path, LATE)})
+    assert len(_evaluations(said)) == 1
+
+
+# Fill-in-the-middle: both ends of the pipeline reorder a sample in the same way.
+
+
+# Bytes that the text does not hold stand for tokens that the tokenizer was not given.
+FIM = (
+    "--fim-data --fim-rate 0.8 --fim-prefix-token <0x01> --fim-middle-token <0x02> "
+    "--fim-suffix-token <0x03> --fim-pad-token <0x04> --fim-eod-token </s>"
+).split()
+
+
+def test_a_mixed_run_that_is_resumed_reads_what_a_homogeneous_run_reads(
+    corpus, tmp_path: Path
+) -> None:
+    flags = [*TINY_LLAMA, *corpus.flags]
+    fim = [*flags, *FIM]
+    plain = train([*fim, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "plain")
+    saved = ["--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    begun = [*fim, *MIXED, *saved, "--exit-interval", "2"]
+    first = train(begun, 2, tmp_path / "first", environ=SIMULATED)
+    resumed = [*fim, *MIXED, "--load", str(tmp_path / "saved"), "--num-workers", "2"]
+    second = train(resumed, 2, tmp_path / "second", environ=SIMULATED)
+    assert [*first.losses, *second.losses] == plain.losses
+    assert [*first.grad_norms, *second.grad_norms] == plain.grad_norms
+    assert second.weights == plain.weights
+    other = train(flags, 1, tmp_path / "other")
+    assert other.losses[0] != plain.losses[0]

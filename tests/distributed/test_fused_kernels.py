@@ -6,12 +6,11 @@ adds which gradient: schedules, recomputation, tensor parallelism, tied embeddin
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import TINY_LLAMA, launch
+from tests.distributed.harness import TINY_LLAMA, launch_well, read_rows
 
 FUSED = Path(__file__).with_name("fused_training.py")
 ALL = "weight gradient, rotary, split rotary, cross entropy"
@@ -50,12 +49,10 @@ FURTHER = {
 def rows(flags: list[str], nproc: int, path: Path, *, fused: str = "") -> list[dict]:
     """What a run wrote for each step; `fused` names the kernels that it must have used."""
     scripts = dict.fromkeys(range(nproc), FUSED) if fused else None
-    outcomes = launch([*flags, "--metrics-file", str(path)], nproc, scripts=scripts)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank}: {outcome.stderr[-3000:]}"
+    said, *_ = launch_well([*flags, "--metrics-file", str(path)], nproc, scripts=scripts)
     if fused:
-        assert f"fused kernels: {fused}\n" in outcomes[0].stdout
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        assert f"fused kernels: {fused}\n" in said
+    return read_rows(path)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.training.arguments import parse_args
-from megatron.training.data import build_datasets
 from megatron.training.tokenizer.build import build_tokenizer
-from tests.distributed.harness import MIXED, TINY_LLAMA, train
+from tests.distributed.harness import MIXED, TINY_LLAMA, steps_of_samples, train
 from tests.training.huggingface.tiny_huggingface import MODELS
 from tools.convert_checkpoint import main as convert
 from tools.generate_text import main as generate_text
@@ -42,7 +41,7 @@ def test_losses_equal_those_of_transformers_on_the_same_tokens(
     flags = [*RECIPE, *corpus.flags, "--load", str(tmp_path / "ours")]
 
     ours = train([*flags, *HETERO], 2, tmp_path / "run", environ=SIMULATED)
-    expected = _losses_of_transformers(theirs, _batches(flags))
+    expected = _losses_of_transformers(theirs, steps_of_samples(flags, steps=STEPS, batch=BATCH))
 
     assert len(ours.losses) == STEPS
     (taken,) = [line for line in ours.stdout.splitlines() if line.startswith("taken from ")]
@@ -52,14 +51,6 @@ def test_losses_equal_those_of_transformers_on_the_same_tokens(
     assert expected[-1] < expected[0] - 0.1
     assert ours.losses[0] == pytest.approx(expected[0], rel=1e-5)
     assert ours.losses == pytest.approx(expected, rel=1e-3)
-
-
-def _batches(flags: list[str]) -> list[list[dict[str, Any]]]:
-    """The samples of every step, as a run with these flags reads them."""
-    args = parse_args(flags, world_size=1)
-    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
-    assert data is not None
-    return [[data[step * BATCH + i] for i in range(BATCH)] for step in range(STEPS)]
 
 
 def _losses_of_transformers(model: Any, batches: list[list[dict[str, Any]]]) -> list[float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import MIXED, TINY_LLAMA, launch
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well
 from tools.compare_loss import main
 from tools.runs import SIMULATED
 
@@ -53,8 +53,7 @@ class Trained:
         flags = [*self.flags, *layout, "--seed", str(seed), "--metrics-file", str(path)]
         scripts = dict.fromkeys(range(nproc), SCRIPT) if fault else None
         environ = {**(environ or {}), "FAULT": fault or ""}
-        for outcome in launch(flags, nproc, environ=environ, scripts=scripts):
-            assert outcome.code == 0, outcome.stderr[-3000:]
+        launch_well(flags, nproc, environ=environ, scripts=scripts)
         return str(path)
 
 

@@ -12,17 +12,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.harness import ENTRY, MIXED, ROOT, TINY_LLAMA, start, wait_for_steps
+from tests.distributed.harness import (
+    ENTRY,
+    MIXED,
+    ROOT,
+    TINY_LLAMA,
+    changed_entry,
+    start,
+    wait_for_steps,
+)
 from tests.hetero.test_megatron_imports import checkout
 from tools.runs import SIMULATED
 
 IMPATIENT = """
-import runpy, sys, time
+import time
 from hetero import monitor, wait_reporter
 monitor.Monitor.poll_seconds = wait_reporter.FIRST_SECONDS = wait_reporter.AGAIN_SECONDS = 0.2
 import megatron.training.initialize as initialize
-{}
-runpy.run_path({!r}, run_name="__main__")
 """
 
 
@@ -73,16 +79,12 @@ def test_a_rank_that_hangs_before_the_groups_is_named_while_the_others_wait(
     corpus, tmp_path: Path
 ) -> None:
     hangs = "initialize.set_determinism = lambda args: time.sleep(600)"
-    scripts = {}
-    for rank, fault in ((0, ""), (1, hangs)):
-        scripts[rank] = tmp_path / f"rank{rank}.py"
-        scripts[rank].write_text(IMPATIENT.format(fault, str(ENTRY)))
-    processes = start(
-        [*TINY_LLAMA, *corpus.flags, *MIXED],
-        2,
-        environ=SIMULATED,
-        scripts=scripts,
-    )
+    scripts = {
+        rank: changed_entry(tmp_path, IMPATIENT + fault, name=f"rank{rank}.py")
+        for rank, fault in enumerate(("", hangs))
+    }
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
+    processes = start(flags, 2, environ=SIMULATED, scripts=scripts)
     try:
         assert processes[0].stderr is not None
         words = "waiting for rank 1 to come to the process groups at 127.0.0.1:"

@@ -12,15 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.index import read_index
 from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.data import build_datasets
 from megatron.training.megatron_lm.tensors import model_tensors
-from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.weights import global_name
-from tests.distributed.harness import MIXED, TINY_LLAMA, launch, train
-from tests.training.megatron_lm.tiny_megatron import LLAMA
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well, steps_of_samples, train
+from tests.training.megatron_lm.tiny_megatron import LLAMA, assert_same, read
 from tools.convert_checkpoint import main as convert
 from tools.runs import SIMULATED
 
@@ -75,9 +72,7 @@ def _core(
         json.dumps({"args": dict(model), "losses": str(losses), **plan}, default=str)
     )
     scripts = dict.fromkeys(range(ranks), SCRIPT)
-    outcomes = launch([str(written)], ranks, seconds=240, scripts=scripts)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-1000:]}{outcome.stderr[-3000:]}"
+    launch_well([str(written)], ranks, seconds=240, scripts=scripts)
     found: list[float] = json.loads(losses.read_text())
     return found
 
@@ -94,10 +89,7 @@ def _random_batches(path: Path, steps: int) -> None:
 
 def _read_batches(path: Path, flags: Sequence[str]) -> None:
     """What a run of ours with these flags reads, step by step."""
-    args = parse_args(list(flags), world_size=1)
-    data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())
-    assert data is not None
-    steps = [[data[step * BATCH + i] for i in range(BATCH)] for step in range(STEPS)]
+    steps = steps_of_samples(flags, steps=STEPS, batch=BATCH)
     torch.save(
         [
             {key: torch.stack([sample[key] for sample in step]) for key in ("tokens", "labels")}
@@ -232,12 +224,5 @@ def test_half_precision_and_data_parallel_ranks_resume_as_if_nothing_had_been(
     )
     assert second == first[SAVED:]
     assert convert(["import-megatron", str(tmp_path / kinds[1]), str(tmp_path / "again")]) == 0
-    _assert_same(tmp_path / "ours", tmp_path / "again")
-
-
-def _assert_same(one: Path, other: Path) -> None:
-    with CheckpointReader.open(one) as first, CheckpointReader.open(other) as second:
-        assert set(first.index.tensors) == set(second.index.tensors)
-        for name in first.index.tensors:
-            assert torch.equal(first.tensor(name), second.tensor(name)), name
-        assert first.run == second.run
+    assert_same(read(tmp_path / "again"), read(tmp_path / "ours"))
+    assert read_index(tmp_path / "again" / f"iter_{SAVED:07d}").run == index.run

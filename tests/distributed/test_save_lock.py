@@ -1,4 +1,7 @@
-"""Two runs that name one --save: the second is refused, and a killed one is followed at once."""
+"""Two runs that name one --save: the second is refused, and a killed one is followed at once.
+
+One whose node died is in tests/training/checkpoint/test_lock.py.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from pathlib import Path
 
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.lock import LOCK_FILE
-from tests.distributed.harness import ENTRY, MIXED, TINY_LLAMA, finish, launch, start, wait_for
+from tests.distributed.harness import (
+    MIXED,
+    TINY_LLAMA,
+    finish,
+    launch,
+    launch_well,
+    start,
+    wait_for,
+)
 from tools.runs import SIMULATED
-
-IMPATIENT = """
-import runpy
-from megatron.training.checkpoint import lock
-
-lock.EXPIRY_SECONDS = 2.0
-runpy.run_path({entry!r}, run_name="__main__")
-"""
 
 
 def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
@@ -51,27 +54,8 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(
 
     assert (folder / LOCK_FILE).exists()
     stop = int((folder / TRACKER).read_text()) + 2
-    outcomes = launch([*flags, "--exit-interval", str(stop)], 2, environ=SIMULATED)
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
-    log = outcomes[0].stdout
+    log, _ = launch_well([*flags, "--exit-interval", str(stop)], 2, environ=SIMULATED)
     assert f"{folder} is taken over from a run that ended ({who}): its process is gone" in log
     assert "watching" not in log
     assert f"saved checkpoint of iteration {stop}" in log
     assert not (folder / LOCK_FILE).exists()
-
-
-def test_a_run_whose_node_died_is_followed_once_it_has_been_still_for_a_while(
-    corpus, tmp_path: Path
-) -> None:
-    script, folder = tmp_path / "impatient.py", tmp_path / "checkpoints"
-    script.write_text(IMPATIENT.format(entry=str(ENTRY)))
-    folder.mkdir()
-    owner = {"token": "t", "host": "gpu07", "pid": 1, "since": "yesterday", "job": "Slurm job 5"}
-    (folder / LOCK_FILE).write_text(json.dumps({**owner, "kernel": "another", "started": "1"}))
-    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "2", "--save", str(folder)]
-    outcomes = launch(flags, 2, environ=SIMULATED, scripts={0: script})
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].stderr
-    log = outcomes[0].stdout
-    assert "names another run (host gpu07, pid 1, Slurm job 5, since yesterday); watching" in log
-    assert "did not renew writer.lock" in log
-    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", TRACKER]

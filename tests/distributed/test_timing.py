@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.training.timing.timers import PARTS
-from tests.distributed.harness import MIXED, TINY_LLAMA, launch
+from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well, read_rows
 
 FAULTY = Path(__file__).with_name("faulty_training.py")
 # Layouts of such a model compute the same bits.
@@ -48,19 +47,13 @@ def _run(folder: Path, flags: list[str], nproc: int, *, fault: str | None = None
     metrics, points = folder / "metrics.jsonl", folder / "points"
     written = ["--metrics-file", str(metrics), "--tensorboard-dir", str(points)]
     environ = {"HETERO_VENDOR": "plan"} if "--hetero-pipeline" in flags else {}
-    outcomes = launch(
+    outputs = launch_well(
         [*FLAGS, *flags, *written],
         nproc,
         environ=environ | ({"FAULT": fault} if fault else {}),
         scripts=dict.fromkeys(range(nproc), FAULTY) if fault else None,
     )
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank}: {outcome.stdout[-2000:]}{outcome.stderr[-3000:]}"
-    return Run(
-        rows=[json.loads(line) for line in metrics.read_text().splitlines()],
-        outputs=[outcome.stdout for outcome in outcomes],
-        points=points,
-    )
+    return Run(rows=read_rows(metrics), outputs=outputs, points=points)
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness import (
-    ENTRY,
     MIXED,
     TINY_LLAMA,
     Started,
+    changed_entry,
     finish,
     start,
     wait_for_steps,
@@ -30,8 +30,6 @@ import megatron.training.initialize as initialize
 liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
 if os.environ["RANK"] == "{victim}":
     {function} = lambda *_, **__: os.kill(os.getpid(), signal.{sent})
-import runpy
-runpy.run_path({entry!r}, run_name="__main__")
 """
 
 
@@ -39,8 +37,8 @@ def start_faulty(
     corpus, folder: Path, victim: int, function: str, sent: str, *more: str
 ) -> list[Started]:
     """Two ranks, of which one is sent a signal in a function; the other does not wait for long."""
-    script = folder / "faulty.py"
-    script.write_text(FAULTY.format(victim=victim, function=function, sent=sent, entry=str(ENTRY)))
+    fault = FAULTY.format(victim=victim, function=function, sent=sent)
+    script = changed_entry(folder, fault)
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, *more]
     return start(flags, 2, environ=SIMULATED, scripts={0: script, 1: script})
 

@@ -5,15 +5,14 @@ Ranks share GPUs where there are fewer.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hetero.cluster import running_vendor
-from tests.distributed.harness import ROOT, Training, train
+from tests.commands import printed
+from tests.distributed.harness import Training, train
 from tests.gpus import NEEDS_A_GPU
 from tools.mesh_matrix.cases import all_cases
 from tools.prove_meshes import prove
@@ -59,7 +58,8 @@ def test_a_mixed_run_goes_on_homogeneous_with_the_same_bits_and_completes_a_prom
     assert resumed.losses == straight.losses[HALF:]
     assert resumed.grad_norms == straight.grad_norms[HALF:]
     assert resumed.weights == straight.weights
-    text = _complete(folder, "The statement")
+    words = ("--load", folder, "--prompt", "The statement", "--max-new-tokens", "8")
+    text = printed("tools/generate_text.py", *words)
     assert text.startswith("The statement")
     assert len(text) > len("The statement")
 
@@ -94,16 +94,3 @@ def test_meshes_of_their_own_shapes_compute_what_one_process_does(name, tmp_path
 
 def _devices(run: Training) -> set[str]:
     return {rank["device"] for rank in run.report["ranks"]}
-
-
-def _complete(checkpoints: Path, prompt: str) -> str:
-    words = ["--load", str(checkpoints), "--prompt", prompt, "--max-new-tokens", "8"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "generate_text.py"), *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout

@@ -6,14 +6,9 @@ import fcntl
 import html
 import json
 import math
-import os
-import pty
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -21,8 +16,9 @@ import psutil
 import pytest
 
 from examples.quickstart import source_text, steps
-from examples.quickstart.demo import Progress, main
+from examples.quickstart.demo import main
 from examples.quickstart.outcome import MetricsFile
+from tests import terminals
 from tests.preloaded import INTERPRETER
 from tests.tools.refusals import refusal
 
@@ -88,7 +84,7 @@ def test_output_must_be_a_folder_of_ours(tmp_path, capsys):
 
 def test_builtin_text_is_there_and_has_paragraphs():
     text = source_text.builtin_text().text
-    assert len(text) > 100_000
+    assert len(text) > 400_000
     assert "\n\n" in text
 
 
@@ -139,43 +135,42 @@ def test_metrics_are_read_while_they_are_written(tmp_path):
     assert metrics.records == [{"loss": 1}, {"loss": 2}]
 
 
-@pytest.mark.parametrize("size", [(0, 0), (30, 100)])
-def test_one_bar_shows_the_loss_on_a_terminal_of_any_size(monkeypatch, capsys, size):
-    screen, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with os.fdopen(terminal, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with Progress(4) as progress:
-            progress.announce("tokenizing")
-            for iteration in range(1, 5):
-                progress.advance("amd + nvidia", [{"iteration": iteration, "loss": 2.5}], of=4)
-        stderr.flush()
-        shown = ""
-        # A terminal hands over what was written in parts.
-        while "100%" not in shown and select.select([screen], [], [], 5)[0]:
-            shown += os.read(screen, 65536).decode()
-    os.close(screen)
-    assert "tokenizing" in shown
-    assert "amd + nvidia: 100%" in shown
-    assert "loss 2.5000" in shown.partition("100%")[2]
-    assert capsys.readouterr().out == ""
+SHOWS = """
+from examples.quickstart.demo import Progress
+
+with Progress(8) as progress:
+    progress.announce("tokenizing")
+    records = [{"iteration": n, "loss": 3.0 - n / 4} for n in range(1, 9)]
+    progress.advance("homogeneous", records, of=8)
+"""
+LOG = ["tokenizing", *(f"homogeneous: iteration {n}/8, loss {3 - n / 4:.4f}" for n in (2, 4, 6, 8))]
 
 
-def test_a_log_has_lines_whether_or_not_a_terminal_has_the_bar(monkeypatch, capsys):
-    with Progress(8) as progress:
-        records = [{"iteration": n, "loss": 3.0 - n / 4} for n in range(1, 9)]
-        progress.advance("homogeneous", records, of=8)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == Progress.LINES_PER_RUN
-    assert lines[-1] == "homogeneous: iteration 8/8, loss 1.0000"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress(4) as progress:
-        progress.announce("tokenizing")
-        progress.advance("homogeneous", [{"iteration": 4, "loss": 2.0}], of=4)
-    shown = capsys.readouterr()
-    assert shown.out.splitlines() == ["tokenizing", "homogeneous: iteration 4/4, loss 2.0000"]
-    assert "loss 2.0000" in shown.err
+@pytest.mark.parametrize(
+    ("on_terminal", "size"),
+    [
+        ([], (0, 0)),
+        (["stderr"], (30, 100)),
+        (["stdout", "stderr"], (0, 0)),
+        (["stdout", "stderr"], (30, 100)),
+    ],
+    ids=str,
+)
+def test_a_terminal_of_any_size_has_one_bar_with_the_loss_and_a_log_has_lines(
+    tmp_path, on_terminal, size
+):
+    shown = terminals.run(
+        [sys.executable, "-c", SHOWS],
+        tmp_path,
+        on_terminal=on_terminal,
+        size=size,
+        environ={"PYTHONPATH": str(steps.ROOT)},
+    )
+    assert shown.code == 0, shown.stderr
+    assert shown.stdout.splitlines() == ([] if "stdout" in on_terminal else LOG)
+    assert ("iteration" in shown.screen + shown.stdout) is ("stdout" not in on_terminal)
+    assert ("homogeneous: 100%" in shown.screen) is ("stderr" in on_terminal)
+    assert ("loss 1.0000" in shown.screen.partition("100%")[2]) is ("stderr" in on_terminal)
 
 
 def start_demo(
@@ -219,6 +214,7 @@ def test_demo_from_text_to_report(tmp_path, page):
     # Every sample's activations cross once in fp32, and their gradients once.
     activations = ITERATIONS * 16 * 128 * 128 * 4
     assert report["link"]["bytes"] == report["link"]["expected_bytes"] == 2 * activations
+    assert report["link"]["bytes_per_iteration"] == 2 * activations / ITERATIONS
     assert report["link"]["messages"] == ITERATIONS * 2 * 2 * 2
     assert report["link"]["transport"] == "shm"  # what cpu-forward is within a host
     hetero_ranks = report["hetero"]["ranks"]

@@ -6,15 +6,12 @@ The scripts say gloo here and nothing of vendors; what differs is the launcher's
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.commands import ROOT, printed
+
 FOLDER = ROOT / "examples" / "collectives"
 HETERO_RUN = ("-m", "hetero.run", "--standalone", "--nproc-per-node", "4")
 TORCHRUN = ("-m", "torch.distributed.run", *HETERO_RUN[2:], "-m", "hetero.run")
@@ -24,25 +21,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def losses(script: str, *arguments: str, launcher: tuple[str, ...], mixed: bool) -> list[float]:
     """What a run of four ranks prints: two vendors of two, or one vendor over gloo."""
-    environment = os.environ | {
+    environment = {
         "HETERO_VENDOR": "nvidia*2,amd*2" if mixed else "nvidia",
         "HETERO_INSTEAD_OF": "gloo" if mixed else "",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    text = ("--text", str(ROOT / "README.md"))
-    done = subprocess.run(
-        [sys.executable, *launcher, str(FOLDER / script), *text, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("losses over")]
+    words = (*launcher, FOLDER / script, "--text", "README.md", *arguments)
+    lines = printed(*words, seconds=550, **environment).splitlines()
+    (line,) = [line for line in lines if line.startswith("losses over")]
     group, _, numbers = line.partition(": ")
     assert (group == "losses over <group of 4 ranks of 2 vendors>") is mixed, line
     return [float(number) for number in numbers.split()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.formatting import counted, name_ranks, ranks_on_hosts, seconds_text, spans
+from hetero.formatting import counted, name_ranks, ranks_on_hosts, seconds_text, size_text, spans
 
 ROOT = Path(__file__).resolve().parents[2]
 NOUNS = "ranks|meshes|connections|documents|datasets|operators|cores|pipeline stages|workers"
@@ -30,6 +30,13 @@ NEVER_ONE = (
 )
 def test_a_noun_follows_its_number(number: int, words: tuple[str, ...], text: str) -> None:
     assert counted(number, *words) == text
+
+
+def test_bytes_are_written_in_the_unit_that_fits() -> None:
+    counts = (1023, 1536, 1 << 20, 3 << 30, 5 << 40)
+    assert [size_text(count) for count in counts] == [
+        *("1023 B", "1.5 KiB", "1.0 MiB", "3.00 GiB", "5120.00 GiB")
+    ]
 
 
 def test_no_message_writes_a_plural_after_a_number_that_may_be_one() -> None:

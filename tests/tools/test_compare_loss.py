@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import commands
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
 from tools.compare_loss import main
 from tools.run_comparison.curves import Curve
@@ -40,7 +38,6 @@ def files(tmp_path_factory) -> dict[str, str]:
     runs["wrong"] = simulated_run(1, iterations=300, fault=Fault(rate=1.1))
     runs["short"] = runs["right"].at(np.arange(200))
     runs["diverged"] = with_loss(runs["right"], 250, np.nan)
-    runs["larger"] = replace(runs["right"], batch_size=runs["right"].batch_size * 2)
     return {name: metrics_file(folder / f"{name}.jsonl", run) for name, run in runs.items()}
 
 
@@ -63,9 +60,8 @@ def run(files, tmp_path, capsys, monkeypatch):
 
 
 def test_a_right_run_passes_with_exit_code_0(files, tmp_path):
-    command = [sys.executable, str(TOOL), files["seed1"], files["right"]]
-    command += ["--seeds", files["seed2"], files["seed3"], "--out", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    seeds = ("--seeds", files["seed2"], files["seed3"])
+    ended = commands.ended(TOOL, files["seed1"], files["right"], *seeds, "--out", tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[-1] == "pass"
     assert json.loads((tmp_path / "compare_loss.json").read_text())["passed"] is True
@@ -98,7 +94,6 @@ def test_a_pass_that_shows_less_than_it_seems_says_so(run):
     [
         ("seed1 again --identical", 0, "pass"),
         ("seed1 right --identical", 1, "iterations that differ"),
-        ("seed1 again --criteria identical", 0, "pass"),
         ("seed1 right --criteria final-relative=1e-9", 1, "final-relative"),
         ("seed1 wrong --criteria grad-norm-envelope=0.5 --seeds seed2 seed3", 0, "pass"),
         ("seed1 wrong --criteria first-steps --first 2", 0, "pass"),
@@ -124,13 +119,9 @@ def test_the_range_can_be_chosen(run):
         ("seed1 absent", "absent cannot be read (No such file or directory)"),
         ("seed1 {tool}", "line 1, is not JSON"),
         ("seed1 short", "give --to-iteration 200 to compare what both have"),
-        ("seed1 right --from-iteration 301", "has no iteration from 301"),
-        ("seed1 larger", "has a global batch of 16 at iteration 1 and"),
         ("seed1 right --seeds seed2", "needs 3 homogeneous runs that"),
         ("seed1 right --criteria grad-norm-envelope --seeds seed2", "--seed, and has 2; give"),
         ("seed1 right --criteria envelope", "--seed, and has 1; give"),
-        ("seed1 right --seeds seed2 seed2", "hold the same numbers"),
-        ("seed1 right --criteria smoothly", "there is no 'smoothly'; choose from identical"),
         ("seed1 right --criteria final-relative final-relative=1", "names final-relative twice"),
         ("seed1 right --criteria final-relative --identical", "give one of the two"),
         ("seed1 right --same-seed --other-seed", "not allowed with argument"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,11 @@ from megatron.training.huggingface import convert
 from megatron.training.huggingface.configuration import args_from_config
 from megatron.training.huggingface.hub_folders import CONFIG, SINGLE, write_shard
 from megatron.training.huggingface.mapping import ModelShape, rules
+from tests import commands
 from tests.tools.refusals import Refused
 from tests.training.huggingface.test_configuration import LLAMA_3_1_8B
 from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
 from tools import convert_checkpoint
-
-TOOL = Path(convert_checkpoint.__file__)
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -193,10 +190,6 @@ def _change_flags(folder: Path, **changes: Any) -> None:
     (folder / INDEX_FILE).write_text(changed.to_json())
 
 
-def _without_shard(folder: Path) -> None:
-    _second_shard(folder).unlink()
-
-
 def _cut_shard(folder: Path) -> None:
     _second_shard(folder).write_bytes(_second_shard(folder).read_bytes()[:-10])
 
@@ -216,14 +209,6 @@ def _quantised(folder: Path) -> None:
     save_file(quantised, _second_shard(folder))
 
 
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _config_cut_short(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": ')
-
-
 def _config_of(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(_config(folder) | changes))
@@ -234,12 +219,12 @@ def _config_of(**changes: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_without_shard, "lacks the shard model-00002-of-"),
+        (lambda folder: _second_shard(folder).unlink(), "lacks the shard model-00002-of-"),
         (_cut_shard, ".safetensors is damaged"),
         (_pickled, "pickled weights are not read"),
         (_quantised, "stored as I8"),
-        (_no_config, "config.json is missing"),
-        (_config_cut_short, "config.json is cut short or no JSON"),
+        (lambda folder: (folder / CONFIG).unlink(), "config.json is missing"),
+        (lambda folder: (folder / CONFIG).write_text("{"), "config.json is cut short or no JSON"),
         (_config_of(intermediate_size=96), "shape [80, 48] and config.json says [96, 48]"),
         (_config_of(num_hidden_layers=3), "holds the tensor model.layers.3."),
         (_config_of(num_hidden_layers=5), "lacks the tensor model.layers.4."),
@@ -354,16 +339,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
             f"assert main([{direction!r}, {str(start)!r}, {str(end)!r}]) == 0\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"
         )
-        outcome = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            cwd=TOOL.parents[1],
-            check=False,
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        assert int(outcome.stdout.split()[-1]) < 200 * 1024
+        assert int(commands.printed("-c", code).split()[-1]) < 200 * 1024
 
 
 def _large_llama(folder: Path, *, layers: int) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,18 +50,12 @@ def _say(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple
     return said.out, said.err
 
 
-def _theirs(folder: Path) -> tuple[Any, Any]:
-    transformers = pytest.importorskip("transformers")
-    return (
-        transformers.AutoModelForCausalLM.from_pretrained(folder),
-        transformers.AutoTokenizer.from_pretrained(folder),
-    )
-
-
 def test_greedy_text_equals_that_of_transformers(
     converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, tokenizer = _theirs(converted / "theirs")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(converted / "theirs")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(converted / "theirs")
     prompt = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(
         **prompt, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id
@@ -70,20 +63,6 @@ def test_greedy_text_equals_that_of_transformers(
     if ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     assert _say(converted / "ours", capsys)[0] == tokenizer.decode(ids) + "\n"
-
-
-def test_greedy_tokens_equal_those_of_transformers(converted: Path) -> None:
-    model, _ = _theirs(converted / "theirs")
-    generator = torch.Generator().manual_seed(3)
-    prompts = torch.randint(0, TOKENS, (5, 4), generator=generator)
-    expected = model.generate(prompts, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    with CheckpointReader.open(converted / "ours") as reader, whole_model(reader) as ours:
-        found = []
-        for prompt in prompts.tolist():
-            stream = generate(ours, prompt, Sampling(), max_context=256, vocab_size=TOKENS)
-            found.append([*prompt, *(next(stream) for _ in range(8))])
-    assert found == expected.tolist()
-    assert len(set(expected[:, 4:].flatten().tolist())) > 3
 
 
 def test_keys_and_values_that_are_kept_give_the_logits_of_a_whole_pass(

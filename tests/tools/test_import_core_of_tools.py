@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.commands import ROOT, ended
+
 IMPORTS_CORE = re.compile(
     r"^\s+from megatron\.(core|training\.(dataset_checks|tokenizer\.build|generation|operators))",
     re.MULTILINE,
@@ -24,8 +23,8 @@ def test_megatron_core_is_quiet_and_brings_no_compiler_for_a_cpu() -> None:
         "for_gpus = torch.version.cuda or torch.version.hip\n"
         "assert for_gpus or 'torch._inductor.compile_fx' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    done = ended("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: str(path.relative_to(ROOT)))

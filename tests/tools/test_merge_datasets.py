@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_checks import inspect_index
 from megatron.training.dataset_description import (
@@ -17,27 +16,16 @@ from megatron.training.dataset_description import (
     TokenizerInfo,
     read_description,
 )
+from tests.training.token_files import build
 from tools import preprocess_data
 from tools.merge_datasets import main
 from tools.preprocessing import index_file
 
-Documents = list[list[list[int]]]
 sequence = st.lists(st.integers(0, 60_000), max_size=5)
 document = st.lists(sequence, min_size=1, max_size=3)
 corpus = st.lists(document, min_size=1, max_size=8).filter(
     lambda documents: any(any(parts) for parts in documents)
 )
-
-
-def build(prefix: Path, documents: Documents, dtype: type = numpy.uint16) -> str:
-    """Token files by megatron-core's own builder; a document may be several sequences."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for sequences in documents:
-        for tokens in sequences:
-            builder.add_item(torch.tensor(tokens, dtype=torch.int64))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
 
 
 def contents(prefix: str | Path) -> tuple[bytes, bytes]:

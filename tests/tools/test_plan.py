@@ -26,6 +26,18 @@ nodes:
 """
 
 
+def profile_of_one_point(folder: Path, **point: int) -> str:
+    """The file of an accelerator of which one shape was measured."""
+    shape = {"tensor": 1, "micro_batch": 1, "seq_length": 8192, "recompute": "none", **point}
+    part = {"forward": 1.0, "backward": 2.0}
+    costs = {"layer": part, "embedding": part, "head": part, "layer_activation_bytes": 1.0}
+    points = [{**shape, "costs": costs}]
+    measured = {"points": points, "optimizer_seconds_per_parameter": 1e-9}
+    file = folder / "profile.json"
+    file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
+    return str(file)
+
+
 def request(folder: Path, *flags: str, cluster: str = CLUSTER) -> list[str]:
     """The last of a flag counts."""
     file = folder / "cluster.yaml"
@@ -127,36 +139,28 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, refused: Refused) -> 
         assert said in told
 
 
-def test_a_model_that_fits_nowhere_is_one_sentence(tmp_path: Path, refused: Refused) -> None:
-    small = "nodes: [{accelerator: V100-SXM2-16GB, nodes: 1, gpus_per_node: 1}]\n"
-    told = refused(main, request(tmp_path, cluster=small))
-    assert "no plan of llama3-8b for a global batch of 64 fits" in told
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_batch_that_cannot_be_interleaved_is_not_said_to_lack_memory(
-    tmp_path: Path, refused: Refused
-) -> None:
-    two = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
-    words = request(tmp_path, "--interleave", "2", "--global-batch", "7", cluster=two)
-    told = refused(main, words)
-    assert "it divides into no number of micro-batches that --interleave 2 can be" in told
-    assert "GiB" not in told
+SMALL = "nodes: [{accelerator: V100-SXM2-16GB, nodes: 1, gpus_per_node: 1}]\n"
+TWO_GPUS = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "cluster", "said"),
     [
-        (("--tensor", "3"), "no --tensor size of 3 both divides the model's 32 heads"),
-        (("--micro-batch", "3"), "no --micro-batch of 3 divides it"),
-        (("--global-batch", str(10**18)), "give at most 1000000000"),
-        (("--interleave", "17"), "32 layers cannot be 17 chunks of each of two stages"),
+        ("--tensor 3", CLUSTER, "no --tensor size of 3 both divides the model's 32 heads"),
+        ("--micro-batch 3", CLUSTER, "no --micro-batch of 3 divides it"),
+        (f"--global-batch {10**18}", CLUSTER, "give at most 1000000000"),
+        ("--interleave 17", CLUSTER, "32 layers cannot be 17 chunks of each of two stages"),
+        ("", SMALL, "no plan of llama3-8b for a global batch of 64 fits"),
+        ("--interleave 2 --global-batch 7", TWO_GPUS, "into no number of micro-batches that --int"),
     ],
 )
 def test_choices_of_which_none_can_be_are_named(
-    words: tuple[str, ...], said: str, tmp_path: Path, refused: Refused
+    words: str, cluster: str, said: str, tmp_path: Path, refused: Refused
 ) -> None:
-    assert said in refused(main, request(tmp_path, *words))
+    told = refused(main, request(tmp_path, *words.split(), cluster=cluster))
+    assert said in told
+    assert ("GiB" in told) is (cluster == SMALL), "what lacks memory"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
@@ -176,22 +180,13 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refu
 def test_a_profile_that_lacks_the_point_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
-    point = {"tensor": 8, "micro_batch": 1, "seq_length": 8192, "recompute": "none"}
-    part = {"forward": 1.0, "backward": 2.0}
-    costs = {"layer": part, "embedding": part, "head": part, "layer_activation_bytes": 1.0}
-    measured = {
-        "points": [{**point, "costs": costs}],
-        "optimizer_seconds_per_parameter": 1e-9,
-        "interpolate": [],
-    }
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
-    told = refused(main, request(tmp_path, "--profile", str(file)))
+    file = profile_of_one_point(tmp_path, tensor=8)
+    told = refused(main, request(tmp_path, "--profile", file))
     assert "the profile of H100-SXM lacks tensor size 1" in told
     assert "of all that may be chosen it has none" in told
     assert told.count("tensor size 2") == 2  # with and without recomputation
     flags = "--tensor", "2", "8", "--recompute", "none"
-    assert main(request(tmp_path, "--profile", str(file), *flags)) == 0
+    assert main(request(tmp_path, "--profile", file, *flags)) == 0
     note = "H100-SXM, not measured: 1 point that the search did without: tensor size 2,"
     assert note in capsys.readouterr().out
 
@@ -199,17 +194,9 @@ def test_a_profile_that_lacks_the_point_names_it(
 def test_what_was_not_measured_is_told_shape_by_shape_and_only_what_the_nodes_could_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    part = {"forward": 1.0, "backward": 2.0}
-    costs = {"layer": part, "embedding": part, "head": part, "layer_activation_bytes": 1.0}
-    point = {"tensor": 1, "micro_batch": 1, "seq_length": 8192, "recompute": "none"}
-    measured = {"points": [{**point, "costs": costs}], "optimizer_seconds_per_parameter": 1e-9}
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps({"format": 1, "accelerators": {"H100-SXM": measured}}))
-    cluster = tmp_path / "small.yaml"
-    cluster.write_text("nodes: [{accelerator: H100-SXM, nodes: 8, gpus_per_node: 2}]")
-    flags = "--micro-batch", "1", "2", "4", "--recompute", "none", "--profile", str(file)
-    words = request(tmp_path, *flags, "--cluster", str(cluster))
-    assert main(words) == 0
+    small = "nodes: [{accelerator: H100-SXM, nodes: 8, gpus_per_node: 2}]"
+    flags = "--micro-batch 1 2 4 --recompute none --profile".split()
+    assert main(request(tmp_path, *flags, profile_of_one_point(tmp_path), cluster=small)) == 0
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "not measured" in line]
     assert told.endswith(
         "5 points that the search did without: tensor size 1, recompute none, micro-batch 2 4; "

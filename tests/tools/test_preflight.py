@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from tests import preloaded
-from tests.distributed.harness import ROOT, free_port
+from tests.commands import ROOT, ended
+from tests.distributed.harness import free_port, launch
 from tools import preflight
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 TOOL = ROOT / "tools" / "preflight.py"
-# The launcher's variables of an outer job would make this one a part of it.
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
-
-
-def alone(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    process = preloaded.start(TOOL, flags, environ=environment(**environ))
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(["preflight"], process.returncode, out, err)
 
 
 def together(processes: int, *flags: str) -> subprocess.CompletedProcess[str]:
     """Through the launcher, on loopback."""
-    launcher = ["--nnodes", "1", "--nproc-per-node", str(processes)]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return subprocess.run(
-        [sys.executable, "-m", "hetero.run", *launcher, str(TOOL), *flags],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        env=environment(),
-    )
+    launcher = f"--nnodes 1 --nproc-per-node {processes} --master-addr 127.0.0.1 --master-port"
+    return ended("-m", "hetero.run", *launcher.split(), free_port(), TOOL, *flags)
 
 
 def test_a_node_alone_is_described_and_measured(tmp_path):
-    done = alone("--json", str(tmp_path / "found.json"))
+    done = ended(TOOL, "--json", tmp_path / "found.json")
     record = json.loads((tmp_path / "found.json").read_text())
     assert done.returncode == (0 if record["ready"] else 1), done.stderr
     lines = done.stdout.splitlines()
@@ -64,7 +41,7 @@ def test_a_node_alone_is_described_and_measured(tmp_path):
 
 
 def test_without_bandwidth_nothing_is_measured(tmp_path):
-    done = alone("--no-bandwidth", "--brief", "--json", str(tmp_path / "found.json"))
+    done = ended(TOOL, "--no-bandwidth", "--brief", "--json", tmp_path / "found.json")
     record = json.loads((tmp_path / "found.json").read_text())
     assert record["nodes"][0]["facts"]["bandwidth"] == []
     assert not any(line.startswith("software") for line in done.stdout.splitlines())
@@ -76,13 +53,7 @@ def test_a_problem_makes_the_exit_code_1(tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/preflight.py").write_text(TOOL.read_text())
     (tmp_path / "requirements.txt").write_text("no-such-package-at-all>=2\n")
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "tools/preflight.py"), "--no-bandwidth"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(PYTHONPATH=str(ROOT)),
-    )
+    done = ended(tmp_path / "tools/preflight.py", "--no-bandwidth", PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stderr
     assert "problem  software" in done.stdout
     assert "NOT READY" in done.stdout.splitlines()[-1]
@@ -123,8 +94,6 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, refused, monkeypatch, flags, expected):
-    for name in LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
     assert expected in refused(preflight.main, flags.format(folder=tmp_path))
     monkeypatch.setenv("RANK", "two")
     assert "RANK='two', which must be" in refused(preflight.main, "--no-bandwidth")
@@ -153,18 +122,11 @@ sys.exit(preflight.main(["--emulate-nodes", "--hetero-nics", "lo"]))
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_while_they_measure_is_named_by_all_that_wait(victim: int, tmp_path) -> None:
     (tmp_path / "killed.py").write_text(KILLED.format(victim))
-    ranks = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks["PYTHONPATH"] = str(ROOT)
-    started = []
-    for rank in range(3):
-        own = environment(RANK=str(rank), LOCAL_RANK=str(rank), **ranks)
-        started.append(preloaded.start(tmp_path / "killed.py", [], environ=own))
-    for rank, process in enumerate(started):
-        _, err = process.communicate(timeout=120)
-        if rank != victim:
-            assert process.returncode == 1
-            assert re.search(rf"^error: .*rank {victim} .*has ended", err, re.MULTILINE)
-            assert "Traceback" not in err
+    outcomes = launch([], 3, scripts=dict.fromkeys(range(3), tmp_path / "killed.py"))
+    for outcome in (outcomes[rank] for rank in range(3) if rank != victim):
+        assert outcome.code == 1
+        assert re.search(rf"^error: .*rank {victim} .*has ended", outcome.stderr, re.MULTILINE)
+        assert "Traceback" not in outcome.stderr
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)])

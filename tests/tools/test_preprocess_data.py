@@ -221,6 +221,7 @@ def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, refused,
         ("--json-keys body", "corpus.txt, which is plain text"),
         ("--output-prefix {folder}/corpus.txt/out", "corpus.txt: "),
         ("--output-prefix=", "must not be empty"),
+        ("--workers 0", "--workers"),
     ],
 )
 def test_what_a_flag_cannot_name_is_one_sentence(
@@ -280,11 +281,6 @@ def test_reading_stays_a_fixed_number_of_batches_ahead(tmp_path, tokenizer, monk
         for done, _ in enumerate(encoded):
             assert read - done <= 2 * BATCHES_AHEAD
     assert read == 200
-
-
-@pytest.mark.parametrize("flags", ["--input", "--inp x", "--input x --workers 0"])
-def test_the_parsers_own_errors_are_one_sentence(refused, flags):
-    refused(main, flags)
 
 
 def command(*flags: str) -> preloaded.Started:

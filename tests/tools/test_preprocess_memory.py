@@ -1,13 +1,12 @@
 """Memory does not grow with the input. It is read from the kernel; no test looks at the clock."""
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import zstandard
 
-ROOT = Path(__file__).parents[2]
+from tests.commands import printed
+
 LARGE = 3_000_000
 ALLOWED_GROWTH = 2_000_000
 """Bytes, where there are two texts. One text alone would take all of LARGE, and a length and an
@@ -45,10 +44,7 @@ def peak_bytes(folder: Path, size: int) -> tuple[int, int]:
         # So small that a save happens in the small run too, and costs the same.
         *("--save-seconds", "0.1", "--log-interval", "1000000000"),
     ]
-    ended = subprocess.run(
-        [sys.executable, "-c", PEAK, *flags], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    parent, worker = ended.stdout.split()[-2:]
+    parent, worker = printed("-c", PEAK, *flags).split()[-2:]
     return int(parent) * 1024, int(worker) * 1024
 
 

@@ -237,18 +237,13 @@ def test_a_leftover_that_lost_bytes_is_refused_and_other_workers_may_go_on(tmp_p
     assert "continuing the interrupted run" in capsys.readouterr().err
 
 
-def start(flags: list[str]) -> preloaded.Started:
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    return preloaded.start(TOOL, [*flags, "--log-interval", "1"], environ=environ)
-
-
 def test_kill_9_and_two_runs_at_once(tmp_path, capsys):
     text = tmp_path / "long.txt"
     text.write_text("1 2 3 4\n\n" * 20_000)
     assert main(flags_for(tmp_path / "whole", [str(text)])) == 0
     flags = flags_for(tmp_path, [str(text)], workers=2)
     for _ in range(2):
-        process = start(flags)
+        process = preloaded.start(TOOL, [*flags, "--log-interval", "1"], environ=os.environ)
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("processed"):

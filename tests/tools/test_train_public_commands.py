@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from hetero.errors import HeteroError
+from tests.tools.run_comparison.simulated_runs import made_curve
 from tools import train_public_commands
 from tools.public_training.chosen import CHOSEN
 from tools.public_training.public_results import Row
 from tools.public_training.shrinking import shrink
 from tools.public_training.trained_commands import Runs
-from tools.run_comparison.curves import Curve, curve_of
+from tools.run_comparison.curves import Curve
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -60,20 +61,11 @@ def test_ten_public_commands_train_and_with_three_flags_more_bit_for_bit(tmp_pat
         _assert_same(name, result)
 
 
-def trained(losses: tuple[float, ...], weights: str = "a", norm: float | None = 2.0) -> Curve:
-    rows = [
-        {"iteration": n, "loss": loss, "grad_norm": own, "skipped": own is None}
-        for n, (loss, own) in enumerate(zip(losses, (None, norm), strict=True), start=1)
-    ]
-    return curve_of(rows, name="a run", weights=weights)
-
-
-PLAIN = trained((7.0, 6.0))
-
-
-NORM, SKIPPED = (trained((7.0, 6.0), norm=norm) for norm in (2.002, None))
-LOSS, LOSS_AND_WEIGHTS = trained((7.0, 6.06)), trained((7.0, 6.0006), "b")
-WEIGHTS = trained((7.0, 6.0), "b")
+PLAIN = made_curve([7.0, 6.0], [None, 2.0])
+NORM, SKIPPED = (made_curve([7.0, 6.0], [None, norm]) for norm in (2.002, None))
+LOSS = made_curve([7.0, 6.06], [None, 2.0])
+LOSS_AND_WEIGHTS = made_curve([7.0, 6.0006], [None, 2.0], "b")
+WEIGHTS = made_curve([7.0, 6.0], [None, 2.0], "b")
 SAME_STAGES = "of the same stages"
 LOST_NORM = "losses, weights, gradient norms within inf"
 

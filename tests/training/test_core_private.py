@@ -52,10 +52,9 @@ def test_registered_groups_are_what_megatron_core_finds_until_they_are_cleared(
     before = _globals()
     register_groups(groups, ALONE, 0)
     assert _globals() != before
-    assert parallel_state.get_tensor_model_parallel_group() is groups.tensor
-    assert parallel_state.get_pipeline_model_parallel_group() is groups.pipeline
-    assert parallel_state.get_data_parallel_group() is groups.data
-    assert parallel_state.get_context_parallel_group() is groups.context
+    for theirs in ("tensor_model", "pipeline_model", "data", "context"):
+        found = getattr(parallel_state, f"get_{theirs}_parallel_group")()
+        assert found is getattr(groups, theirs.removesuffix("_model")), theirs
     assert parallel_state.get_model_parallel_group() is groups.model
     assert parallel_state.get_embedding_group() is groups.embedding
     assert parallel_state.get_pipeline_model_parallel_world_size() == 1

@@ -88,19 +88,16 @@ def test_contexts_can_be_nested() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        lambda: torch.ones(2, device="cuda"),
         lambda: torch.ones(2, device="cuda:3"),
         lambda: torch.ones(2, device=torch.device("cuda", 1)),
         lambda: torch.ones(2, device=torch.cuda.current_device()),
         lambda: torch.ones(2, device=0),
         lambda: torch.empty_like(torch.ones(2), device="cuda"),
-        lambda: torch.ones(2).cuda(),
         lambda: torch.ones(2).cuda(non_blocking=True),
         lambda: torch.ones(2).to("cuda"),
         lambda: torch.ones(2).to(device="cuda"),
         lambda: torch.ones(2).to(torch.device("cuda"), torch.float64),
         lambda: torch.ones(2).to("cpu"),
-        lambda: torch.nn.Linear(1, 2, device="cuda").weight,
         lambda: torch.nn.Linear(1, 2).cuda().weight,
     ],
 )

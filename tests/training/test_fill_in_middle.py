@@ -19,7 +19,9 @@ from megatron.training.data import build_datasets
 from megatron.training.dataset_checks import require_same_data
 from megatron.training.fill_in_middle import FillInMiddle, fill_in_middle
 from megatron.training.tokenizer.build import build_tokenizer
+from tests.sentences import sentence_of
 from tests.training.arguments.conftest import command_line
+from tests.training.token_files import build
 from tests.training.tokenizer.test_tokenizer_build import train_gpt2, train_sentencepiece
 
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
@@ -196,10 +198,7 @@ def test_text_with_a_certain_beginning_stays_as_it_is() -> None:
 def test_tokens_that_the_tokenizer_lacks_are_named_together(tmp_path) -> None:
     model = train_sentencepiece(tmp_path / "tiny")
     kind = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}
-    with pytest.raises(UserError) as error:
-        made(**kind, fim_prefix_token="<0x01>", fim_split_sample="no such")
-    assert error.value.exit_code == 2
-    text = str(error.value)
+    text = sentence_of(made, **kind, fim_prefix_token="<0x01>", fim_split_sample="no such")
     for flag in ("middle-token", "suffix-token", "pad-token", "eod-token", "split-sample"):
         assert f"(--fim-{flag})" in text
     assert "--fim-prefix-token" not in text
@@ -242,17 +241,10 @@ def test_nodes_whose_tokenizers_number_the_tokens_otherwise_do_not_train_togethe
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> str:
     """Token files of bytes: documents of all lengths."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    args = Namespace(**BYTES)
-    tokenizer = build_tokenizer(args)
-    folder = tmp_path_factory.mktemp("files")
-    builder = IndexedDatasetBuilder(f"{folder}/data.bin", dtype=numpy.uint16)
-    for number in range(60):
-        ids = [*tokenizer.tokenize(f"document {number} " * (number % 7 + 1)), tokenizer.eod]
-        builder.add_document(torch.tensor(ids), [len(ids)])
-    builder.finalize(f"{folder}/data.idx")
-    return f"{folder}/data"
+    tokenizer = build_tokenizer(Namespace(**BYTES))
+    texts = [f"document {number} " * (number % 7 + 1) for number in range(60)]
+    documents = [[[*tokenizer.tokenize(text), tokenizer.eod]] for text in texts]
+    return build(tmp_path_factory.mktemp("files") / "data", documents)
 
 
 def train_set(prefix: str, flags: str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron.training import overview, pretrain, run_job
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.batch_sizes import batch_size_at, steps_of
 from megatron.training.trainer import Trainer
-from tests.distributed.harness import ROOT, finish, start
+from tests.distributed.harness import ROOT, launch_well, read_rows
 from tests.training.test_metrics_logger_flags import points
 
 TINY = ["--yaml-cfg", str(ROOT / "examples" / "presets" / "tiny.yaml")]
@@ -50,10 +49,8 @@ class Run:
 
 def _run(folder: Path, flags: list[str]) -> Run:
     written = ["--metrics-file", str(folder / "m.jsonl"), "--tensorboard-dir", str(folder / "tb")]
-    (outcome,) = finish(start([*flags, *written], 1), seconds=120)
-    assert outcome.code == 0, outcome.stderr
-    rows = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
-    return Run(lines=outcome.stdout.splitlines(), rows=rows, folder=folder)
+    (said,) = launch_well([*flags, *written], 1)
+    return Run(lines=said.splitlines(), rows=read_rows(folder / "m.jsonl"), folder=folder)
 
 
 @pytest.fixture(scope="module")

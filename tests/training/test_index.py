@@ -9,34 +9,24 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from hetero.errors import UserError
 from megatron.training.dataset_checks import inspect_index, split_tokens
+from tests.sentences import sentence_of
+from tests.training.token_files import build
 
-DOCUMENTS = ([5, 7], [3], [11, 2, 1])
+DOCUMENTS = [[[*range(n)] for n in lengths] for lengths in ([5, 7], [3], [11, 2, 1])]
 TOKENS = 29
 HEADER = 34
-
-
-def _build(prefix: Path, documents: tuple[list[int], ...], dtype: type = numpy.uint16) -> str:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for lengths in documents:
-        for length in lengths:
-            builder.add_item(torch.arange(length))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
 
 
 @functools.cache
 def _whole() -> tuple[bytes, bytes]:
     """The index and the data of a whole dataset."""
     with tempfile.TemporaryDirectory() as folder:
-        prefix = _build(Path(folder) / "data", DOCUMENTS)
+        prefix = build(Path(folder) / "data", DOCUMENTS)
         return Path(prefix + ".idx").read_bytes(), Path(prefix + ".bin").read_bytes()
 
 
@@ -50,10 +40,7 @@ def _refusal(index: bytes | None, data: bytes | None) -> str:
         for suffix, content in ((".idx", index), (".bin", data)):
             if content is not None:
                 Path(prefix + suffix).write_bytes(content)
-        with pytest.raises(UserError) as error:
-            inspect_index(prefix)
-    sentence = str(error.value)
-    assert "\n" not in sentence
+        sentence = sentence_of(inspect_index, prefix)
     assert "tools/preprocess_data.py" in sentence
     return sentence.replace(prefix, "PREFIX")
 
@@ -63,8 +50,7 @@ def _refusal(index: bytes | None, data: bytes | None) -> str:
     [numpy.uint8, numpy.int8, numpy.int16, numpy.uint16, numpy.int32, numpy.int64],
 )
 def test_a_whole_dataset_is_counted(tmp_path: Path, dtype: type) -> None:
-    prefix = _build(tmp_path / "data", DOCUMENTS, dtype)
-    summary = inspect_index(prefix)
+    summary = inspect_index(build(tmp_path / "data", DOCUMENTS, dtype))
     assert (summary.documents, summary.sequences, summary.tokens) == (3, 6, TOKENS)
     assert summary.dtype == dtype
     assert int(summary.lengths.sum()) == TOKENS
@@ -100,9 +86,9 @@ def test_another_magic_version_or_token_type_is_refused(changed: tuple[int, int 
 
 
 def test_a_dataset_without_a_document_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is empty") as error:
-        inspect_index(_build(tmp_path / "data", ()))
-    assert str(tmp_path / "data") in str(error.value)
+    said = sentence_of(inspect_index, build(tmp_path / "data", []))
+    assert "is empty" in said
+    assert str(tmp_path / "data") in said
 
 
 @given(position=st.integers(0, HEADER - 1), value=st.integers(0, 255))
@@ -129,7 +115,7 @@ def test_only_what_is_needed_of_an_index_is_read(monkeypatch: pytest.MonkeyPatch
         raise AssertionError(f"read all of {self}")
 
     with tempfile.TemporaryDirectory() as folder:
-        prefix = _build(Path(folder) / "data", DOCUMENTS)
+        prefix = build(Path(folder) / "data", DOCUMENTS)
         monkeypatch.setattr(Path, "read_bytes", refuse)
         inspect_index(prefix)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from argparse import Namespace
@@ -12,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import UserError
-from hetero.formatting import size_text
 from megatron.training.arguments import build_parser
 from megatron.training.console import Console, format_table
 from megatron.training.metrics import IterationRecord
 from megatron.training.metrics_logger import MetricsLogger, check_outputs
-from tests.distributed.harness import ENTRY, launch
+from tests.distributed.harness import changed_entry, launch, read_rows
+from tests.sentences import sentence_of
 
 
 def _outputs(**changed: Any) -> Namespace:
@@ -30,10 +28,7 @@ def _outputs(**changed: Any) -> Namespace:
 
 
 def _refusal(**outputs: Any) -> str:
-    with pytest.raises(UserError) as error:
-        check_outputs(_outputs(**outputs))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return sentence_of(check_outputs, _outputs(**outputs))
 
 
 def record(**changed: Any) -> IterationRecord:
@@ -105,7 +100,7 @@ def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
     metrics_logger = logger(path)
     metrics_logger.iteration(record(iteration=1))
     metrics_logger.iteration(record(iteration=2), timing={"iterations": [1, 2]})
-    without, row = (json.loads(line) for line in path.read_text().splitlines())
+    without, row = read_rows(path)
     assert [next(iter(line.items())) for line in (without, row)] == [
         *(("iteration", 1), ("iteration", 2))
     ]
@@ -135,13 +130,6 @@ def test_a_disk_that_is_full_costs_the_metrics_and_says_so_once(tmp_path: Path) 
     ]
 
 
-FULL_DISK = """
-import resource, runpy
-resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
-runpy.run_path({!r}, run_name="__main__")
-"""
-
-
 def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
     """No file may grow beyond a KiB here, which fails as a full disk does."""
     flags = (
@@ -151,16 +139,16 @@ def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
         f"--metrics-file {tmp_path}/metrics.jsonl --hetero-report {tmp_path}/report.json "
         f"--tensorboard-dir {tmp_path}/board --tensorboard-queue-size 1"
     )
-    script = tmp_path / "full_disk.py"
-    script.write_text(FULL_DISK.format(str(ENTRY)))
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))"
+    script = changed_entry(tmp_path, full)
     (ended,) = launch(flags.split(), 1, scripts={0: script})
     assert ended.code == 0, ended.stderr
     assert "iteration       12/" in ended.stdout
     assert "Traceback" not in ended.stderr
     for name in ("metrics-file", "hetero-report", "tensorboard-dir"):
         assert ended.stdout.count(f"warning: --{name} {tmp_path}") == 1
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["iteration"] for record in records] == list(range(1, len(records) + 1))
+    numbers = [row["iteration"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert numbers == list(range(1, len(numbers) + 1))
     assert not list(tmp_path.glob("report.json*"))
 
 
@@ -179,22 +167,6 @@ def test_a_table_is_aligned_under_its_heading() -> None:
     assert format_table([["stage", "vendor"], ["0", "amd"], ["10", "nvidia"]]) == (
         "stage  vendor\n-----  ------\n0      amd\n10     nvidia"
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (1 << 20, "1.0 MiB"),
-        (3 << 30, "3.00 GiB"),
-        (5 << 40, "5120.00 GiB"),
-    ],
-)
-def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
-    assert size_text(count) == text
 
 
 def _line(capsys: pytest.CaptureFixture[str], records: list[IterationRecord]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.commands import ended
 
 STARTER = """
 import os, signal, subprocess, sys, threading, time
@@ -31,7 +30,5 @@ print("child", child.returncode)
 
 @pytest.mark.parametrize("beside", ["alone", "threads"])
 def test_an_interrupt_waits_for_the_block_and_spares_the_children(beside: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", STARTER, beside], capture_output=True, text=True, timeout=120
-    )
+    ran = ended("-c", STARTER, beside)
     assert ran.stdout.split("\n") == ["block ended", "interrupted", "child 0", ""], ran.stderr

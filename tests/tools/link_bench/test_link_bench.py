@@ -308,15 +308,6 @@ def test_the_page_stands_alone_and_escapes_what_it_shows():
     assert 'src="' not in page
 
 
-def test_the_json_holds_everything():
-    mapping = record(failed=("tcp",)).as_mapping()
-    assert mapping["options"]["transports"] == ("shm",)
-    assert mapping["failed"] == ["tcp"]
-    assert mapping["points"][0]["share_of_limit"] == 0.25
-    assert mapping["links"][0]["host_bytes"] == 64 * MIB
-    assert mapping["idle_cores"]["with_links"] == (0.002, 0.003)
-
-
 def test_without_a_library_there_are_no_pictures_and_a_line_says_so(tmp_path, monkeypatch, capsys):
     for module in ("bench_page", "bench_picture"):
         monkeypatch.delitem(sys.modules, f"tools.link_bench.{module}")

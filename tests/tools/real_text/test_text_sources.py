@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from tools.real_text import text_sources
-from tools.real_text.text_sources import language_reference, source_documents
+from tools.real_text.text_sources import source_documents
 
 SEVERAL_EPOCHS_OF_500_ITERATIONS = 3.6 * 500 * 32 * 1024 / 3
-
-
-def test_the_language_reference_is_half_a_million_letters_in_paragraphs() -> None:
-    text = language_reference()
-    assert len(text) > 400_000
-    assert "\n\n" in text
 
 
 def test_there_is_enough_text_for_the_parity_benchmark() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.run_comparison.curves import Curve, Floats
+from tools.run_comparison.curves import Curve, Floats, curve_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,15 @@ def _drift(random: np.random.Generator, iterations: int, memory: float) -> Float
     for step in range(1, iterations):
         values[step] = keep * values[step - 1] + shocks[step]
     return values
+
+
+def made_curve(losses: list[float], norms: list[float | None], weights: str = "a") -> Curve:
+    """A run of these numbers, which skipped an update where there is no norm."""
+    rows = [
+        {"iteration": n, "loss": loss, "grad_norm": norm, "skipped": norm is None}
+        for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)
+    ]
+    return curve_of(rows, name="a run", weights=weights)
 
 
 def with_loss(curve: Curve, position: int, loss: float) -> Curve:

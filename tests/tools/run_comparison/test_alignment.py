@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hetero.errors import UserError
+from tests.sentences import sentence_of
 from tests.tools.run_comparison.simulated_runs import simulated_run, with_loss
 from tools.run_comparison.alignment import align, schedule_difference
 from tools.run_comparison.curves import Curve
@@ -37,9 +38,9 @@ def test_iterations_that_one_run_lacks_are_left_out_of_all_with_a_note():
 
 def test_a_run_that_lacks_the_end_or_the_start_is_refused_unless_the_range_is_given():
     whole, broken = run(1), part(run(2), list(range(25)))
-    with pytest.raises(UserError, match="seed2 ends at iteration 25 and seed1 at 40; ") as refusal:
-        align(whole, seeds=[], candidates=[broken])
-    assert "give --to-iteration 25" in str(refusal.value)
+    said = sentence_of(align, whole, seeds=[], candidates=[broken])
+    assert "seed2 ends at iteration 25 and seed1 at 40; " in said
+    assert "give --to-iteration 25" in said
     assert len(align(whole, seeds=[], candidates=[broken], last=25).reference) == 25
     with pytest.raises(UserError, match="give --from-iteration 11"):
         align(whole, seeds=[], candidates=[part(run(2), list(range(10, 40)))])
@@ -53,8 +54,8 @@ def test_a_run_that_lacks_the_end_or_the_start_is_refused_unless_the_range_is_gi
     ids=["one after the other", "every second"],
 )
 def test_runs_without_a_common_iteration_are_refused(one, other):
-    with pytest.raises(UserError, match="no iteration in common"):
-        align(part(run(1), list(one)), seeds=[], candidates=[part(run(2), list(other))])
+    runs = part(run(1), list(one)), part(run(2), list(other))
+    assert "no iteration in common" in sentence_of(align, runs[0], seeds=[], candidates=[runs[1]])
 
 
 @pytest.mark.parametrize(
@@ -79,10 +80,9 @@ def test_files_that_do_not_tell_the_batch_are_taken():
 @pytest.mark.parametrize("loss", [np.nan, np.inf, 0.0, -1.0])
 def test_a_reference_or_a_seed_of_unusable_losses_is_refused(loss):
     bad = with_loss(run(2), 3, loss)
-    with pytest.raises(UserError, match="its loss at iteration 4 is"):
-        align(bad, seeds=[], candidates=[run(1)])
-    with pytest.raises(UserError, match="its loss at iteration 4 is"):
-        align(run(1), seeds=[bad], candidates=[run(3)])
+    for reference, seeds in ((bad, []), (run(1), [bad])):
+        said = sentence_of(align, reference, seeds=seeds, candidates=[run(3)])
+        assert "its loss at iteration 4 is" in said
     assert align(run(1), seeds=[], candidates=[bad]).candidates[0].name == "seed2"
 
 

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hetero.errors import UserError
-from tests.tools.run_comparison.simulated_runs import simulated_run, with_loss
+from tests.tools.run_comparison.simulated_runs import made_curve, simulated_run, with_loss
 from tools.run_comparison.bitwise_comparison import compare_bitwise
-from tools.run_comparison.curves import Curve, curve_of
+from tools.run_comparison.curves import Curve
 
 ONE = simulated_run(1, iterations=40)
 
 
-def trained(losses: list[float | None], norms: list[float | None], weights: str = "a") -> Curve:
-    rows: list[dict[str, Any]] = [
-        {"iteration": n, "loss": loss, "grad_norm": norm}
-        for n, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)
-    ]
-    return curve_of(rows, name="a run", weights=weights)
-
-
-RUN = trained([3.0, 2.5], [1.0, None])
+RUN = made_curve([3.0, 2.5], [1.0, None])
 
 
 def test_the_same_run_twice_is_identical_and_a_bit_is_found_where_it_is() -> None:
@@ -43,10 +34,10 @@ def test_the_same_run_twice_is_identical_and_a_bit_is_found_where_it_is() -> Non
 @pytest.mark.parametrize(
     ("other", "losses", "weights"),
     [
-        (trained([3.0, 2.5000000000000004], [1.0, None]), False, True),
-        (trained([3.0, 2.5], [1.0000000000000002, None]), False, True),
-        (trained([3.0, 2.5], [1.0, None], "b"), True, False),
-        (trained([3.0, 2.5], [1.0, None], ""), True, None),
+        (made_curve([3.0, 2.5000000000000004], [1.0, None]), False, True),
+        (made_curve([3.0, 2.5], [1.0000000000000002, None]), False, True),
+        (made_curve([3.0, 2.5], [1.0, None], "b"), True, False),
+        (made_curve([3.0, 2.5], [1.0, None], ""), True, None),
     ],
     ids=["a loss", "a gradient norm", "the weights", "weights that are not known"],
 )
@@ -57,7 +48,7 @@ def test_the_last_bit_counts(other: Curve, losses: bool, weights: bool | None) -
 
 
 def test_how_far_apart_they_are_is_that_of_the_worst_iteration() -> None:
-    bitwise = compare_bitwise(trained([3.3, 2.5], [1.0, 1.0]), RUN)
+    bitwise = compare_bitwise(made_curve([3.3, 2.5], [1.0, 1.0]), RUN)
     assert bitwise.loss_difference == pytest.approx(0.3)
     assert bitwise.relative_losses == pytest.approx(0.1)
     assert bitwise.relative_grad_norms == math.inf  # one of them skipped an update
@@ -65,4 +56,4 @@ def test_how_far_apart_they_are_is_that_of_the_worst_iteration() -> None:
 
 def test_runs_of_different_iterations_cannot_be_compared() -> None:
     with pytest.raises(UserError, match=r"iterations 1 to 1.*iterations 1 to 2"):
-        compare_bitwise(trained([3.0], [1.0]), RUN)
+        compare_bitwise(made_curve([3.0], [1.0]), RUN)

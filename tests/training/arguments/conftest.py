@@ -1,11 +1,8 @@
 """A launch that is accepted as it is, to which every test adds the flags it is about."""
 
 import shlex
-import sys
-import types
 from argparse import Namespace
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -34,14 +31,6 @@ def command_line(flags: str, without: str) -> list[str]:
     dropped = without.split()
     kept = [f"{flag} {value}" for flag, value in SMALLEST.items() if flag not in dropped]
     return shlex.split(" ".join([*kept, flags]))
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TransformerEngine, as far as a command line is concerned."""
-    module = types.ModuleType("transformer_engine")
-    module.__spec__ = ModuleSpec("transformer_engine", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine", module)
 
 
 @pytest.fixture

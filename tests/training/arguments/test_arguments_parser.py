@@ -1,20 +1,19 @@
 """How words become arguments: help, the environment, slips of the finger, flags left out."""
 
-import subprocess
-import sys
 from difflib import SequenceMatcher
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hetero.errors import UserError
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.arguments.unknown import explain_unknown
 from megatron.training.arguments.unsupported_flags import (
     all_unsupported_flags,
     features,
 )
+from tests.commands import ended
+from tests.sentences import all_said_of
 
 KNOWN = sorted(build_parser().flags)
 
@@ -130,9 +129,7 @@ def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse
         "--deepspeed stray --data-cache-path --optimizer lion --hidden-size 100 "
         "--global-batch-size 3 --use-mpi"
     )
-    with pytest.raises(UserError) as error:
-        parse(launch, without="--num-layers")
-    first, *sentences = str(error.value).split("\n  ")
+    first, *sentences = all_said_of(parse, launch, without="--num-layers").split("\n  ")
     assert first == f"{len(sentences)} things have to be put right:"
     told = [
         "did you mean --num-layers?",
@@ -189,7 +186,7 @@ def test_a_refusal_and_help_wait_for_neither_torch_nor_megatron_core(flags):
         "from megatron.training.pretrain import pretrain\n"
         f"pretrain({flags.split()!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = ended("-c", code)
     assert done.stdout.rstrip().endswith("slow []")
     assert done.returncode == (0 if flags == "--help" else 2)
     assert ("error: " in done.stderr) == (flags != "--help")

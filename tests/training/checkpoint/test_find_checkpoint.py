@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.errors import AgreedError, UserError
+from hetero.errors import AgreedError
 from megatron.training.checkpoint import folder
 from megatron.training.checkpoint.compatibility import require_same_schedule
 from megatron.training.checkpoint.find_checkpoint import (
@@ -19,6 +19,7 @@ from megatron.training.checkpoint.find_checkpoint import (
 )
 from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
 from megatron.training.checkpoint.safetensors_writer import WriteItem, write_safetensors
+from tests.sentences import sentence_of
 from tests.training.checkpoint.test_model_flags import SIZES, run, written_by
 from tests.training.checkpoint.test_writer import NAMES
 
@@ -68,10 +69,7 @@ def chosen(args: Namespace) -> FoundCheckpoint:
 
 
 def refusal(args: Namespace) -> str:
-    with pytest.raises(AgreedError) as error:
-        choose(args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return sentence_of(choose, args, error=AgreedError)
 
 
 def test_the_newest_is_used_and_what_is_passed_over_is_said(tmp_path: Path) -> None:
@@ -177,7 +175,6 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
 def test_another_schedule_is_refused_with_both_ways_out() -> None:
     stored = {"max_lr": 0.1, "min_lr": 0.0}
     require_same_schedule(stored, {"max_lr": 0.1, "min_lr": 0.0})
-    with pytest.raises(UserError) as error:
-        require_same_schedule(stored, {"max_lr": 0.2, "min_lr": 0.0})
+    said = sentence_of(require_same_schedule, stored, {"max_lr": 0.2, "min_lr": 0.0})
     for word in ("0.1", "0.2", "--lr", "--override-opt_param", "--use-checkpoint-opt_param"):
-        assert word in str(error.value)
+        assert word in said

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import UserError
 from megatron.training.checkpoint import lock as locks
 from megatron.training.checkpoint.lock import (
     LOCK_FILE,
@@ -25,6 +24,7 @@ from megatron.training.checkpoint.lock import (
     SaveLock,
     is_held_by_another,
 )
+from tests.sentences import sentence_of
 
 ROOT = Path(__file__).resolve().parents[3]
 NEVER_RENEWED = 0.2
@@ -84,15 +84,13 @@ def take(save: Path) -> tuple[SaveLock, list[str]]:
 
 
 def refusal(save: Path) -> str:
-    with pytest.raises(UserError) as error:
-        SaveLock.take(save, say=lambda line: None)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return sentence_of(SaveLock.take, save, say=lambda line: None)
 
 
 def foreign(save: Path, **changed: Any) -> Path:
     """The lock of a run on another host, as this one finds it."""
-    owner = Owner("t", "gpu07", 4242, "2026-11-22 02:00:00 UTC", "", "other-boot", "17")
+    started = "2026-11-22 02:00:00 UTC"
+    owner = Owner("t", "gpu07", 4242, started, "Slurm job 5", "other-boot", "17")
     save.mkdir(exist_ok=True)
     path = save / LOCK_FILE
     path.write_text(json.dumps({**vars(owner), **changed}))
@@ -155,7 +153,7 @@ def test_a_holder_elsewhere_that_stands_still_is_replaced_after_a_while(
     path = foreign(tmp_path, **changed)
     os.utime(path, (4e9, 4e9))  # its clock is ahead by decades
     lock, said = take(tmp_path)
-    assert "host gpu07, pid 4242, since 2026-11-22 02:00:00 UTC" in said[0]
+    assert "host gpu07, pid 4242, Slurm job 5, since 2026-11-22 02:00:00 UTC" in said[0]
     assert "watching" in said[0]
     assert "did not renew" in said[1]
     lock.require_held()

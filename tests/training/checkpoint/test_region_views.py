@@ -10,13 +10,6 @@ from megatron.training.checkpoint.regions import Region
 WHOLE = torch.arange(24).view(4, 6)
 
 
-def test_a_part_is_a_view_of_the_tensor_that_holds_it() -> None:
-    held = WHOLE[1:, 2:]
-    view = region_view(held, Region((1, 2), (3, 4)), Region((2, 3), (2, 2)))
-    assert torch.equal(view, WHOLE[2:, 3:5])
-    assert view.data_ptr() == WHOLE[2:, 3:].data_ptr()
-
-
 def test_what_regions_have_in_common_with_the_target_is_copied_and_counted() -> None:
     regions = [Region((0, 0), (2, 3)), Region((3, 0), (1, 6)), Region((2, 4), (1, 2))]
     flat = torch.cat([WHOLE[:2, :3].reshape(-1), WHOLE[3], WHOLE[2, 4:]])

@@ -48,6 +48,8 @@ def test_splitting_undoes_joining(shape: ModelShape) -> None:
         assert tuple(whole.shape) == rule.shape
         for found, part in zip(rule.split(whole), parts, strict=True):
             assert torch.equal(found, part)
+        # Rows of padding are zero.
+        assert whole.count_nonzero() == sum(part.numel() for part in parts)
 
 
 @given(shapes())
@@ -59,34 +61,15 @@ def test_every_name_stands_for_one_tensor(shape: ModelShape) -> None:
     assert ("lm_head.weight" in theirs) == (not shape.tied)
 
 
-def _shape(**changes: int) -> ModelShape:
-    sizes = {"layers": 1, "hidden": 1, "ffn": 2, "heads": 4, "groups": 2, "channels": 2}
-    sizes |= {"vocabulary": 3, "rows": 5} | changes
-    return ModelShape(**sizes, qkv_bias=True, tied=False)
-
-
-def _joined(end: str, parts: list[list[int]]) -> list[int]:
-    (rule,) = (rule for rule in rules(_shape()) if rule.name.endswith(end))
-    tensors = [
-        torch.tensor(values).reshape(part.shape)
-        for values, part in zip(parts, rule.parts, strict=True)
-    ]
-    return rule.join(tensors).flatten().tolist()
-
-
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 def test_each_query_group_has_its_queries_then_its_key_then_its_value(kind: str) -> None:
     queries = [10, 11, 20, 21, 30, 31, 40, 41]
     keys, values = [100, 101, 200, 201], [1000, 1001, 2000, 2001]
     first_group = [10, 11, 20, 21, 100, 101, 1000, 1001]
     second_group = [30, 31, 40, 41, 200, 201, 2000, 2001]
-    assert _joined(f"linear_qkv.{kind}", [queries, keys, values]) == first_group + second_group
-
-
-def test_the_gate_comes_before_the_up_projection() -> None:
-    assert _joined("linear_fc1.weight", [[1, 2], [3, 4]]) == [1, 2, 3, 4]
-
-
-def test_rows_of_padding_are_zero() -> None:
-    assert _joined("word_embeddings.weight", [[1, 2, 3]]) == [1, 2, 3, 0, 0]
-    assert _joined("output_layer.weight", [[1, 2, 3]]) == [1, 2, 3, 0, 0]
+    sizes = {"layers": 1, "hidden": 1, "ffn": 2, "heads": 4, "groups": 2, "channels": 2}
+    shape = ModelShape(**sizes, vocabulary=3, rows=5, qkv_bias=True, tied=False)
+    (rule,) = (rule for rule in rules(shape) if rule.name.endswith(f"linear_qkv.{kind}"))
+    given = zip((queries, keys, values), rule.parts, strict=True)
+    joined = rule.join([torch.tensor(numbers).reshape(part.shape) for numbers, part in given])
+    assert joined.flatten().tolist() == first_group + second_group

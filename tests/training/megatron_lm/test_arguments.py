@@ -5,29 +5,17 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-import pytest
 import torch
 
-from hetero.errors import UserError
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpoint.model_flags import MODEL_FLAGS, TAKEN, Kind, spellings
 from megatron.training.megatron_lm.arguments import args_from_namespace, namespace_from_args
-from tests.training.megatron_lm.tiny_megatron import LLAMA, MODELS
+from tests.sentences import all_said_of, sentence_of
+from tests.training.megatron_lm.tiny_megatron import LLAMA
 
 
 def _namespace(**changes: Any) -> Namespace:
     return Namespace(**{**LLAMA, **changes})
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_model_comes_back_as_it_went(name: str) -> None:
-    args = dict(MODELS[name])
-    there = namespace_from_args(
-        args, tensor=2, pipeline=2, virtual=None, params_dtype=torch.bfloat16
-    )
-    back = args_from_namespace(there, source="it")
-    assert {key: back[key] for key in args} == args
-    assert back["params_dtype"] == "bfloat16"
 
 
 def test_every_flag_that_decides_the_model_goes_there_and_back() -> None:
@@ -44,10 +32,11 @@ def test_every_flag_that_decides_the_model_goes_there_and_back() -> None:
             args[name] = args.get(name) or 8
     args |= other
     there = namespace_from_args(
-        args, tensor=1, pipeline=1, virtual=None, params_dtype=torch.float32
+        args, tensor=1, pipeline=1, virtual=None, params_dtype=torch.bfloat16
     )
     back = args_from_namespace(there, source="it")
     assert {name: back[name] for name in args} == args
+    assert back["params_dtype"] == "bfloat16"
 
 
 def test_older_names_are_known() -> None:
@@ -85,17 +74,15 @@ def test_a_model_that_is_not_computed_is_refused_with_all_that_is_wrong() -> Non
         "position_embedding_type": "yarn",
         "softmax_type": "learnable",
     }
-    with pytest.raises(UserError) as error:
-        args_from_namespace(_namespace(**wrong), source="the checkpoint")
+    said = all_said_of(args_from_namespace, _namespace(**wrong), source="the checkpoint")
     for flag in (
         *("--num-experts 8", "--multi-latent-attention", "--fp8-format hybrid", "--window-size"),
         *("--position-embedding-type yarn", "--softmax-type learnable"),
     ):
-        assert flag in str(error.value)
+        assert flag in said
     # Flags that ask for nothing are not.
     nothing = {"num_experts": None, "fp8": None, "softmax_type": "vanilla", "rope_type": "rope"}
     found = args_from_namespace(_namespace(**nothing, mtp_num_layers=0), source="it")
     assert found["num_layers"] == 4
     little = Namespace(num_attention_heads=4, max_position_embeddings=8)
-    with pytest.raises(UserError, match="num_layers, hidden_size"):
-        args_from_namespace(little, source="it")
+    assert "num_layers, hidden_size" in sentence_of(args_from_namespace, little, source="it")

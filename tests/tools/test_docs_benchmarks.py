@@ -1,0 +1,150 @@
+"""The scripts of docs/benchmarks: what they count as a cost, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests import commands, scripts
+from tests.tools.test_benchmark_parity import TINY
+from tools.runs import ROOT, Finished
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
+FOLDER = ROOT / "docs" / "benchmarks"
+SIZES = {"iterations": 6, "interval": 2}
+
+
+@pytest.fixture(scope="module")
+def async_save() -> ModuleType:
+    return scripts.load(FOLDER / "async_save.py")
+
+
+@pytest.fixture(scope="module")
+def time_timers() -> ModuleType:
+    return scripts.load(FOLDER / "time_timers.py")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (
+            "async_save.py out --iterations 8 --interval 3",
+            "--iterations must be at least three times",
+        ),
+        ("async_save.py out --interval 1", "--interval must be at least 2"),
+        ("async_save.py out --kinds async", "--kinds must name none"),
+        ("async_save.py out --kinds none", "which the others are compared with, and another"),
+        ("async_save.py out --kinds sometimes", "invalid choice: 'sometimes'"),
+        ("async_save.py out --preset absent.yaml", "absent.yaml is no file; check the path"),
+        (f"async_save.py {__file__}", f"{__file__} is a file; name a folder"),
+        ("time_timers.py out --levels 2 2", "--levels must name two or more"),
+        ("time_timers.py out --warmup 0", "--warmup must be at least 1"),
+        ("time_timers.py out --warmup 30", "less than --iterations"),
+        ("time_timers.py out --repeats 0", "--repeats must be at least 1"),
+        ("search_plans.py sum --out nowhere/sum.json", "there is no folder nowhere"),
+    ],
+)
+def test_what_measures_nothing_is_refused(command: str, reason: str, monkeypatch, capsys) -> None:
+    words = command.split()
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match="2"):
+        scripts.load(FOLDER / words[0]).main()
+    assert reason in capsys.readouterr().err
+
+
+# What a save costs.
+
+
+def finished(seconds: list[float], *ranks: list[tuple[float, float]]) -> Finished:
+    """A run: the times of its iterations, and (stood still, memory) of every rank's saves."""
+    return Finished(
+        iterations=[
+            {"iteration": n, "elapsed_ms": s * 1e3} for n, s in enumerate(seconds, start=1)
+        ],
+        report={
+            "ranks": [
+                {
+                    "saving_seconds": sum(s for s, _ in saves),
+                    "saves": [
+                        {"stood_still_s": s, "memory_wait_s": m, "written_s": 1.0} for s, m in saves
+                    ],
+                }
+                for saves in ranks
+            ]
+        },
+    )
+
+
+BARE = finished([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], [], [])
+
+
+def test_a_save_costs_what_stood_still_and_what_ran_slower(async_save: ModuleType) -> None:
+    saved = finished(
+        [8.0, 1.1, 1.2, 1.0, 1.2, 1.0],
+        [(0.9, 0.6), (0.1, 0.0), (0.3, 0.0)],
+        [(0.7, 0.7), (0.2, 0.0), (0.2, 0.0)],
+    )
+    cost = async_save.cost_of(saved, BARE, **SIZES)
+    assert async_save.seconds_an_interval(BARE, **SIZES) == pytest.approx(2.0)
+    assert cost.iterations_s == pytest.approx(4.4)
+    assert cost.slower_a_save_s == pytest.approx(0.2)
+    # Save by save, the rank that stood longest: 0.9, 0.2 and 0.3.
+    assert cost.later_stood_still_s == pytest.approx(0.25)
+    assert cost.later_cost == pytest.approx((0.2 + 0.25) / 2.0)
+    assert cost.first_stood_still_s == pytest.approx(0.9)
+    assert cost.first_memory_wait_s == pytest.approx(0.7)
+    assert cost.one_off_s == pytest.approx(0.65)
+    assert cost.before_first_slower_s == pytest.approx(0.1)
+
+
+def test_the_table_says_what_the_cost_is_a_share_of(async_save: ModuleType) -> None:
+    saved = finished([8.0, *[1.0] * 5], [(0.5, 0.4), (0.02, 0.0), (0.02, 0.0)])
+    cost = async_save.cost_of(saved, BARE, **SIZES)
+    text = async_save.table({"async": cost}, between=2.0, interval=2)
+    assert "a save every 2.00 s (2 iterations)" in text
+    assert text.splitlines()[-1].split() == [
+        "async", "0.020", "0.000", "1.00%", "0.500", "0.400", "0.480", "0.000",
+    ]  # fmt: skip
+
+
+def test_a_save_that_failed_is_no_measure(async_save: ModuleType) -> None:
+    saved = finished([1.0] * 6, [(0.1, 0.0)] * 3)
+    saved.report["ranks"][0]["saves"][1]["written_s"] = None
+    with pytest.raises(SystemExit, match=r"2\. save"):
+        async_save.cost_of(saved, BARE, **SIZES)
+
+
+@pytest.mark.slow
+def test_two_kinds_on_the_cpu(tmp_path: Path) -> None:
+    sizes = f"{TINY} --vocab-size 320 --padded-vocab-size 384"
+    words = f"--kinds none async --iterations 6 --interval 2 -- {sizes}".split()
+    assert "(2 iterations)" in commands.printed(FOLDER / "async_save.py", tmp_path, *words)
+    record = json.loads((tmp_path / "async_save.json").read_text())
+    assert list(record["runs"]) == ["none", "async"]
+    assert record["seconds_between_saves"] > 0
+    for rank in record["runs"]["async"]["ranks"]:
+        assert [save["iteration"] for save in rank["saves"]] == [2, 4, 6]
+    assert not list(tmp_path.glob("saved-*"))
+
+
+# What timers cost.
+
+
+def test_a_step_lasts_from_end_to_end_with_what_lies_between(time_timers: ModuleType) -> None:
+    ends = {1: 9.0, 2: 10.0, 3: 10.5, 4: 11.2, 5: 11.5}
+    assert time_timers.step_milliseconds(ends, warmup=2) == pytest.approx(500)
+
+
+def test_a_cost_is_the_ratio_of_two_runs_of_one_repeat(time_timers: ModuleType) -> None:
+    def repeat(base: float, timed: float) -> list[object]:
+        return [
+            time_timers.Run(level=2, step_ms=timed, losses=[]),
+            time_timers.Run(level=0, step_ms=base, losses=[]),
+        ]
+
+    (cost,) = time_timers.costs([repeat(100, 101), repeat(200, 200), repeat(100, 104)], base=0)
+    assert (cost.level, cost.median, cost.least, cost.most) == pytest.approx((2, 0.01, 0, 0.04))
