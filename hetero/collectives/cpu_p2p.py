@@ -80,11 +80,14 @@ class CpuP2P:
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory; the work finishes when it may be overwritten."""
         with self._changed:
+            if self._closed.is_set():  # no thread would take it from its queue
+                work.finish(LinkError(_CLOSED))
+                return
             sends = self._send_queues.get(rank)
             if sends is None:
                 sends = self._send_queues[rank] = queue.SimpleQueue()
                 self._start(self._send_loop, rank)
-        sends.put((tensor, work, tag))
+            sends.put((tensor, work, tag))
 
     def recv(
         self,
@@ -156,7 +159,8 @@ class CpuP2P:
             if from_any:
                 self._await_first_send(rank)
             link = self._link_to(rank)
-            while not self._closed.is_set():
+            while True:
+                self._require_open()
                 if self._await_posted_recv(rank):
                     self._recv_one(link, rank)
         except Exception as error:
@@ -167,14 +171,12 @@ class CpuP2P:
         link.recv(envelope).wait()
         tag, nbytes = envelope.tolist()
         posted = self._match(rank, tag)
-        fits = posted is not None and posted.memory.numel() == nbytes
-        memory = (
-            posted.memory
-            if posted and fits
-            else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        )
-        if nbytes:
-            link.recv(memory).wait()
+        try:
+            memory = _read(link, posted, nbytes)
+        except Exception as error:
+            if posted is not None:  # which `_fail` does not find among those that wait
+                posted.work.finish(error)
+            raise
         if posted is None:
             with self._changed:
                 # Its receive may have been posted while the message was read.
@@ -254,6 +256,8 @@ class CpuP2P:
 
     def _error_of(self, source: int | None) -> BaseException | None:
         """Why no message of a source, or of any, will come; None if one may."""
+        if self._closed.is_set():
+            return LinkError(_CLOSED)
         if source is not None:
             return self._errors.get(source)
         all_failed = len(self._errors) == self._layout.size - 1
@@ -267,6 +271,17 @@ class CpuP2P:
                 posted.work.finish(error)
 
 
+def _read(link: Link, posted: _PostedRecv | None, nbytes: int) -> torch.Tensor:
+    """The bytes of a message: in the memory of its receive, if that is of their size."""
+    fits = posted is not None and posted.memory.numel() == nbytes
+    memory = (
+        posted.memory if posted and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    )
+    if nbytes:
+        link.recv(memory).wait()
+    return memory
+
+
 def _stop(
     closed: threading.Event,
     changed: threading.Condition,
@@ -274,10 +289,10 @@ def _stop(
     threads: Sequence[threading.Thread],
 ) -> None:
     """Stop all threads, and join those that do not wait for another rank."""
-    closed.set()
-    for sends in list(send_queues.values()):
-        sends.put(None)
     with changed:
+        closed.set()
+        for sends in send_queues.values():
+            sends.put(None)
         changed.notify_all()
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in list(threads):

@@ -35,13 +35,20 @@ class End:
         self._peer = 1 - rank
         self._p2p = CpuP2P(layout=Layout(MEMBERS, rank), links=links, store=dist.HashStore())
 
-    def send(self, tensor: torch.Tensor, tag: int = 0) -> None:
-        self._p2p.send(tensor, self._peer, tag, self._work(tensor, 20.0))
+    def send(self, tensor: torch.Tensor, tag: int = 0) -> CollectiveWork:
+        work = self._work(tensor, 20.0)
+        self._p2p.send(tensor, self._peer, tag, work)
+        return work
 
     def recv(self, tensor: torch.Tensor, tag: int = 0, *, seconds: float = 20.0) -> CollectiveWork:
         work = self._work(tensor, seconds)
         self._p2p.recv(tensor, self._peer, tag, work, lambda: None)
         return work
+
+    @property
+    def posted(self) -> int:
+        """Receives whose message has not begun to come."""
+        return len(self._p2p._posted)
 
     def close(self) -> list[threading.Thread]:
         """End it as a group does; the threads that it has left."""
@@ -122,3 +129,38 @@ def test_the_end_leaves_no_thread_and_begins_no_read(monkeypatch: pytest.MonkeyP
         assert right.close() == []
         assert left.close() == []
         assert [tensor.numel() for tensor in reads] == [2, message.nbytes]
+
+
+def test_a_receive_whose_sender_ends_in_the_middle_of_the_message_says_so() -> None:
+    with opened() as pair:
+        right = End(1, pair.receiver)
+        message = torch.zeros(3)
+        work = right.recv(message)
+        pair.sender.send(torch.tensor([0, message.nbytes])).wait()
+        while right.posted:
+            time.sleep(0.01)
+        pair.sender.close()
+        with pytest.raises(LinkError, match="has ended or closed the link"):
+            work.wait()
+
+
+def test_a_message_that_cannot_be_held_ends_its_receive() -> None:
+    with opened() as pair:
+        right = End(1, pair.receiver)
+        work = right.recv(torch.zeros(3))
+        pair.sender.send(torch.tensor([0, 1 << 60])).wait()
+        with pytest.raises(RuntimeError, match="memory"):
+            work.wait()
+
+
+def test_no_message_of_a_group_that_has_ended_is_waited_for() -> None:
+    """Another thread may send or receive while the group ends, as after a call that failed."""
+    with opened() as pair:
+        left, right = End(0, pair.sender), End(1, pair.receiver)
+        received = right.recv(torch.zeros(3))
+        left.send(torch.ones(3)).wait()
+        received.wait()
+        left.close(), right.close()
+        for late in (left.send(torch.ones(3)), right.recv(torch.zeros(3))):
+            with pytest.raises(LinkError, match="the group was closed"):
+                late.wait()
