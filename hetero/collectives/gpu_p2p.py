@@ -162,16 +162,16 @@ class _Channel:
         event = self._stream.record_event()
 
         def task() -> None:
-            self._stream.wait_event(event)
-            with self._stream.as_current():
-                try:
+            try:
+                self._stream.wait_event(event)
+                with self._stream.as_current():
                     transfer()
                     on_received()
-                except Exception as error:
-                    work.finish(error)
-                else:
                     end = self._stream.record_end((transfer, on_received))
-                    work.finish(end_event=end, stream=self._stream.stream)
+            except Exception as error:
+                work.finish(error)
+            else:
+                work.finish(end_event=end, stream=self._stream.stream)
 
         self.worker.submit(task)
 

@@ -204,9 +204,12 @@ class Communicator:
 
     def _run_on_side_stream(self, running: RunningCall, event: torch.cuda.Event | None) -> None:
         """Run a call in the worker's thread, after the caller's `event`."""
-        self._stream.wait_event(event)
-        with self._stream.as_current():
-            self._progress(running, on_side_stream=True)
+        try:
+            self._stream.wait_event(event)
+            with self._stream.as_current():
+                self._progress(running, on_side_stream=True)
+        except Exception as error:  # the GPU's own, after which no call of it works
+            running.work.finish(self._fail(running.call, error))
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -292,16 +295,14 @@ class Communicator:
             with torch.inference_mode() if running.in_inference_mode else _NO_MODE:
                 if not running.progress(blocking=blocking):
                     return False
+            held = [running.algorithm] if on_side_stream and self._stream.exists else None
+            end = None if held is None else self._stream.record_end(held)
         except Exception as error:
             running.work.finish(self._fail(running.call, error))
-        else:
-            self._last_call = running.call
-            if on_side_stream and self._stream.exists:
-                held = [running.algorithm]
-                end = self._stream.record_end(held)
-                running.work.finish(end_event=end, stream=self._stream.stream, held=held)
-            else:
-                running.work.finish()
+            return True
+        self._last_call = running.call
+        stream = None if held is None else self._stream.stream
+        running.work.finish(end_event=end, stream=stream, held=held)
         return True
 
     def _prepare(self, call: Call) -> None:
