@@ -70,6 +70,7 @@ class CpuP2P:
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._errors: dict[int, BaseException] = {}
         self._closed = links.closed
+        self._why_closed: BaseException = LinkError(_CLOSED)
         self._threads: list[threading.Thread] = []
         # Python aborts a process at whose exit a thread is in PyTorch's C++.
         weakref.finalize(self, _stop, self._closed, self._changed, self._send_queues, self._threads)
@@ -81,7 +82,7 @@ class CpuP2P:
         """Send contiguous memory; the work finishes when it may be overwritten."""
         with self._changed:
             if self._closed.is_set():  # no thread would take it from its queue
-                work.finish(LinkError(_CLOSED))
+                work.finish(self._why_closed)
                 return
             sends = self._send_queues.get(rank)
             if sends is None:
@@ -120,7 +121,10 @@ class CpuP2P:
         for rank in starting:
             self._start(self._recv_loop, rank, source is None)
 
-    def close(self) -> None:
+    def close(self, why: BaseException | None = None) -> None:
+        """End all messages under way with the error that has ended the group, if one has."""
+        if why is not None and not self._closed.is_set():
+            self._why_closed = why
         self._links.close()
         _stop(self._closed, self._changed, self._send_queues, self._threads)
 
@@ -149,7 +153,7 @@ class CpuP2P:
                 if tensor.numel():
                     link.send(as_bytes(tensor)).wait()
             except Exception as error:
-                work.finish(error)
+                work.finish(self._cause_of(error))
             else:
                 work.finish()
 
@@ -175,7 +179,7 @@ class CpuP2P:
             memory = _read(link, posted, nbytes)
         except Exception as error:
             if posted is not None:  # which `_fail` does not find among those that wait
-                posted.work.finish(error)
+                posted.work.finish(self._cause_of(error))
             raise
         if posted is None:
             with self._changed:
@@ -257,13 +261,18 @@ class CpuP2P:
     def _error_of(self, source: int | None) -> BaseException | None:
         """Why no message of a source, or of any, will come; None if one may."""
         if self._closed.is_set():
-            return LinkError(_CLOSED)
+            return self._why_closed
         if source is not None:
             return self._errors.get(source)
         all_failed = len(self._errors) == self._layout.size - 1
         return next(iter(self._errors.values())) if all_failed else None
 
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """What has ended the group, where a link only fails because of that."""
+        return self._why_closed if self._closed.is_set() else error
+
     def _fail(self, rank: int, error: BaseException) -> None:
+        error = self._cause_of(error)
         with self._changed:
             self._errors[rank] = error
             for posted in [p for p in self._posted if self._error_of(p.source)]:

@@ -123,7 +123,8 @@ class GpuP2P:
         else:
             channel.submit(lambda: transfer(self._link_to(rank)).wait(), work, on_received)
 
-    def close(self) -> None:
+    def close(self, _why: BaseException | None = None) -> None:
+        """End all messages under way, each with the error of its link."""
         self._links.close()
         for channel in list(self._channels.values()):
             channel.close()

@@ -264,7 +264,8 @@ class Communicator:
             why = f" ({reason})" if reason else ""
             self._error = CollectiveError(f"group {self.name} was aborted{why}; make a new one")
             self._publish_status(ABORTED, failed=True, error=reason)
-        self._abort_transports()
+        self._abort_calls()
+        self._abort_messages()
 
     def shutdown(self) -> None:
         """Leave the group once the calls in flight have ended. Later ones fail at once."""
@@ -274,7 +275,7 @@ class Communicator:
             self._error = CollectiveError(
                 f"group {self.name} was destroyed; make a new one, and build anew what uses it"
             )
-        self._p2p.close()
+        self._p2p.close(self._error)
         self._links.close()
         if self._library is not None:
             self._library.shutdown()
@@ -321,10 +322,11 @@ class Communicator:
         """Report this rank's error, collect those of the others, and end the group."""
         own = RankStatus(rank=self.layout.rank, state=IN_A_CALL, call=call, error=str(error))
         own = self._statuses.publish(own, failed=True)
-        self._abort_transports()
+        self._abort_calls()
         if self._error is None:
             self._error = self._explained(own)
             self._error.__cause__ = error
+        self._abort_messages()
         return self._error
 
     def _explained(self, own: RankStatus) -> CollectiveError:
@@ -333,15 +335,18 @@ class Communicator:
             explain(self.name, self.layout, report, own=own, timeout=self.timeout)
         )
 
-    def _abort_transports(self) -> None:
+    def _abort_calls(self) -> None:
         """Fail what other ranks wait for, so that their calls fail too and they report it."""
         with contextlib.suppress(Exception):
             if self._library is not None:
                 self._library.abort()
         with contextlib.suppress(Exception):
             self._links.close()
+
+    def _abort_messages(self) -> None:
+        """Once the group's error is known, which a message under way then ends with."""
         with contextlib.suppress(Exception):
-            self._p2p.close()
+            self._p2p.close(self._error)
 
     def _poll_failures(self) -> None:
         """Between calls: fail the group if another rank's call, or a link in use by a GPU, has."""
@@ -355,7 +360,8 @@ class Communicator:
         if problem or self._statuses.has_failure():
             own = self._publish_status(IDLE, failed=bool(problem), error=problem)
             self._error = self._explained(own)
-            self._abort_transports()
+            self._abort_calls()
+            self._abort_messages()
 
     def _check_abort(self) -> None:
         """During a call: raise once another rank's call has failed."""
