@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torch.autograd import profiler
@@ -23,7 +23,8 @@ def profiled(operation: str) -> AbstractContextManager[object]:
     return _NO_EVENT
 
 
-@cache
+# Bounded: the shapes of a script's calls may be new in every step.
+@lru_cache(maxsize=1024)
 def _digest(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 

@@ -70,6 +70,7 @@ class CpuP2P:
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._errors: dict[int, BaseException] = {}
         self._closed = links.closed
+        self._why_closed: BaseException = LinkError(_CLOSED)
         self._threads: list[threading.Thread] = []
         # Python aborts a process at whose exit a thread is in PyTorch's C++.
         weakref.finalize(self, _stop, self._closed, self._changed, self._send_queues, self._threads)
@@ -80,11 +81,14 @@ class CpuP2P:
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory; the work finishes when it may be overwritten."""
         with self._changed:
+            if self._closed.is_set():  # no thread would take it from its queue
+                work.finish(self._why_closed)
+                return
             sends = self._send_queues.get(rank)
             if sends is None:
                 sends = self._send_queues[rank] = queue.SimpleQueue()
                 self._start(self._send_loop, rank)
-        sends.put((tensor, work, tag))
+            sends.put((tensor, work, tag))
 
     def recv(
         self,
@@ -117,7 +121,10 @@ class CpuP2P:
         for rank in starting:
             self._start(self._recv_loop, rank, source is None)
 
-    def close(self) -> None:
+    def close(self, why: BaseException | None = None) -> None:
+        """End all messages under way with the error that has ended the group, if one has."""
+        if why is not None and not self._closed.is_set():
+            self._why_closed = why
         self._links.close()
         _stop(self._closed, self._changed, self._send_queues, self._threads)
 
@@ -146,7 +153,7 @@ class CpuP2P:
                 if tensor.numel():
                     link.send(as_bytes(tensor)).wait()
             except Exception as error:
-                work.finish(error)
+                work.finish(self._cause_of(error))
             else:
                 work.finish()
 
@@ -156,7 +163,8 @@ class CpuP2P:
             if from_any:
                 self._await_first_send(rank)
             link = self._link_to(rank)
-            while not self._closed.is_set():
+            while True:
+                self._require_open()
                 if self._await_posted_recv(rank):
                     self._recv_one(link, rank)
         except Exception as error:
@@ -167,14 +175,12 @@ class CpuP2P:
         link.recv(envelope).wait()
         tag, nbytes = envelope.tolist()
         posted = self._match(rank, tag)
-        fits = posted is not None and posted.memory.numel() == nbytes
-        memory = (
-            posted.memory
-            if posted and fits
-            else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        )
-        if nbytes:
-            link.recv(memory).wait()
+        try:
+            memory = _read(link, posted, nbytes)
+        except Exception as error:
+            if posted is not None:  # which `_fail` does not find among those that wait
+                posted.work.finish(self._cause_of(error))
+            raise
         if posted is None:
             with self._changed:
                 # Its receive may have been posted while the message was read.
@@ -254,17 +260,35 @@ class CpuP2P:
 
     def _error_of(self, source: int | None) -> BaseException | None:
         """Why no message of a source, or of any, will come; None if one may."""
+        if self._closed.is_set():
+            return self._why_closed
         if source is not None:
             return self._errors.get(source)
         all_failed = len(self._errors) == self._layout.size - 1
         return next(iter(self._errors.values())) if all_failed else None
 
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """What has ended the group, where a link only fails because of that."""
+        return self._why_closed if self._closed.is_set() else error
+
     def _fail(self, rank: int, error: BaseException) -> None:
+        error = self._cause_of(error)
         with self._changed:
             self._errors[rank] = error
             for posted in [p for p in self._posted if self._error_of(p.source)]:
                 self._posted.remove(posted)
                 posted.work.finish(error)
+
+
+def _read(link: Link, posted: _PostedRecv | None, nbytes: int) -> torch.Tensor:
+    """The bytes of a message: in the memory of its receive, if that is of their size."""
+    fits = posted is not None and posted.memory.numel() == nbytes
+    memory = (
+        posted.memory if posted and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    )
+    if nbytes:
+        link.recv(memory).wait()
+    return memory
 
 
 def _stop(
@@ -274,10 +298,10 @@ def _stop(
     threads: Sequence[threading.Thread],
 ) -> None:
     """Stop all threads, and join those that do not wait for another rank."""
-    closed.set()
-    for sends in list(send_queues.values()):
-        sends.put(None)
     with changed:
+        closed.set()
+        for sends in send_queues.values():
+            sends.put(None)
         changed.notify_all()
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in list(threads):

@@ -81,6 +81,8 @@ class StatusBoard:
         # A caller's next call waits for a poll to end.
         self._store, self._layout = BoundedStore(store, seconds=POLL_SECONDS), layout
         self._has_gone = has_gone
+        self._is_lost = False
+        """Whether the store's host has ended. PyTorch logs a stack trace each time it is asked."""
 
     def publish(self, status: RankStatus, *, failed: bool = False) -> RankStatus:
         """Write this rank's status, and with `failed` the flag. A store that is gone is ignored."""
@@ -91,9 +93,14 @@ class StatusBoard:
         return status
 
     def has_failure(self) -> bool:
+        if self._is_lost:
+            return False
         try:
             return self._store.check([_FAILURE_FLAG])
-        except RuntimeError:
+        except RuntimeError as error:
+            # One that only hangs may answer later.
+            is_network = isinstance(error, dist.DistNetworkError)
+            self._is_lost = is_network and not isinstance(error, StoreUnresponsive)
             return False
 
     def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> StatusReport:

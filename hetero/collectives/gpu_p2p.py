@@ -123,7 +123,8 @@ class GpuP2P:
         else:
             channel.submit(lambda: transfer(self._link_to(rank)).wait(), work, on_received)
 
-    def close(self) -> None:
+    def close(self, _why: BaseException | None = None) -> None:
+        """End all messages under way, each with the error of its link."""
         self._links.close()
         for channel in list(self._channels.values()):
             channel.close()
@@ -162,16 +163,16 @@ class _Channel:
         event = self._stream.record_event()
 
         def task() -> None:
-            self._stream.wait_event(event)
-            with self._stream.as_current():
-                try:
+            try:
+                self._stream.wait_event(event)
+                with self._stream.as_current():
                     transfer()
                     on_received()
-                except Exception as error:
-                    work.finish(error)
-                else:
                     end = self._stream.record_end((transfer, on_received))
-                    work.finish(end_event=end, stream=self._stream.stream)
+            except Exception as error:
+                work.finish(error)
+            else:
+                work.finish(end_event=end, stream=self._stream.stream)
 
         self.worker.submit(task)
 

@@ -204,9 +204,12 @@ class Communicator:
 
     def _run_on_side_stream(self, running: RunningCall, event: torch.cuda.Event | None) -> None:
         """Run a call in the worker's thread, after the caller's `event`."""
-        self._stream.wait_event(event)
-        with self._stream.as_current():
-            self._progress(running, on_side_stream=True)
+        try:
+            self._stream.wait_event(event)
+            with self._stream.as_current():
+                self._progress(running, on_side_stream=True)
+        except Exception as error:  # the GPU's own, after which no call of it works
+            running.work.finish(self._fail(running.call, error))
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -261,7 +264,8 @@ class Communicator:
             why = f" ({reason})" if reason else ""
             self._error = CollectiveError(f"group {self.name} was aborted{why}; make a new one")
             self._publish_status(ABORTED, failed=True, error=reason)
-        self._abort_transports()
+        self._abort_calls()
+        self._abort_messages()
 
     def shutdown(self) -> None:
         """Leave the group once the calls in flight have ended. Later ones fail at once."""
@@ -271,7 +275,7 @@ class Communicator:
             self._error = CollectiveError(
                 f"group {self.name} was destroyed; make a new one, and build anew what uses it"
             )
-        self._p2p.close()
+        self._p2p.close(self._error)
         self._links.close()
         if self._library is not None:
             self._library.shutdown()
@@ -292,16 +296,14 @@ class Communicator:
             with torch.inference_mode() if running.in_inference_mode else _NO_MODE:
                 if not running.progress(blocking=blocking):
                     return False
+            held = [running.algorithm] if on_side_stream and self._stream.exists else None
+            end = None if held is None else self._stream.record_end(held)
         except Exception as error:
             running.work.finish(self._fail(running.call, error))
-        else:
-            self._last_call = running.call
-            if on_side_stream and self._stream.exists:
-                held = [running.algorithm]
-                end = self._stream.record_end(held)
-                running.work.finish(end_event=end, stream=self._stream.stream, held=held)
-            else:
-                running.work.finish()
+            return True
+        self._last_call = running.call
+        stream = None if held is None else self._stream.stream
+        running.work.finish(end_event=end, stream=stream, held=held)
         return True
 
     def _prepare(self, call: Call) -> None:
@@ -320,10 +322,11 @@ class Communicator:
         """Report this rank's error, collect those of the others, and end the group."""
         own = RankStatus(rank=self.layout.rank, state=IN_A_CALL, call=call, error=str(error))
         own = self._statuses.publish(own, failed=True)
-        self._abort_transports()
+        self._abort_calls()
         if self._error is None:
             self._error = self._explained(own)
             self._error.__cause__ = error
+        self._abort_messages()
         return self._error
 
     def _explained(self, own: RankStatus) -> CollectiveError:
@@ -332,15 +335,18 @@ class Communicator:
             explain(self.name, self.layout, report, own=own, timeout=self.timeout)
         )
 
-    def _abort_transports(self) -> None:
+    def _abort_calls(self) -> None:
         """Fail what other ranks wait for, so that their calls fail too and they report it."""
         with contextlib.suppress(Exception):
             if self._library is not None:
                 self._library.abort()
         with contextlib.suppress(Exception):
             self._links.close()
+
+    def _abort_messages(self) -> None:
+        """Once the group's error is known, which a message under way then ends with."""
         with contextlib.suppress(Exception):
-            self._p2p.close()
+            self._p2p.close(self._error)
 
     def _poll_failures(self) -> None:
         """Between calls: fail the group if another rank's call, or a link in use by a GPU, has."""
@@ -354,7 +360,8 @@ class Communicator:
         if problem or self._statuses.has_failure():
             own = self._publish_status(IDLE, failed=bool(problem), error=problem)
             self._error = self._explained(own)
-            self._abort_transports()
+            self._abort_calls()
+            self._abort_messages()
 
     def _check_abort(self) -> None:
         """During a call: raise once another rank's call has failed."""

@@ -127,7 +127,8 @@ class Links:
     def inter_vendor(self) -> list[Link]:
         """The open links to ranks of other vendors."""
         own = self._layout.vendor
-        return [link for rank, link in self.by_rank.items() if self._layout.vendor_of(rank) != own]
+        links = list(self.by_rank.items())  # another thread may open one meanwhile
+        return [link for rank, link in links if self._layout.vendor_of(rank) != own]
 
     def check(self) -> None:
         """Raise the error of a link that has failed: a GPU's transfers fail after `wait()`."""

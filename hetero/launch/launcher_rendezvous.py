@@ -212,12 +212,14 @@ class LauncherRendezvous:
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
         waiting, deadline = WaitReporter(), time.monotonic() + settings.timeout
-        while missing := [node for node in range(settings.nodes) if not store.check([str(node)])]:
+        everyone = [str(node) for node in range(settings.nodes)]
+        # One request each time, however many nodes there are: all of them poll this one store.
+        while not store.check(everyone):
             if settings.node_rank == 0:
-                waiting.report(lambda: f"{self._named(store, missing)} at {self._own_endpoint()}")
+                waiting.report(lambda: f"{self._missing(store)} at {self._own_endpoint()}")
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{self._named(store, missing)} did not come to {self._own_endpoint()} within "
+                    f"{self._missing(store)} did not come to {self._own_endpoint()} within "
                     f"{settings.timeout:g} s; see that every node was started and can reach it"
                 )
             time.sleep(_PAUSE)
@@ -228,10 +230,12 @@ class LauncherRendezvous:
         known = "" if self._is_host() else f" ({host} is no address of {socket.gethostname()})"
         return f"{self._settings.endpoint}{known}"
 
-    def _named(self, store: BoundedStore, missing: list[int]) -> str:
-        """Missing nodes with their first rank, which the nodes before have told."""
-        before = [json.loads(store.get(str(node)))["processes"] for node in range(min(missing))]
-        return f"{spans(missing, 'node')} of {self._settings.nodes} (from rank {sum(before)} on)"
+    def _missing(self, store: BoundedStore) -> str:
+        """The missing nodes with their first rank, which the nodes before have told."""
+        nodes = range(self._settings.nodes)
+        missing = [node for node in nodes if not store.check([str(node)])] or nodes[-1:]
+        before = [json.loads(store.get(str(node)))["processes"] for node in range(missing[0])]
+        return f"{spans(missing, 'node')} of {len(nodes)} (from rank {sum(before)} on)"
 
     @contextmanager
     def _reporting(self, whom: str) -> Iterator[None]:

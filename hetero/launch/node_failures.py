@@ -20,6 +20,8 @@ GRACE = 15.0
 """Seconds for this node's processes to end by themselves after those of another node failed."""
 _TIMEOUT = GRACE + 5.0
 """Seconds for the launchers of the other nodes to notice a failure, after their own grace."""
+_ANY_EXIT = "exit"
+"""The one key that every launcher polls while its processes run."""
 _CALL_SECONDS = 5.0
 """For the store to answer; after that this node does without it."""
 
@@ -55,7 +57,8 @@ class NodeFailures:
         others: list[ProcessExit] = []
         while not (others or self._stopped.wait(_PAUSE)):
             with suppress(Exception):
-                others = self._others_exits()
+                if self._store.check([_ANY_EXIT]):
+                    others = self._others_exits()
         if self._stopped.wait(GRACE):
             return
         with suppress(Exception):
@@ -73,6 +76,7 @@ class NodeFailures:
         cause, self._deadline = own, time.monotonic() + _TIMEOUT
         try:
             self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
+            self._store.set(_ANY_EXIT, "1")
             while not cause.is_cause and time.monotonic() < self._deadline:
                 time.sleep(_PAUSE)
                 cause = _first_cause(self._others_exits()) or own

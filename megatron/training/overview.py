@@ -260,7 +260,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
         "iterations": trainer.iteration,
         "consumed_samples": trainer.consumed_samples,
         "skipped_iterations": trainer.skipped,
-        "final_loss": trainer.records[-1].loss if trainer.records else None,
+        "final_loss": trainer.last_record.loss if trainer.last_record else None,
         "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
         "torch": str(torch.__version__),
     }

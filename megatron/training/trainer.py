@@ -89,7 +89,9 @@ class Trainer:
         self.stopped_early = False
         """Whether training ended before its last iteration; final evaluations are then skipped."""
         self._checkpointer, self._stop_signal = checkpointer, stop_signal
-        self.records: list[IterationRecord] = []
+        self.steps = 0
+        """Iterations of this launch."""
+        self.last_record: IterationRecord | None = None
         self._unlogged: list[IterationRecord] = []
         self.data_wait_times = DataWaitTimes()
         self._timers = timers
@@ -114,9 +116,9 @@ class Trainer:
             self._profiler.before_step(self.iteration)
             self._train_step(iterators)
             self._profiler.after_step(self.iteration)
-            if len(self.records) == 1:
+            if self.steps == 1:
                 _freeze_gc()
-            if len(self.records) == 1 or self._is_multiple(self.args.log_memory_interval):
+            if self.steps == 1 or self._is_multiple(self.args.log_memory_interval):
                 self._report_memory(self.iteration)
             self._collect_garbage()
             interval = self.args.eval_interval
@@ -128,7 +130,7 @@ class Trainer:
             if stops:
                 self.stopped_early = self.interrupted or not self._is_finished()
                 break
-        if not self.records and self.args.save != self.args.load:
+        if not self.steps and self.args.save != self.args.load:
             # No iterations left: save the loaded checkpoint in this run's layout.
             self._save_if_due(last=True)
         self._profiler.close()
@@ -297,7 +299,8 @@ class Trainer:
             link_bytes=outcome.link_bytes,
             simulated=self.job.simulated,
         )
-        self.records.append(record)
+        self.steps += 1
+        self.last_record = record
         logged = self.iteration % self.args.log_interval == 0
         timing = self._timing.after(self.iteration, logged=logged)
         self.metrics_logger.iteration(

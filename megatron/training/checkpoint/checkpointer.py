@@ -247,6 +247,11 @@ class Checkpointer:
                 f"{', in the background' if self._args.async_save else ''}; training stood still "
                 f"for {slowest_us / 1e6:.3f} s)"
             )
+            if outcome.not_removed:
+                self._console.line(
+                    f"warning: {self._args.save} holds older checkpoints that could not be "
+                    f"removed: {outcome.not_removed}; remove them by hand if room runs short"
+                )
             return
         kept = "the checkpoints before it are untouched"
         sentence = (

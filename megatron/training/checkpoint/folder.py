@@ -135,16 +135,19 @@ def notes_on_newest(save: Path) -> list[str]:
 
 
 def recover(save: Path) -> None:
-    """Complete or undo the replacement that a killed run began, and remove unfinished folders."""
+    """Complete or undo the replacement that a killed run began, and remove unfinished folders.
+
+    What cannot be removed stays, and is tried again by the next save.
+    """
     for entry in list(save.iterdir()) if save.is_dir() else []:
         if match := _REPLACED_NAME.fullmatch(entry.name):
             original = save / match[1]
             if original.exists():
-                _remove(entry)
+                _try_to_remove(entry)
             else:
                 entry.rename(original)
         elif _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def restore_replaced(load: Path, *, in_use: Callable[[], bool]) -> None:
@@ -180,6 +183,8 @@ def begin(save: Path, name: str) -> Path:
     save.mkdir(parents=True, exist_ok=True)
     recover(save)
     temporary = save / (name + SAVING)
+    if temporary.exists():
+        shutil.rmtree(temporary)  # says why `recover` could not
     temporary.mkdir()
     return temporary
 
@@ -201,22 +206,25 @@ def commit(temporary: Path) -> Path:
     match = _FINISHED.fullmatch(final.name)
     write_tracker(save, str(int(match[1])) if match else RELEASE)
     if replaced.exists():
-        _remove(replaced)
+        _try_to_remove(replaced)
     return final
 
 
-def prune(save: Path, *, newest: int, keep_last: int | None, retain_interval: int | None) -> None:
+def prune(
+    save: Path, *, newest: int, keep_last: int | None, retain_interval: int | None
+) -> list[str]:
     """Remove checkpoints older than `newest`, except those that one of the flags keeps.
 
     `keep_last` counts complete ones, `newest` included. With `retain_interval` alone, only the one
     before `newest` may go: as in Megatron, what was kept without the flag stays, and so do links.
+    Returns which could not be removed, each with the reason.
     """
     if keep_last is None and retain_interval is None:
-        return
+        return []
     older = [i for i in reversed(iterations(save)) if i < newest]
     if keep_last is None:
         del older[1:]
-    kept = 1
+    kept, failures = 1, []
     for iteration in older:
         folder = save / folder_name(iteration)
         if folder.is_symlink() or (retain_interval and iteration % retain_interval == 0):
@@ -224,13 +232,24 @@ def prune(save: Path, *, newest: int, keep_last: int | None, retain_interval: in
         if keep_last is not None and kept < keep_last and (folder / INDEX_FILE).exists():
             kept += 1
             continue
-        _remove(folder)
+        if (failure := _try_to_remove(folder)) is not None:
+            failures.append(failure)
+    return failures
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that one half removed is not taken for whole."""
+def _try_to_remove(folder: Path) -> str | None:
+    """Remove a checkpoint; returns what is left of it and why, or None.
+
+    It is renamed first, so that one half removed is not taken for whole. Somebody may have
+    protected it, and NFS keeps a folder while one of its files is read.
+    """
     doomed = folder.with_name(folder.name.removesuffix(_REPLACED) + _REMOVING)
-    if doomed.exists():
+    try:
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        folder.rename(doomed)
         shutil.rmtree(doomed)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    except OSError as error:
+        left = doomed if doomed.exists() else folder
+        return f"{left.name} ({error.strerror or error})"
+    return None

@@ -99,6 +99,8 @@ class SaveOutcome:
     """This rank's share, if it was written."""
     memory_wait_s: float = 0.0
     """Seconds for which this rank's training waited for the memory of a copy."""
+    not_removed: str = ""
+    """Older checkpoints that had to go and could not be removed, on rank 0."""
 
 
 def part_name(rank: int) -> str:
@@ -225,6 +227,7 @@ class Saver:
             bytes=pending.bytes,
             part=None if failed else pending.part,
             memory_wait_s=pending.memory_wait_s,
+            not_removed=pending.not_removed,
         )
 
 
@@ -251,6 +254,7 @@ class _PendingSave:
         self.bytes = 0
         self.part: StoredPart | None = None
         self.memory_wait_s = 0.0
+        self.not_removed = ""
         self._save, self._contents, self._kept = save, contents, kept
         self._rank, self._world_size = control.rank, control.world_size
         self._cancelled = threading.Event()
@@ -343,11 +347,13 @@ class _PendingSave:
             (self.folder / f"{part_name(rank)}.json").unlink()
         folders.commit(self.folder)
         self.bytes = sum(stored.size for stored in index.files.values())
-        folders.prune(
-            self._save,
-            newest=self.iteration,
-            keep_last=self._kept.last,
-            retain_interval=self._kept.interval,
+        self.not_removed = ", ".join(
+            folders.prune(
+                self._save,
+                newest=self.iteration,
+                keep_last=self._kept.last,
+                retain_interval=self._kept.interval,
+            )
         )
         return SaveState.COMMITTED
 

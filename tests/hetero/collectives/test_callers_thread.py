@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -105,3 +106,39 @@ def call_in_callbacks(side: Side) -> None:
     works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
     assert (works[0].get_future().then(then).wait() == side.size**2).all()
     works[1].wait()
+
+
+@pytest.mark.parametrize("method", ["record_end", "wait_event"])
+def test_a_gpu_that_fails_in_the_worker_ends_the_call_and_the_group(method: str) -> None:
+    """Its driver then refuses all that is asked of it."""
+    outcomes = run_ranks(fail_on_a_gpu, ("nvidia", "amd"), method=method, patience=60.0)
+    for error in values(outcomes):
+        assert "rank 1" in error
+        assert "an illegal memory access" in error
+
+
+def fail_on_a_gpu(side: Side) -> str:
+    as_on_a_gpu()
+    dist.all_reduce(torch.ones(3))
+    original = getattr(SideStream, side.options["method"])
+
+    def failing(self: SideStream, *arguments: object) -> object:
+        if threading.current_thread() is threading.main_thread():
+            return original(self, *arguments)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    if side.rank == 1:
+        setattr(SideStream, side.options["method"], failing)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        side.say("called")  # so late that it was left to the worker
+    else:
+        side.hear("called")
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+
+    def go_on() -> None:
+        work.wait()
+        dist.all_reduce(torch.ones(3))
+
+    with pytest.raises(RuntimeError) as error:
+        go_on()
+    return str(error.value)

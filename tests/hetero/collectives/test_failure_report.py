@@ -1,10 +1,12 @@
 """The error of a failed call, from whatever statuses the ranks have reported."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
+from hetero.collectives import failure_report
 from hetero.collectives.calls import Call
 from hetero.collectives.failure_report import (
     IDLE,
@@ -74,6 +76,39 @@ def test_statuses_are_read_as_they_were_published():
     board.publish(own, failed=True)
     assert board.has_failure()
     assert board.collect(own, seconds=0.2) == StatusReport([own, other])
+
+
+class FailingStore(dist.Store):
+    """A store that fails at once, or hangs, the first time that it is asked."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        super().__init__()
+        self._hangs = hangs
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        if not self._hangs:
+            raise dist.DistNetworkError("Connection was likely closed")
+        if self.asked == 1:
+            time.sleep(0.5)
+        return True
+
+
+def test_a_store_whose_host_has_ended_is_asked_no_more():
+    """Every rank that is left would else log a stack trace every 2 seconds to its end."""
+    store = FailingStore(hangs=False)
+    board = StatusBoard(store, LAYOUT, has_gone=lambda _: False)
+    assert [board.has_failure() for _ in range(3)] == [False] * 3
+    assert store.asked == 1
+
+
+def test_a_store_that_does_not_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr(failure_report, "POLL_SECONDS", 0.1)
+    board = StatusBoard(FailingStore(hangs=True), LAYOUT, has_gone=lambda _: False)
+    assert not board.has_failure()
+    time.sleep(0.6)
+    assert board.has_failure()
 
 
 def test_nobody_is_blamed_where_the_store_cannot_be_asked():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.gpu_p2p import GpuP2P, P2PWork
+from hetero.collectives.side_stream import SideStream
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from tests.hetero.link.joined import wait_for
@@ -124,6 +125,25 @@ def test_a_future_and_a_short_deadline_leave_the_wait_to_another_thread() -> Non
         assert (future.wait()[0] == 1).all()
         assert late.wait()
         assert (targets[1] == 2).all()
+        close(left, right)
+
+
+@pytest.mark.parametrize("method", ["record_end", "wait_event"])
+def test_a_gpu_that_fails_ends_the_wait_of_another_thread(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with opened() as pair:
+        left, right = ends(pair)
+        target = torch.zeros(7)
+        work = right.recv(target)
+        monkeypatch.setattr(SideStream, method, failing)
+        left.send(torch.ones(7)).wait()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            work.wait(timedelta(seconds=5))
+        monkeypatch.undo()
         close(left, right)
 
 

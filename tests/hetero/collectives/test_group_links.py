@@ -32,3 +32,27 @@ def test_a_link_that_opens_while_its_group_ends_is_closed(monkeypatch: pytest.Mo
         monkeypatch.setattr(links, "_open", open_late)
         with pytest.raises(LinkError, match="the link is closed"):
             links.to(1).send(torch.ones(1)).wait()
+
+
+def test_links_may_open_while_a_script_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's thread opens them, and training counts their bytes after every step."""
+    layout = Layout(MEMBERS, 0)
+    links = Links(
+        layout=layout,
+        store=dist.HashStore(),
+        device=torch.device("cpu"),
+        timeout=1.0,
+        check_abort=lambda _: None,
+    )
+    with opened() as pair:
+        monkeypatch.setattr(links, "_open", lambda *_: pair.sender)
+        links.to(1)
+        vendor_of = Layout.vendor_of
+
+        def opening(layout: Layout, rank: int) -> int:
+            links.to(0)
+            return vendor_of(layout, rank)
+
+        assert layout.vendor == 0
+        monkeypatch.setattr(Layout, "vendor_of", opening)
+        assert links.inter_vendor() == [pair.sender]

@@ -69,3 +69,31 @@ def test_where_every_node_blames_another_none_waits_for_a_cause() -> None:
     for thread in threads:
         thread.join(node_failures._TIMEOUT / 2)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def requests_of_a_watch(nodes: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """How much the launcher of a job of so many nodes asks of the store between two pauses."""
+    monkeypatch.setattr(node_failures, "_PAUSE", 0)
+    store = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    node = NodeFailures(RendezvousInfo(store, 0, nodes, bootstrap_store_info=None))  # type: ignore[arg-type]
+    check, wait = node._store.check, node._stopped.wait
+    polls: list[int] = []
+
+    def counted(keys: list[str]) -> bool:
+        polls[-1] += 1
+        return check(keys)
+
+    def pausing(seconds: float) -> bool:
+        polls.append(0)
+        return len(polls) > 5 or wait(seconds)
+
+    monkeypatch.setattr(node._store, "check", counted)
+    monkeypatch.setattr(node._stopped, "wait", pausing)
+    node._watch(lambda: None)
+    return set(polls[:4])
+
+
+def test_every_launcher_asks_the_one_store_the_same_however_many_nodes_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert requests_of_a_watch(2, monkeypatch) == requests_of_a_watch(200, monkeypatch) == {1}

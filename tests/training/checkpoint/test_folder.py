@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +144,54 @@ def test_one_without_an_index_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "iter_0000020" / INDEX_FILE).unlink()
     prune(tmp_path, 30, keep_last=2)
     assert names(tmp_path) == ["iter_0000010", "iter_0000030"]
+
+
+@pytest.fixture
+def unremovable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Keeps what such a folder holds, as NFS does while somebody reads it."""
+    remove, kept = shutil.rmtree, []
+
+    def refusing(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).name not in kept:
+            remove(path, ignore_errors=ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refusing)
+    return kept.append
+
+
+def test_one_that_cannot_be_removed_is_named_and_keeps_no_other_from_going(
+    tmp_path: Path, unremovable: Callable[[str], None]
+) -> None:
+    finished(tmp_path, 10, 20, 30)
+    unremovable("iter_0000020.removing")
+    failures = folder.prune(tmp_path, newest=30, keep_last=1, retain_interval=None)
+    assert failures == ["iter_0000020.removing (Directory not empty)"]
+    assert names(tmp_path) == ["iter_0000020.removing", "iter_0000030"]
+    assert folder.iterations(tmp_path) == [30]
+
+
+def test_what_cannot_be_removed_stops_no_later_save(
+    tmp_path: Path, unremovable: Callable[[str], None]
+) -> None:
+    finished(tmp_path, 10)
+    (tmp_path / "iter_0000005.removing").mkdir()
+    unremovable("iter_0000005.removing")
+    unremovable("iter_0000010.removing")
+    for _ in range(2):
+        folder.commit(folder.begin(tmp_path, folder.folder_name(10)))
+    assert (tmp_path / folder.TRACKER).read_text() == "10"
+    assert folder.candidates(tmp_path) == ["iter_0000010"]
+
+
+def test_the_rest_of_the_same_save_has_to_go(
+    tmp_path: Path, unremovable: Callable[[str], None]
+) -> None:
+    (tmp_path / "iter_0000010.saving").mkdir()
+    unremovable("iter_0000010.saving")
+    with pytest.raises(OSError, match="Directory not empty"):
+        folder.begin(tmp_path, folder.folder_name(10))
 
 
 def prune(save: Path, newest: int, **kept: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -207,6 +208,31 @@ def test_the_next_save_waits_for_none_but_its_own(tmp_path: Path) -> None:
 
     assert on_every_rank(play) == [[None] * 3] * RANKS
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+
+    def refusing(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).name == "iter_0000005.removing" and not ignore_errors:
+            raise OSError(13, "Permission denied", str(path))
+        if Path(path).name != "iter_0000005.removing":
+            remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", refusing)
+    said = []
+    for iteration in (5, 6, 7):
+        outcomes = on_every_rank(
+            lambda control, iteration=iteration: save(
+                control, tmp_path, iteration=iteration, kept=RetentionPolicy(last=1)
+            )
+        )
+        assert [outcome.problem for outcome in outcomes] == [None] * RANKS
+        assert (tmp_path / TRACKER).read_text() == str(iteration)
+        said.append(outcomes[0].not_removed)
+    assert said == ["", "iter_0000005.removing (Permission denied)", ""]
 
 
 class PlayedLock:
