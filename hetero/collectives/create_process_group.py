@@ -35,14 +35,17 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
 
     `backend_options`: the vendor that the plan assigns to this rank, if there is a plan.
     """
-    # PyTorch may reuse the name, and with it the store's keys, of a destroyed group.
-    incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
-    options.store = dist.PrefixStore(f"incarnation {incarnation}", options.store)
+    global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
+    # may have been others.
+    names = spans(global_ranks)
+    incarnation = options.store.add(f"incarnation/{names}/{options.group_rank}", 1)
+    options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
     rendezvous = _Rendezvous(
         options.store,
         rank=options.group_rank,
         size=options.group_size,
-        global_ranks=list(options.global_ranks_in_group) or list(range(options.group_size)),
+        global_ranks=global_ranks,
         name=options.group_id,
         timeout=options.timeout,
     )

@@ -6,6 +6,8 @@ import os
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hetero import cluster
 from tests.forked_ranks import values
@@ -44,3 +46,21 @@ def build_where_rank_2_differs(side: Side) -> str:
     except Exception as error:
         return str(error)
     return "nothing"
+
+
+def test_a_name_that_groups_of_other_members_had_before_is_used_again():
+    for sums in values(run_ranks(build_again_under_the_same_names, TWO_AND_TWO, backend=None)):
+        assert sums == [2.0, 4.0, 2.0]
+
+
+def build_again_under_the_same_names(side: Side) -> list[float]:
+    """PyTorch counts groups from 0 again once the default group was destroyed."""
+    sums = []
+    for size in (2, side.size, 2):
+        open_group(side, seconds=30)
+        group, _ = dist.new_subgroups(size)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        sums.append(total.item())
+        dist.destroy_process_group()
+    return sums
