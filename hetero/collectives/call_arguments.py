@@ -14,8 +14,11 @@ from hetero.formatting import counted
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory. Calls under FakeTensorMode do nothing, as over PyTorch's groups."""
-    return type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)
+    """Whether it has no memory, as under FakeTensorMode or on the device `meta`.
+
+    Calls of such tensors do nothing, as over PyTorch's groups.
+    """
+    return tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor))
 
 
 def as_list(tensors: Any) -> list[torch.Tensor]:

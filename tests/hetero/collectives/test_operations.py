@@ -245,12 +245,14 @@ def _inference_tensors(side: Side) -> None:
 
 
 def _fake_tensors(side: Side) -> None:
-    """Calls of tools that estimate memory, whose tensors have none, do nothing."""
-    with FakeTensorMode():
-        tensor = torch.ones(4)
-        dist.all_reduce(tensor)
-        dist.send(tensor, (side.rank + 1) % side.size)
-        dist.recv(tensor, (side.rank + 1) % side.size)
+    """Calls of models that have no memory, or of tools that estimate it, do nothing."""
+    for without_memory in (FakeTensorMode(), torch.device("meta")):
+        with without_memory:
+            tensor = torch.ones(4)
+            dist.all_reduce(tensor)
+            dist.all_gather([torch.ones(4) for _ in range(side.size)], tensor)
+            dist.send(tensor, (side.rank + 1) % side.size)
+            dist.recv(tensor, (side.rank + 1) % side.size)
 
 
 def _wrapped_tensors(side: Side) -> None:
