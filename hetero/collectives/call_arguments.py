@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,24 +45,33 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def as_options(given: Any, kind: Callable[[], Any]) -> Any:
-    """Options of an operation from what a caller passes: those, none, a reduce op, or a root."""
-    if type(given) is kind:
-        return given
-    if given is None:
-        options = kind()
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = True
-        return options
-    if isinstance(given, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
-        options = kind()
-        options.reduceOp = given
-        return options
-    if isinstance(given, int):
-        options = kind()
-        options.rootRank = given
-        return options
-    return given
+def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Options of an operation from what a caller passes: those, or a reduction, a root, a timeout.
+
+    PyTorch's groups take either form, by position and by name.
+    """
+    if given and type(given[0]) is kind:
+        return given[0]
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    for value in (*given, *named.values()):
+        if isinstance(value, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
+            options.reduceOp = value
+        elif isinstance(value, timedelta):
+            options.timeout = value
+        elif isinstance(value, int):
+            options.rootRank = value
+        elif value is not None:
+            return value
+    return options
+
+
+def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in a list of one list of them, or in one list: PyTorch's groups take either."""
+    if not lists or isinstance(lists[0], torch.Tensor):
+        return as_list(lists)
+    return as_list(lists[0])
 
 
 def require_dense(operation: str, tensor: torch.Tensor) -> None:

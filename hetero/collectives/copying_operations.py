@@ -16,6 +16,7 @@ from hetero.collectives.call_arguments import (
     as_list,
     as_options,
     is_fake,
+    only_list,
     require_dense,
     require_matching_numel,
     require_no_internal_overlap,
@@ -42,8 +43,8 @@ Tensors = Sequence[torch.Tensor]
 class CopyingOperations(HeteroProcessGroupBase):
     """broadcast, all_gather, all_to_all, gather, scatter, send and recv."""
 
-    def broadcast(self, tensors: Any, opts: Any = None, *more: Any) -> dist.Work:
-        opts = as_options(opts, c10d.BroadcastOptions)
+    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.BroadcastOptions, given, named)
         tensors = as_list(tensors)
         results = [] if self._layout.rank == opts.rootRank else tensors
 
@@ -64,14 +65,16 @@ class CopyingOperations(HeteroProcessGroupBase):
             root=opts.rootRank,
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.AllgatherOptions)
-        (parts,), (source,) = outputs, as_list(inputs)
+    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllgatherOptions, given, named)
+        parts, (source,) = only_list(outputs), as_list(inputs)
         self._require_one_per_rank(parts, "all_gather")
-        return self._all_gather([as_list(parts)], [source], opts)
+        return self._all_gather([parts], [source], opts)
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.AllgatherOptions)
+    def allgather_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **named: Any
+    ) -> dist.Work:
+        opts = as_options(c10d.AllgatherOptions, given, named)
         self._require_one_per_rank(outputs, "all_gather")
         by_tensor = [as_list(parts) for parts in zip(*outputs, strict=True)]
         return self._all_gather(by_tensor, as_list(inputs), opts)
@@ -117,14 +120,14 @@ class CopyingOperations(HeteroProcessGroupBase):
         )
 
     def all_gather_single(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
     ) -> dist.Work:
-        return self.all_gather_single_coalesced([output], [source], opts)
+        return self.all_gather_single_coalesced([output], [source], *given, **named)
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
     ) -> dist.Work:
-        opts = as_options(opts, c10d.AllgatherOptions)
+        opts = as_options(c10d.AllgatherOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
         for output, source in zip(outputs, inputs, strict=True):
             require_matching_numel("all_gather", small=source, large=output, size=self._layout.size)
@@ -141,8 +144,8 @@ class CopyingOperations(HeteroProcessGroupBase):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.AllToAllOptions)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllToAllOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
         self._require_one_per_rank(outputs, "all_to_all")
         self._require_one_per_rank(inputs, "all_to_all")
@@ -162,9 +165,10 @@ class CopyingOperations(HeteroProcessGroupBase):
         source: torch.Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
-        opts: Any = None,
+        *given: Any,
+        **named: Any,
     ) -> dist.Work:
-        opts = as_options(opts, c10d.AllToAllOptions)
+        opts = as_options(c10d.AllToAllOptions, given, named)
         output, source = as_list([output, source])
         output_sizes = self._split_bytes(output, output_splits, "output")
         input_sizes = self._split_bytes(source, input_splits, "input")
@@ -198,10 +202,10 @@ class CopyingOperations(HeteroProcessGroupBase):
             )
         return [split * (tensor.nbytes // length if length else 0) for split in splits]
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.GatherOptions)
+    def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.GatherOptions, given, named)
         (source,) = as_list(inputs)
-        parts = as_list(outputs[0]) if outputs else []
+        parts = only_list(outputs)
         if self._layout.rank == opts.rootRank:
             self._require_one_per_rank(parts, "gather")
             _require_size(parts, source, "gather")
@@ -215,10 +219,10 @@ class CopyingOperations(HeteroProcessGroupBase):
 
         return self._run(algorithm, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.ScatterOptions)
+    def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.ScatterOptions, given, named)
         (output,) = as_list(outputs)
-        parts = as_list(inputs[0]) if inputs else []
+        parts = only_list(inputs)
         if self._layout.rank == opts.rootRank:
             self._require_one_per_rank(parts, "scatter")
             _require_size(parts, output, "scatter")

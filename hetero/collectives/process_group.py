@@ -29,8 +29,8 @@ class HeteroProcessGroup(ReducingOperations, CopyingOperations):
         super().__init__(*args, **kwargs)
         self._monitored_barrier = MonitoredBarrier(self._store, rank=self.rank(), size=self.size())
 
-    def barrier(self, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.BarrierOptions)
+    def barrier(self, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.BarrierOptions, given, named)
 
         one = torch.ones(1, dtype=torch.int32, device="cpu")
         reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), one.dtype, size=self.size())

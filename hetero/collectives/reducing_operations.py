@@ -15,6 +15,7 @@ from hetero.collectives import all_reduce, reduce_scatter
 from hetero.collectives.call_arguments import (
     as_list,
     as_options,
+    only_list,
     require_matching_numel,
 )
 from hetero.collectives.p2p_batch import CallContext, Schedule
@@ -29,14 +30,15 @@ Tensors = Sequence[torch.Tensor]
 class ReducingOperations(HeteroProcessGroupBase):
     """all_reduce, reduce and reduce_scatter."""
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllreduceOptions, given, named)
         return self._all_reduce("all_reduce", as_list(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllreduceCoalescedOptions, given, named)
         return self._all_reduce("all_reduce (coalesced)", as_list(tensors), opts)
 
     def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        opts = as_options(opts, c10d.AllreduceOptions)
         if tensors[0].is_sparse or any(tensor.is_sparse for tensor in tensors[1:]):
             return self._all_reduce_sparse(tensors, opts)
         reduction = self._reduction(opts, tensors[0])
@@ -79,8 +81,8 @@ class ReducingOperations(HeteroProcessGroupBase):
             sparse=True,
         )
 
-    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.ReduceOptions)
+    def reduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.ReduceOptions, given, named)
         (tensor,) = as_list(tensors)
         reduction = self._reduction(opts, tensor)
         results = [tensor] if self._layout.rank == opts.rootRank else []
@@ -102,9 +104,9 @@ class ReducingOperations(HeteroProcessGroupBase):
             root=opts.rootRank,
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        opts = as_options(opts, c10d.ReduceScatterOptions)
-        (output,), parts = as_list(outputs), as_list(inputs[0])
+    def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.ReduceScatterOptions, given, named)
+        (output,), parts = as_list(outputs), only_list(inputs)
         self._require_one_per_rank(parts, "reduce_scatter")
         reduction = self._reduction(opts, output)
         sizes = {part.numel() for part in parts}
@@ -137,14 +139,14 @@ class ReducingOperations(HeteroProcessGroupBase):
         )
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
     ) -> dist.Work:
-        return self.reduce_scatter_single_coalesced([output], [source], opts)
+        return self.reduce_scatter_single_coalesced([output], [source], *given, **named)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
     ) -> dist.Work:
-        opts = as_options(opts, c10d.ReduceScatterOptions)
+        opts = as_options(c10d.ReduceScatterOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
         reductions = [self._reduction(opts, output) for output in outputs]
         for output, source in zip(outputs, inputs, strict=True):
