@@ -1,4 +1,8 @@
-"""Tensors as contiguous memory, and segments of it, for operations that copy and need no dtype."""
+"""Tensors as contiguous memory, and segments of it, for operations that copy and need no dtype.
+
+A call writes to `tensor.data`, whose changes autograd does not count, as PyTorch's groups write to
+memory. With `detach()` the backward of a step that all-reduces an activation in place would fail.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +27,21 @@ def _is_materialized(tensor: torch.Tensor) -> bool:
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
     """The values in contiguous memory with lazy bits resolved: the tensor's own if it is so."""
     if _is_materialized(tensor):
-        return tensor.detach()
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return tensor.data
+    return tensor.data.resolve_conj().resolve_neg().contiguous()
 
 
 def output_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous memory to receive into, for `write_back`: the tensor's own if it is contiguous."""
     if _is_materialized(tensor):
-        return tensor.detach()
+        return tensor.data
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def write_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy what `output_buffer` or `materialize` returned into the tensor, if it is a copy."""
     if memory.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(memory)
+        tensor.data.copy_(memory)
 
 
 def materialized_bytes(tensor: torch.Tensor) -> torch.Tensor:

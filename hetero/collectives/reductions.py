@@ -78,9 +78,10 @@ class Reduction:
     def prepare(self, tensor: torch.Tensor, *, private: bool = False) -> torch.Tensor:
         """The values as flat memory that can be reduced in place.
 
-        It is the tensor's own memory if possible, but with `private` always a copy.
+        It is the tensor's own memory if possible (`.data`: see memory_segments.py), but with
+        `private` always a copy.
         """
-        flat = tensor.detach()
+        flat = tensor.data
         plain = flat.dtype in _PLAIN and flat.is_contiguous() and not flat.is_neg()
         if plain and self.factor is None:
             if flat.dim() != 1:
@@ -103,7 +104,7 @@ class Reduction:
     def output_buffer(self, target: torch.Tensor) -> torch.Tensor:
         """Flat memory for a result that `finish` writes to `target`: its own memory if possible."""
         if target.is_contiguous() and not (target.is_complex() or target.dtype in _WIDENED):
-            flat = target.detach()
+            flat = target.data
             return flat if flat.dim() == 1 else flat.view(-1)
         return torch.empty_like(self.prepare(target, private=True))
 
@@ -120,7 +121,7 @@ class Reduction:
             flat = flat.view(torch.bool)
         if target.is_complex():
             flat = torch.view_as_complex(flat.view(-1, 2))
-        target.detach().copy_(flat.view(target.shape))
+        target.data.copy_(flat.view(target.shape))
 
 
 def combine_in_order(

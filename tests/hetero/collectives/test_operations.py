@@ -65,6 +65,7 @@ def walk_all(side: Side) -> dict[str, str]:
     check_strided(side)
     _shared_places(side)
     _inference_tensors(side)
+    _saved_tensors(side)
     _fake_tensors(side)
     _wrapped_tensors(side)
     check_uneven(side)
@@ -242,6 +243,27 @@ def _inference_tensors(side: Side) -> None:
         if work is not None:
             work.wait()
         _assert_same([output], [torch.arange(float(side.size))], "to an inference tensor")
+
+
+def _saved_tensors(side: Side) -> None:
+    """What autograd has saved for backward may be a call's result, as over PyTorch's groups."""
+    before, after = (side.rank - 1) % side.size, (side.rank + 1) % side.size
+    for size in (side.size, 20_000 * side.size):
+        whole, own = torch.ones(size), torch.ones(size // side.size)
+        calls = (
+            dist.all_reduce,
+            lambda result: dist.broadcast(result, src=side.size - 1),
+            lambda result: dist.reduce(result, dst=0),
+            lambda result, own=own: dist.all_gather_into_tensor(result, own),
+            lambda result, whole=whole: dist.all_to_all_single(result, whole),
+            lambda result, whole=whole: (dist.isend(whole, after), dist.recv(result, before)),
+        )
+        for call in calls:
+            given = torch.ones(size, requires_grad=True)
+            result = torch.relu(given)
+            call(result)
+            result.sum().backward()
+            assert torch.equal(given.grad, torch.ones(size))
 
 
 def _fake_tensors(side: Side) -> None:
