@@ -24,7 +24,7 @@ def test_a_later_collection_looks_at_a_small_part_of_the_objects(tmp_path: Path)
 
 
 COUNTING_RECORDS = """
-import gc, runpy
+import gc
 from megatron.training.console import Console
 from megatron.training.metrics import IterationRecord
 advance = Console.advance
@@ -33,17 +33,13 @@ def counting(self, record):
     print("records", sum(isinstance(found, IterationRecord) for found in gc.get_objects()))
     advance(self, record)
 Console.advance = counting
-runpy.run_path({!r}, run_name="__main__")
 """
 
 
 def test_a_run_keeps_no_record_of_each_iteration(tmp_path: Path) -> None:
     """A million of them would take most of a gigabyte on every rank."""
-    script = tmp_path / "counting.py"
-    script.write_text(COUNTING_RECORDS.format(str(ENTRY)))
-    (outcome,) = launch([*TINY, "--log-interval", "1"], 1, scripts={0: script})
-
-    assert outcome.code == 0, outcome.stderr
-    words = outcome.stdout.split()
+    flags, entry = [*TINY, "--log-interval", "1"], changed_entry(tmp_path, COUNTING_RECORDS)
+    (said,) = launch_well(flags, 1, scripts={0: entry})
+    words = said.split()
     counts = [int(after) for word, after in pairwise(words) if word == "records"]
     assert counts == [1] * 4
