@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 
-from hetero.addresses import close_in_child, is_loopback, listen_everywhere
+from hetero.addresses import PORT_RANGE, close_in_child, is_loopback, listen_everywhere
 from hetero.collectives.vendor_layout import Member
 from hetero.errors import LinkError
 
@@ -47,8 +47,16 @@ class Presence:
 
     def require(self, member: Member) -> None:
         """Raise LinkError if a rank of the group has ended or left."""
-        if self.has_gone(member):
+        was_reached = member.rank in self._connections
+        if not self.has_gone(member):
+            return
+        if was_reached:
             raise LinkError(f"{member} has ended, or has left the group; see its log")
+        host, port = member.address
+        raise LinkError(
+            f"{member} has ended, or has left the group, or a firewall rejects connections to "
+            f"{host}:{port}; see its log, or open the ports between the hosts ({PORT_RANGE})"
+        )
 
     def _connect(self, member: Member) -> socket.socket:
         host, port = member.address

@@ -19,8 +19,10 @@ def test_a_rank_has_gone_once_it_listens_no_more(is_connected: bool) -> None:
     if is_connected:
         own.require(member)
     other.leave()
-    with pytest.raises(LinkError, match="rank 1 on b has ended, or has left the group"):
+    with pytest.raises(LinkError, match="rank 1 on b has ended, or has left the group") as told:
         own.require(member)
+    # Who has never been reached may be behind a firewall that answers in its place.
+    assert ("firewall" in str(told.value)) is not is_connected
     own.leave()
 
 
