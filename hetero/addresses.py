@@ -17,6 +17,8 @@ _KEEPALIVE = (
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 4),
 )
+PORT_RANGE = "those of net.ipv4.ip_local_port_range"
+"""The ports at which links, groups and rank 0 listen, but for the rendezvous's."""
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 

@@ -197,7 +197,7 @@ def _checked(options: argparse.Namespace) -> RendezvousSettings:
     """The rendezvous of the command line. Raises a Refusal with all that is wrong with it."""
     faults = Faults()
     settings = _rendezvous_settings(options, faults)
-    faults.sentences += _program_problems(options)
+    faults.sentences += [*_program_problems(options), *_host_name_problems(socket.gethostname())]
     if settings is not None:
         _by_torchrun(faults, "", lambda: torchrun.config_from_args(options))
     faults.refuse()
@@ -252,6 +252,11 @@ def _rendezvous_settings(options: argparse.Namespace, faults: Faults) -> Rendezv
         faults.sentences.append(
             f"the rendezvous endpoint {endpoint!r} has no {lacks}; give HOST:PORT"
         )
+    if host.strip("[").lower().startswith("fe80:"):
+        faults.sentences.append(
+            f"{host} is a link-local address, by which gloo and links cannot meet; give the hosts "
+            "others (ip address add fd00::1/64 dev INTERFACE, and fd00::2 on the next)"
+        )
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
     return RendezvousSettings(
         backend=backend,
@@ -289,6 +294,17 @@ def _program_problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"there is no file {program}; the script comes after the launcher's flags"
     elif Path(program).is_dir() and not Path(program, "__main__.py").exists():
         yield f"{program} is a folder without __main__.py; name the script"
+
+
+def _host_name_problems(name: str) -> Iterator[str]:
+    """Why PyTorch's launcher could not look up this host's name, which Linux allows to be odd."""
+    try:
+        name.encode("idna")
+    except UnicodeError as error:
+        yield (
+            f"the host is called {name!r}, which is no host name ({error}): 63 bytes at most "
+            "between two dots; give it another (hostname NAME)"
+        )
 
 
 def _by_torchrun(faults: Faults, flag: str, read: Callable[[], T]) -> T | None:

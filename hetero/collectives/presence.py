@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import socket
 
-from hetero.addresses import close_in_child, is_loopback, listen_everywhere
+from hetero.addresses import (
+    PORT_RANGE,
+    close_in_child,
+    interface_with,
+    is_loopback,
+    listen_everywhere,
+)
 from hetero.collectives.vendor_layout import Member
 from hetero.errors import LinkError
 
@@ -34,6 +40,8 @@ class Presence:
 
     def has_gone(self, member: Member) -> bool:
         """Whether a rank of the group has ended or left. Any thread may call it."""
+        if _is_own_address_of_another_host(member):
+            return False
         connection = self._connections.get(member.rank)
         try:
             # A connection may be lost with a network. Only a refusal shows that nobody listens.
@@ -47,8 +55,16 @@ class Presence:
 
     def require(self, member: Member) -> None:
         """Raise LinkError if a rank of the group has ended or left."""
-        if self.has_gone(member):
+        was_reached = member.rank in self._connections
+        if not self.has_gone(member):
+            return
+        if was_reached:
             raise LinkError(f"{member} has ended, or has left the group; see its log")
+        host, port = member.address
+        raise LinkError(
+            f"{member} has ended, or has left the group, or a firewall rejects connections to "
+            f"{host}:{port}; see its log, or open the ports between the hosts ({PORT_RANGE})"
+        )
 
     def _connect(self, member: Member) -> socket.socket:
         host, port = member.address
@@ -62,6 +78,14 @@ class Presence:
         """Stop listening. The others' `require` raises from now on."""
         for connection in (self._listener, *self._connections.values()):
             connection.close()
+
+
+def _is_own_address_of_another_host(member: Member) -> bool:
+    """Whether this host has a member's address too, as of `docker0`, and would answer itself."""
+    host, _ = member.address
+    if is_loopback(host) or member.host == socket.gethostname():
+        return False
+    return interface_with(host) is not None
 
 
 def _is_lost(connection: socket.socket) -> bool:

@@ -36,6 +36,7 @@ class Control:
     def __init__(self, *connections: socket.socket, ack_timeout: float | None = None) -> None:
         """`ack_timeout`: seconds without a TCP acknowledgement that end a connection."""
         self._connections = list(connections)
+        self._peers = [str(connection.getpeername()[0]) for connection in connections]
         self._unread = {connection: bytearray() for connection in connections}
         self._sent = 0
         self._last_received = 0
@@ -95,7 +96,10 @@ class Control:
     def _drop(self, connection: socket.socket, unreachable: OSError | None) -> None:
         self._connections.remove(connection)
         if not self._connections and unreachable is not None:
-            raise PathsLost(f"no path to it is left ({unreachable.strerror})")
+            raise PathsLost(
+                f"nothing answers at {', '.join(self._peers)} ({unreachable.strerror}); see "
+                "whether its host runs, and the network between"
+            )
         if not self._connections:
             raise ConnectionError("the peer has ended")
 

@@ -187,7 +187,9 @@ def _attempt(
     """Open and probe one path at both ends; returns the link, or why there is none."""
     if (reason := capabilities.unavailable_reason(path)) is not None:
         return None, reason
-    attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=_PROBE_SECONDS)
+    # Well before the callers' own patience ends, or they would end without the reason.
+    patience = min(_PROBE_SECONDS, rendezvous.timeout / 2)
+    attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=patience)
     with ExitStack() as opened:
         try:
             link = opened.enter_context(open_path(path, attempt, capabilities))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from hetero.addresses import family_of, interface_with, keep_alive
+from hetero.addresses import PORT_RANGE, family_of, interface_with, keep_alive
 from hetero.errors import LinkError
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
 
@@ -151,11 +151,13 @@ def _reachable(
         if answering or time.monotonic() + _PAUSE_SECONDS > deadline:
             break
         time.sleep(_PAUSE_SECONDS)
-    reasons = [
-        f"{host}:{port} from {own[index % len(own)]}: {failures.get(index, 'no answer')}"
-        for index, (host, port) in enumerate(addresses)
-        if index not in answering
-    ]
+    reasons = []
+    for index, (host, port) in enumerate(addresses):
+        source, failure = own[index % len(own)], failures.get(index, "no answer")
+        if source == host:
+            failure += ", and that is an address of this host itself"
+        if index not in answering:
+            reasons.append(f"{host}:{port} from {source}: {failure}")
     return answering, f"{socket.gethostname()} cannot reach {'; '.join(reasons)}" if reasons else ""
 
 
@@ -198,7 +200,8 @@ def _try_each(
 def _no_path(rendezvous: Rendezvous, why: str) -> LinkError:
     return rendezvous.failure(
         why,
-        "open the ports between the hosts, or name NICs that lead to each other (--hetero-nics)",
+        f"open the ports between the hosts ({PORT_RANGE}), or name NICs that lead to each other "
+        "(--hetero-nics)",
     )
 
 

@@ -28,6 +28,7 @@ _HEARTBEATS_A_SECOND = 256
 """The most that rank 0 reads, from all others together."""
 _GRACE_SECONDS = 5.0
 """For a rank to fail by itself, with an error of its own, after another has failed."""
+_SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
 ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
 
@@ -110,7 +111,7 @@ class Liveness(ABC):
         def watch() -> None:
             while not (self._failed.wait(self._interval) or self._closed.is_set()):
                 for rank, age in self.silent(seconds).items():
-                    reason = f"no heartbeat for {age:.0f} s; see whether it, or its host, hangs"
+                    reason = f"no heartbeat for {age:.0f} s; {_SILENT_REMEDY}"
                     self._report(RankFailure(rank, self._hosts[rank], reason, clock(age), age))
 
         threading.Thread(target=watch, name="liveness timeout", daemon=True).start()
@@ -130,7 +131,7 @@ class Liveness(ABC):
             return None
         rank = max(silent, key=lambda rank: silent[rank])
         who = self.name([rank])
-        return f"{who} was last heard {silent[rank]:.0f} s ago; see whether it, or its host, hangs"
+        return f"{who} was last heard {silent[rank]:.0f} s ago; {_SILENT_REMEDY}"
 
     def silent(self, seconds: float = 0.0) -> dict[int, float]:
         """The `heartbeat_ages` of at least `seconds`, and of at least three intervals."""

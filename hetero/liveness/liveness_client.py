@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetero.addresses import Route, is_unreachable, keep_alive
+from hetero.addresses import PORT_RANGE, Route, is_unreachable, keep_alive
 from hetero.errors import UserError
 from hetero.liveness.liveness import (
     ACK_SECONDS,
@@ -90,8 +90,8 @@ class LivenessClient(Liveness):
         except OSError as error:
             self.unreachable = (
                 f"{socket.gethostname()} cannot reach rank 0 at {server.host}, port {server.port} "
-                f"({error}); see whether rank 0 has ended, and open the ports between the nodes, "
-                "which links and gloo need too"
+                f"({error}); see whether rank 0 has ended, and open the ports between the nodes "
+                f"({PORT_RANGE}), which links and gloo need too"
             )
         self._connect_tried.set()
         if self._connection is not None:

@@ -21,6 +21,9 @@
 #define MAX_BYTES_PER_SECOND 1e9
 /* Consecutive retransmissions by the kernel before a rail counts as late. */
 #define MIN_RETRANSMITS 2
+/* A rail on which less than so many of its largest packets has ever been acknowledged may carry short ones
+ * only: those with which a link is opened do not fill one. */
+#define PROVEN_PACKETS 4
 
 static struct tcp_rail *rail_of(struct rail *rail)
 {
@@ -250,7 +253,15 @@ static bool is_late(const struct rail *base, double before, char *reason)
     if (unacked_bytes(rail) == 0 || rail->busy_since > before || last_ack(base) > before ||
         !get_tcp_info(rail, &info) || info.tcpi_retransmits + info.tcpi_probes < MIN_RETRANSMITS)
         return false;
-    return !set_reason(reason, "nothing was answered for %.1f s", engine_now() - before);
+    double silent = engine_now() - before;
+    if (info.tcpi_bytes_acked >= (uint64_t)PROVEN_PACKETS * info.tcpi_pmtu)
+        set_reason(reason, "nothing was answered for %.1f s", silent);
+    else
+        set_reason(reason,
+                   "nothing was answered for %.1f s, and packets of %u bytes never were: see that the "
+                   "MTUs of both NICs and of the switches between agree",
+                   silent, info.tcpi_pmtu);
+    return true;
 }
 
 static bool is_drained(const struct rail *base)

@@ -185,7 +185,8 @@ def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
     side.set_heartbeat_timeout(50.0)
     assert not side._failed.wait(0.2)
     side.set_heartbeat_timeout(30.0)
-    said = f"{NAMES[silent]} failed: no heartbeat for 40 s; see whether it, or its host, hangs"
+    what = "no heartbeat for 40 s; see whether it, or its host, hangs, and the network between"
+    said = f"{NAMES[silent]} failed: {what}"
     assert side.cause(120) == said
     if side is server:
         assert other.cause(120) == said

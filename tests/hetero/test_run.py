@@ -260,6 +260,10 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
                 "there is no program no-such-program",
             ],
         ),
+        (
+            "--nnodes 2 --master-addr fe80::1%eth0 SCRIPT",
+            ["fe80::1%eth0 is a link-local address, by which gloo and links cannot meet"],
+        ),
         ("FOLDER", ["FOLDER is a folder without __main__.py; name the script"]),
         (
             "--rdzv-backend c10d --rdzv-endpoint host: --log-dir /proc/none SCRIPT",
@@ -280,6 +284,15 @@ def test_all_bad_flags_are_told_at_once(
     first, *more = capsys.readouterr().err.replace(folder, "FOLDER").splitlines()
     told = more or [first.removeprefix("error: ")]
     assert all(t.strip().startswith(r) for t, r in zip(told, reasons, strict=True)), told
+
+
+def test_a_host_name_that_cannot_be_looked_up_is_refused(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux allows it; PyTorch's launcher would end with a traceback."""
+    monkeypatch.setattr(socket, "gethostname", lambda: 64 * "a")
+    assert main([script]) == 2
+    assert f"the host is called '{64 * 'a'}', which is no host name" in capsys.readouterr().err
 
 
 # Several nodes, all on this host.

@@ -18,8 +18,8 @@ from tests.hetero.collectives.test_sequences import walk
 LARGE = 1 << 20
 
 
-def main(parts: int) -> None:
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+def main(parts: int, seconds: int = 60) -> None:
+    dist.init_process_group("nccl", timeout=timedelta(seconds=seconds))
     rank, size = dist.get_rank(), dist.get_world_size()
     digest = hashlib.sha256()
     for part in range(parts):
@@ -35,4 +35,4 @@ def main(parts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -20,9 +20,10 @@ INTERFACES = {
 
 @pytest.fixture(scope="session")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if os.geteuid() == 0 and shutil.which("ip") is None and shutil.which("apt-get") is not None:
+    lacks_tools = not (shutil.which("ip") and shutil.which("nft"))
+    if os.geteuid() == 0 and lacks_tools and shutil.which("apt-get") is not None:
         try:
-            install(("iproute2",))
+            install(("iproute2", "nftables"))
         except CannotRun as reason:
             pytest.skip(f"no hosts can be played here: {reason}")
     if (reason := why_impossible()) is not None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEGABITS = 800
 """Of a rail, unless told otherwise."""
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
-_TOOLS = ("ip", "tc", "unshare", "nsenter")
+_TOOLS = ("ip", "nft", "tc", "unshare", "nsenter")
 INSIDE = Path(__file__).with_name("inside.py")
 _HOLD = """
 set -e
@@ -43,12 +43,13 @@ def why_impossible() -> str | None:
     if os.geteuid() != 0:
         return "it needs root, for network namespaces"
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
-        return f"it needs {', '.join(missing)} (iproute2 and util-linux)"
+        return f"it needs {', '.join(missing)} (iproute2, nftables and util-linux)"
     tried = subprocess.run(
         [
             *("unshare", *_NAMESPACES, "--fork", "sh", "-c"),
             "ip link add one type veth peer name two && ip link add three type bridge "
-            "&& tc qdisc add dev one root tbf rate 1mbit burst 16k latency 20ms",
+            "&& tc qdisc add dev one root tbf rate 1mbit burst 16k latency 20ms "
+            "&& nft add table inet guard",
         ],
         capture_output=True,
         text=True,
@@ -250,6 +251,38 @@ class Network:
             yield
         finally:
             self._switch.run("ip", "link", "set", port, "master", f"rail{rail}")
+
+    @contextmanager
+    def open_ports(self, host: Host, ports: str, *, otherwise: str) -> Iterator[None]:
+        """A host's firewall lets calls to these ports in, as "1, 5-9"; else it drops or rejects."""
+        rules = f"""
+            iif lo accept
+            ct state established,related accept
+            meta l4proto {{ icmp, icmpv6 }} accept
+            tcp dport {{ {ports} }} accept
+            {otherwise}"""
+        table = f"table inet guard {{\n chain input {{\n type filter hook input priority 0\n{rules}"
+        host.run("nft", f"{table}\n}}\n}}")
+        try:
+            yield
+        finally:
+            host.run("nft", "delete", "table", "inet", "guard")
+
+    @contextmanager
+    def jumbo_frames(self, hosts: Sequence[Host], rail: int) -> Iterator[None]:
+        """These hosts send large packets over a rail, which its switch loses without a word."""
+        # Without segments of one packet each, veth would carry whole messages as one.
+        large, usual = (
+            ("mtu", "9000", "gso_max_segs", "1"),
+            ("mtu", "1500", "gso_max_segs", "65535"),
+        )
+        for host in hosts:
+            host.run("ip", "link", "set", host.interfaces[rail], *large)
+        try:
+            yield
+        finally:
+            for host in hosts:
+                host.run("ip", "link", "set", host.interfaces[rail], *usual)
 
     @contextmanager
     def only_ipv6(self) -> Iterator[None]:

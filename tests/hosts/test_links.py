@@ -1,4 +1,4 @@
-"""A link over two rails between two hosts: a slow rail, and a peer that rests."""
+"""A link over two rails: a slow one, one that loses large packets, and a peer that rests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ class End:
         while (line := self._process.stdout.readline()).startswith("[W"):
             pass  # The store says that a host's address has no name.
         return line.strip()
+
+    def hear_until(self, last: str) -> list[str]:
+        """All lines before this one."""
+        return list(iter(self.hear, last))
 
     def exchange(self, count: int) -> None:
         assert self._process.stdin is not None
@@ -94,3 +98,16 @@ def test_a_slow_rail_and_a_stopped_peer_cost_no_rail_and_hold_nothing_back(
     fast, slow = (now - then for now, then in zip(after, before, strict=True))
     assert fast + slow > 60 << 20
     assert slow < fast / 4
+
+
+def test_a_rail_that_loses_large_packets_is_lost_with_a_word_on_mtus(network: Network) -> None:
+    """Its connections are opened with short ones."""
+    pair = network.hosts[:2]
+    with network.jumbo_frames(pair, rail=1), ends(network) as made:
+        for end in made:
+            end.exchange(20)
+        for end in made:
+            lost, *more = end.hear_until("whole")
+            assert "rail 1 (10.77.1." in lost
+            assert "packets of 9000 bytes never were: see that the MTUs of both NICs" in lost
+            assert all("are sent again" in line for line in more)

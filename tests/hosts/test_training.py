@@ -129,3 +129,19 @@ def test_a_killed_rank_is_named_on_the_other_host(
     named = f"rank {victim} on {host} (stage {victim}) has ended without a word (last heard at "
     assert survivor.code == 1
     assert named in survivor.output
+
+
+def test_a_host_that_disappears_is_named(network: Network, tmp_path: Path) -> None:
+    """As without power: nothing of it is heard any more, not even that its processes have ended."""
+    run = launch(
+        network.hosts[:2],
+        [*MODEL, "--train-iters", "100000", "--hetero-transport", "tcp", "--hetero-timeout", "8"],
+        tmp_path / "gone",
+        launcher="torch.distributed.run",
+    )
+    run.wait_for("iteration +3/")
+    with network.cut(network.hosts[1], rail=0):
+        run.kill(1)
+        survivor = run.end()[0]
+    assert survivor.code == 1
+    assert re.search(r"rank 1 on hostb \(stage 1\) .*, and the network between", survivor.output)

@@ -14,7 +14,10 @@ from hetero.liveness.liveness_server import LivenessServer
 from megatron.training.initialize import Initializer
 from megatron.training.pretrain import _report_exception
 
-HANGS = "rank 2 on c (stage 1) was last heard 10 s ago; see whether it, or its host, hangs"
+HANGS = (
+    "rank 2 on c (stage 1) was last heard 10 s ago; see whether it, or its host, hangs, "
+    "and the network between"
+)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from hetero.addresses import PORT_RANGE
 from tools.preflight_checks.advice import Advice, Severity, worst_first
 from tools.preflight_checks.path_bandwidth import PathResult
 from tools.preflight_checks.reach import Call
@@ -60,6 +61,7 @@ def advise_cluster(
         *_versions(cards),
         *_hosts(cards),
         *_calls(cards, calls),
+        *_shared_interfaces(cards, calls),
         *_clocks(cards, calls),
         *_paths(cards, paths),
     ]
@@ -152,18 +154,60 @@ def _hosts(cards: Sequence[NodeCard]) -> Iterator[Advice]:
 
 
 def _calls(cards: Sequence[NodeCard], calls: Sequence[Call]) -> Iterator[Advice]:
-    reached = {(call.source, call.target) for call in calls if not call.error}
+    working = {(call.source, call.target) for call in calls if call.works}
     for call in calls:
-        if not call.error:
+        # Told once: the target's own call fails alike.
+        is_told = call.source > call.target and _common_address(cards, call) is not None
+        if call.works or is_told:
             continue
         # Links go on over the NICs that are left.
-        others = (call.source, call.target) in reached
+        others = (call.source, call.target) in working
+        severity = Severity.WARNING if others else Severity.PROBLEM
+        yield Advice(severity, "network", _why_it_fails(cards, call, others=others))
+
+
+def _common_address(cards: Sequence[NodeCard], call: Call) -> str | None:
+    """The address that both NICs of a call have, if they do."""
+    own = cards[call.source].addresses.get(call.source_nic)
+    return own if own == cards[call.target].addresses.get(call.target_nic) else None
+
+
+def _why_it_fails(cards: Sequence[NodeCard], call: Call, *, others: bool) -> str:
+    """What keeps a call from working, and the remedy. `others`: whether other NICs work."""
+    source, target = cards[call.source], cards[call.target]
+    nics = f"{call.source_nic} - {call.target_nic}"
+    if (address := _common_address(cards, call)) is not None:
+        return (
+            f"{call.source_nic} of {source} and {call.target_nic} of {target} have the same "
+            f"address, {address}: it leads from neither node to the other, like that of a bridge "
+            "for containers; name other NICs with --hetero-nics"
+        )
+    if call.lost_bytes:
+        return (
+            f"packets of {call.lost_bytes} bytes get lost from {source} to {target} over {nics}, "
+            f"where short ones arrive{' (other NICs work)' if others else ''}; set one MTU on "
+            "both NICs and on the switches between, or the smallest of them on both NICs"
+        )
+    return (
+        f"{source} cannot reach {target} over {nics} ({call.error})"
+        f"{', but over others' if others else ''}; open the ports between the nodes "
+        f"({PORT_RANGE}), see the routes, or name other NICs with --hetero-nics"
+    )
+
+
+def _shared_interfaces(cards: Sequence[NodeCard], calls: Sequence[Call]) -> Iterator[Advice]:
+    """NICs whose packets leave by another one, as those of a second NIC in one subnet do."""
+    ways: dict[tuple[int, str], dict[str, None]] = {}
+    for call in calls:
+        if call.works and call.leaves_by:
+            ways.setdefault((call.source, call.leaves_by), {})[call.source_nic] = None
+    for (node, interface), nics in ways.items():
         yield Advice(
-            Severity.WARNING if others else Severity.PROBLEM,
+            Severity.WARNING,
             "network",
-            f"{cards[call.source]} cannot reach {cards[call.target]} over {call.source_nic} - "
-            f"{call.target_nic} ({call.error}){', but over others' if others else ''}; open the "
-            "ports between the nodes, see the routes, or name other NICs with --hetero-nics",
+            f"what {cards[node]} sends over {', '.join(nics)} leaves by {interface}, so that these "
+            "rails share one NIC; give each NIC a subnet of its own, or a route by its source "
+            "address (ip rule)",
         )
 
 

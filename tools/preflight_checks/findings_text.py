@@ -72,7 +72,7 @@ def _port_rows(calls: Sequence[Call]) -> list[tuple[str, ...]]:
         back = by_rail.get((call.target, call.source, call.target_nic, call.source_nic))
         if back is not None and call.source > call.target:
             continue
-        there_works, back_works = not call.error, back is not None and not back.error
+        there_works, back_works = call.works, back is not None and back.works
         reached = "neither way"
         if there_works or back_works:
             reached = "only there" if not back_works else "only back"

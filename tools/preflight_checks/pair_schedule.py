@@ -35,13 +35,13 @@ class Place:
 def reached_rails(
     pair: tuple[int, int], cards: Sequence[NodeCard], calls: Sequence[Call]
 ) -> list[tuple[str, str]]:
-    """The addresses of both ends of every rail between two nodes that answered both ways."""
+    """The addresses of both ends of every rail between two nodes that works both ways."""
 
     def reached(source: int, target: int) -> set[tuple[str, str]]:
         return {
             (call.source_nic, call.target_nic)
             for call in calls
-            if (call.source, call.target) == (source, target) and not call.error
+            if (call.source, call.target) == (source, target) and call.works
         }
 
     there, back = reached(*pair), reached(pair[1], pair[0])

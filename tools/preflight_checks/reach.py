@@ -1,7 +1,8 @@
 """Whether nodes reach each other's ports over each NIC, and how far their clocks are apart.
 
 Every node listens on each of its NICs at a port of the kernel's choice, as the links of a job do,
-and every other node calls. Both sides show the job's token; then the caller asks the time.
+and every other node calls. Both sides show the job's token; then the caller asks the time, and
+sends a message that fills packets of the largest size.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from hetero.addresses import family_of
+from hetero.addresses import family_of, interface_with
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, connect, exchange_tokens, listen_at, receive_exactly
 from hetero.store import Store
+from tools.preflight_checks.route_lookup import leaving_interface
 
 _TIME = struct.Struct("<d")
 _QUESTIONS = 8
+_ASK_TIME, _SEND_LARGE = b"?", b"!"
+_LARGE_BYTES = 32 << 10
+_PATH_MTU = {
+    socket.AF_INET: (socket.IPPROTO_IP, 14),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 24),
+}
+"""IP_MTU and IPV6_MTU of Linux."""
 _CALL_SECONDS = 5.0
 _CALLS_AT_ONCE = 32
 
@@ -44,6 +53,14 @@ class Call:
     """Seconds that the target's clock is ahead of the source's."""
     clock_uncertainty: float
     """Half the time that the question took."""
+    lost_bytes: int = 0
+    """The size of the packets that do not arrive although short ones do; 0 where they do."""
+    leaves_by: str = ""
+    """The interface by which its packets leave where that is not the NIC's own."""
+
+    @property
+    def works(self) -> bool:
+        return not self.error and not self.lost_bytes
 
 
 class NicListeners:
@@ -102,9 +119,12 @@ class NicListeners:
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_CALL_SECONDS)
+            # Longer than the caller's patience, which tells a message that is lost by its own.
+            connection.settimeout(2 * _CALL_SECONDS)
             exchange_tokens(connection, self._rendezvous)
-            while connection.recv(1):
+            while asked := connection.recv(1):
+                if asked == _SEND_LARGE:
+                    receive_exactly(connection, _LARGE_BYTES)
                 connection.sendall(_TIME.pack(time.time()))
 
 
@@ -131,16 +151,27 @@ def call_all(
 
     def call(entry: tuple[int, tuple[str, str], tuple[str, tuple[str, int]]]) -> Call:
         target, (nic, address), (other_nic, (host, port)) = entry
-        error, difference, uncertainty = "", None, 0.0
+        error, difference, uncertainty, lost_bytes = "", None, 0.0, 0
         try:
             with connect(
                 (host, port), rendezvous, family=family_of(host), source=(address, 0)
             ) as connection:
                 difference, uncertainty = _ask_time(connection)
+                lost_bytes = _lost_bytes(connection)
         except (OSError, HeteroError) as failure:
             reason = failure.__cause__ or failure
             error = f"{host}:{port} from {address}: {reason}"
-        return Call(source, target, nic, other_nic, error, difference, uncertainty)
+        return Call(
+            source=source,
+            target=target,
+            source_nic=nic,
+            target_nic=other_nic,
+            error=error,
+            clock_difference=difference,
+            clock_uncertainty=uncertainty,
+            lost_bytes=lost_bytes,
+            leaves_by=_leaves_by(host, address),
+        )
 
     with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
         return list(pool.map(call, tries))
@@ -151,12 +182,30 @@ def _ask_time(connection: socket.socket) -> tuple[float, float]:
     best = (0.0, float("inf"))
     for _ in range(_QUESTIONS):
         begin, clock = time.perf_counter(), time.time()
-        connection.sendall(b"?")
+        connection.sendall(_ASK_TIME)
         (theirs,) = _TIME.unpack(receive_exactly(connection, _TIME.size))
         half = (time.perf_counter() - begin) / 2
         if half < best[1]:
             best = (theirs - (clock + half), half)
     return best
+
+
+def _lost_bytes(connection: socket.socket) -> int:
+    """The size of the connection's packets if a message that fills them does not arrive, else 0."""
+    packet = connection.getsockopt(*_PATH_MTU[connection.family])  # what retransmissions may lower
+    try:
+        connection.sendall(_SEND_LARGE + bytes(_LARGE_BYTES))
+        receive_exactly(connection, _TIME.size)
+    except TimeoutError:
+        return packet
+    return 0
+
+
+def _leaves_by(target: str, source: str) -> str:
+    """The interface by which packets leave, where it is not the one with their source address."""
+    interface = leaving_interface(target, source)
+    is_own = interface is None or interface == interface_with(source) or target == source
+    return "" if is_own else str(interface)
 
 
 def _rendezvous(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Rendezvous:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,15 @@ def candidates(interfaces: Sequence[InterfaceFacts], rdma: Sequence[RdmaFacts]) 
 
 
 def _interfaces(interfaces: Sequence[InterfaceFacts]) -> list[Nic]:
-    """Physical interfaces; virtual ones where they are faster, as a bond is, or all there is."""
+    """Physical interfaces; virtual ones where they are faster, as a bond is, or all there is.
+
+    Not those with a link-local address (169.254), which leads to a host's own management.
+    """
     nics: dict[str, list[Nic]] = {"physical": [], "virtual": []}
     for i in interfaces:
-        if i.kind in nics and i.is_up and i.address is not None:
+        if i.kind not in nics or not i.is_up or i.address is None:
+            continue
+        if not ipaddress.ip_address(i.address).is_link_local:
             nics[i.kind].append(Nic(i.name, None, i.address, i.pci, (i.speed or 0) / 1000))
     fastest = {kind: max((nic.rate for nic in found), default=-1.0) for kind, found in nics.items()}
     return nics["virtual" if fastest["virtual"] > fastest["physical"] else "physical"]

@@ -43,4 +43,5 @@ def test_a_peer_whose_host_answers_nothing_is_not_said_to_have_ended(
     with pytest.raises(ConnectionError) as ended:
         control.receive(connection.fileno())
     assert isinstance(ended.value, PathsLost) is not is_reachable
+    assert ("nothing answers at 127.0.0.1 (" in str(ended.value)) is not is_reachable
     control.close()

@@ -97,6 +97,17 @@ def test_nodes_that_reach_each_other_over_no_nic_are_a_problem_that_names_both_e
     )
 
 
+def test_nics_of_one_address_and_lost_large_packets_are_told_from_closed_ports():
+    bridge = {"addresses": {"eth0": "172.17.0.1"}}
+    refused = [call(0, 1, error="refused"), call(1, 0, error="refused")]
+    (advice,) = advise_cluster([card(0, **bridge), card(1, **bridge)], refused, [])
+    assert advice.severity is Severity.PROBLEM
+    assert "eth0 of node 0 (host0) and eth0 of node 1 (host1) have the same address" in advice.text
+    (advice,) = advise_cluster([card(0), card(1)], [call(0, 1), call(1, 0, lost_bytes=9000)], [])
+    assert advice.severity is Severity.PROBLEM
+    assert "9000 bytes get lost from node 1 (host1) to node 0 (host0)" in advice.text
+
+
 @pytest.mark.parametrize(
     ("difference", "way"), [(65.2, "65.2 s ahead of that of node 0"), (-2.0, "2.0 s behind that")]
 )

@@ -123,6 +123,8 @@ def test_a_bond_or_a_containers_interface_is_a_rail_where_it_is_faster_or_alone(
     (machine.folder / "sys/class/net/docker0/bridge").mkdir()
     machine.change(addresses=addresses)
     assert machine.read().recommended_nics == ("bond0",)
+    machine.change(addresses=addresses | {"bond0": ["169.254.1.2"]})
+    assert machine.read().recommended_nics == ("wlp0s20f3",)
     machine.change(addresses={name: addresses[name] for name in ("lo", "docker0")})
     assert machine.read().recommended_nics == ()
 
