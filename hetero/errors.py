@@ -99,6 +99,10 @@ class LinkError(HeteroError, RuntimeError):
     """
 
 
+class UnavailableTransport(LinkError, UserError):
+    """The transport that was asked for cannot join these two ranks: bad input, exit code 2."""
+
+
 class DataError(HeteroError):
     """Data that turns out to be wrong while it is read; known to that rank only."""
 

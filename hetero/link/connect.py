@@ -57,7 +57,8 @@ def connect(
 
     Raises:
         ValueError: invalid arguments, all in one message.
-        LinkError: the link cannot be opened; says what was expected and the remedy.
+        LinkError: the link cannot be opened; says what was expected and the remedy. Its `exit_code`
+            is 2 where `transport` cannot join these two ranks, else 1.
 
     The logger `hetero.link.connect` reports at INFO the path taken and why no faster one was.
     """

@@ -16,7 +16,7 @@ from hetero.addresses import is_loopback
 from hetero.device.device import Device
 from hetero.device.gpu import GpuDevice, index_of
 from hetero.device.host import HostDevice
-from hetero.errors import LinkError
+from hetero.errors import LinkError, UnavailableTransport
 from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
@@ -163,7 +163,8 @@ def open_link(
 ) -> Link:
     """Open a link over a path, or over the first path of a family that works.
 
-    Collective between the two ends. Raises LinkError at both if none works.
+    Collective between the two ends. Raises LinkError at both if none works, and
+    UnavailableTransport if none is worth trying.
     """
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     if transport not in FAMILIES:
@@ -178,7 +179,9 @@ def open_link(
     kind = "" if transport == "auto" else " of the kind that was asked for"
     remedy = "mend one of them" if transport == "auto" else "take --hetero-transport auto"
     reasons = "; ".join(passed_over)
-    raise LinkError(f"{rendezvous.description} has no path{kind} ({reasons}); {remedy}")
+    none_tried = all(map(capabilities.unavailable_reason, FAMILIES[transport]))
+    failure = UnavailableTransport if none_tried else LinkError
+    raise failure(f"{rendezvous.description} has no path{kind} ({reasons}); {remedy}")
 
 
 def _attempt(
@@ -236,9 +239,12 @@ def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:
 
 
 def open_path(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> Link:
-    """Open a link over one path. Collective between the two ends; LinkError if it cannot be."""
+    """Open a link over one path. Collective between the two ends.
+
+    Raises LinkError if it cannot be, and UnavailableTransport if that is known before it is tried.
+    """
     if (reason := capabilities.unavailable_reason(path)) is not None:
-        raise LinkError(
+        raise UnavailableTransport(
             f"{rendezvous.description} cannot use {path}: {reason}; take --hetero-transport auto"
         )
     try:

@@ -218,6 +218,13 @@ def test_a_rendezvous_port_in_use(corpus) -> None:
     assert_refused(outcomes, port, "choose another")
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_a_transport_that_these_ranks_cannot_use(corpus, transport: str) -> None:
+    flags = [*corpus.flags, *MIXED, "--hetero-transport", transport]
+    on_cpus = {**SIMULATED, "CUDA_VISIBLE_DEVICES": "-1"}
+    assert_refused(refused(flags, environ=on_cpus), transport, "GPUs")
+
+
 def test_nothing_is_written_for_bad_input(corpus, tmp_path: Path) -> None:
     metrics, report = tmp_path / "metrics.jsonl", tmp_path / "report.json"
     outcomes = refused(

@@ -116,8 +116,9 @@ def test_a_link_takes_no_more_memory_than_its_rings(
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:
-    with pytest.raises(LinkError, match=r"cannot use ipc: it joins GPUs.*--hetero-transport auto"):
+    with pytest.raises(LinkError, match=r"cannot use ipc: .* GPUs.*--hetero-transport auto") as no:
         open_path("ipc", rendezvous(0, dist.HashStore()), ends(CPU, CPU))
+    assert no.value.exit_code == 2
 
 
 def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() -> None:
@@ -138,9 +139,9 @@ def test_sizes_with_which_nothing_could_move_are_refused_all_at_once() -> None:
 OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
 
 
-def choose(ours: Rendezvous) -> Any:
-    """What `auto` gives an end."""
-    return open_link("auto", ours, options=OPTIONS, device=torch.device("cpu"))
+def choose(ours: Rendezvous, transport: str = "auto") -> Any:
+    """What `auto`, or another transport, gives an end."""
+    return open_link(transport, ours, options=OPTIONS, device=torch.device("cpu"))
 
 
 def broken(path: str, *, on_rank: int):
@@ -184,9 +185,21 @@ def test_where_nothing_works_both_ends_get_all_the_reasons(monkeypatch: pytest.M
     monkeypatch.setattr(opening, "open_path", broken("shm tcp", on_rank=1))
     for error in tried(choose):
         assert isinstance(error, LinkError)
+        assert error.exit_code == 1, "shm and tcp were tried"
         assert "has no path (ipc: " in str(error)
         assert "tcp: " in str(error)
     assert "tcp: tcp is broken here" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["device-direct", "ipc", "verbs", "verbs-host"])
+def test_a_transport_that_this_machine_does_not_have_is_bad_input(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "rdma_missing", lambda: "it has no RDMA device")
+    for error in tried(lambda ours: choose(ours, transport)):
+        assert isinstance(error, LinkError)
+        assert error.exit_code == 2
+        assert "take --hetero-transport auto" in str(error)
 
 
 def test_a_link_whose_verdict_cannot_be_exchanged_is_closed(
