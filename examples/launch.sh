@@ -1,5 +1,5 @@
 # Shared by the launch scripts of examples/*/: their settings, what they refuse, and the command.
-# Sourced after a model's own model.sh; not run by itself.
+# Sourced, by a model's scripts after its own model.sh; not run by itself.
 #
 # Variables that a user may set; DATA_PATH alone has to be:
 #   DATA_PATH          prefix of the token files that tools/preprocess_data.py wrote
@@ -47,6 +47,19 @@ refuse() {
     exit 2
 }
 
+# What is wrong with the settings, a sentence each, for `refuse_faults`.
+FAULTS=()
+fault() { FAULTS+=("$*"); }
+
+# End with all that is wrong, if anything is.
+refuse_faults() {
+    case ${#FAULTS[@]} in
+    0) ;;
+    1) refuse "${FAULTS[0]}" ;;
+    *) refuse "${#FAULTS[@]} things have to be put right:$(printf '\n  %s' "${FAULTS[@]}")" ;;
+    esac
+}
+
 # Take --dry-run out of the arguments; what is left are more flags for pretrain_gpt.py, in EXTRA.
 read_arguments() {
     EXTRA=()
@@ -56,22 +69,31 @@ read_arguments() {
     done
 }
 
+# Whether the numbers of GPUs, nodes and sizes can be counted with: `fault_of_number` says no.
+COUNTABLE=yes
+fault_of_number() {
+    COUNTABLE=no
+    fault "$@"
+}
+
 require_number() { # NAME VALUE
-    [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1 must be a whole number above zero, not '$2'"
+    [[ $2 =~ ^[1-9][0-9]*$ ]] ||
+        fault_of_number "$1 must be a whole number above zero, not '$2'"
 }
 
 require_vendors() {
     read -ra MESHES <<<"$VENDORS"
     ((${#MESHES[@]} >= 2)) ||
-        refuse "VENDORS ($VENDORS) must name two vendors or more, as in 'nvidia amd'"
-    [[ -z ${PLAN:-} || -f $PLAN ]] || refuse "PLAN is '$PLAN' and there is no such file"
+        fault_of_number "VENDORS ($VENDORS) must name two vendors or more, as in 'nvidia amd'"
+    [[ -z ${PLAN:-} || -f $PLAN ]] || fault "PLAN is '$PLAN' and there is no such file"
 }
 
 require_data() {
-    [[ -n ${DATA_PATH:-} ]] ||
-        refuse "DATA_PATH is not set; give the prefix that tools/preprocess_data.py wrote"
-    [[ $DRY_RUN == yes || -f $DATA_PATH.idx ]] ||
-        refuse "DATA_PATH $DATA_PATH: there is no $DATA_PATH.idx; give the prefix of the token files"
+    if [[ -z ${DATA_PATH:-} ]]; then
+        fault "DATA_PATH is not set; give the prefix that tools/preprocess_data.py wrote"
+    elif [[ $DRY_RUN == no && ! -f $DATA_PATH.idx ]]; then
+        fault "DATA_PATH $DATA_PATH: there is no $DATA_PATH.idx; give the prefix of the token files"
+    fi
 }
 
 # Ends with a sentence unless this machine has GPUS GPUs, and those of VENDOR where one is named.
@@ -89,6 +111,15 @@ print("amd" if torch.version.hip else "nvidia", torch.cuda.device_count())') ||
             "nodes in the order of VENDORS ($VENDORS)"
 }
 
+# The tensor-parallel size and the stages of each mesh, in TENSOR and STAGES: no stages where SIZES
+# says nothing. A plan's file has its own.
+read_sizes() {
+    TENSOR=() STAGES=()
+    [[ -z ${PLAN:-} ]] || return 0
+    each_mesh TENSOR_SIZES "${TENSOR_SIZES:-1}" TENSOR
+    [[ -z ${SIZES:-} ]] || each_mesh SIZES "$SIZES" STAGES
+}
+
 # What each mesh does with its GPUs, as flags in SHAPES. A stage has the same number of GPUs with
 # every vendor where SIZES says nothing; its layers may differ.
 share_stages() { # GPUS_OF_EACH_MESH...
@@ -96,34 +127,32 @@ share_stages() { # GPUS_OF_EACH_MESH...
         SHAPES=(--hetero-plan "$PLAN")
         return
     fi
-    local given tensor stages=() layers mesh all=0 divisor=0 data=() gpus=("$@")
-    given=$(each_mesh TENSOR_SIZES "${TENSOR_SIZES:-1}") || exit
-    read -ra tensor <<<"$given"
-    for mesh in "${!MESHES[@]}"; do
-        divisor=$(common_divisor "$divisor" $((gpus[mesh] / tensor[mesh])))
-    done
-    for mesh in "${!MESHES[@]}"; do
-        stages+=("$((gpus[mesh] / tensor[mesh] / (divisor ? divisor : 1)))")
-    done
-    if [[ -n ${SIZES:-} ]]; then
-        given=$(each_mesh SIZES "$SIZES") || exit
-        read -ra stages <<<"$given"
+    local layers mesh all=0 divisor=0 data=() gpus=("$@")
+    if ((${#STAGES[@]} == 0)); then
+        for mesh in "${!MESHES[@]}"; do
+            divisor=$(common_divisor "$divisor" $((gpus[mesh] / TENSOR[mesh])))
+        done
+        for mesh in "${!MESHES[@]}"; do
+            STAGES+=("$((gpus[mesh] / TENSOR[mesh] / (divisor ? divisor : 1)))")
+        done
     fi
     for mesh in "${!MESHES[@]}"; do
-        ((stages[mesh] > 0 && gpus[mesh] % (stages[mesh] * tensor[mesh]) == 0)) ||
-            refuse "the ${gpus[mesh]} GPUs of ${MESHES[mesh]} are no multiple of its ${stages[mesh]}" \
-                "stages times its tensor-parallel size ${tensor[mesh]}; set SIZES or TENSOR_SIZES," \
+        if ((STAGES[mesh] == 0 || gpus[mesh] % (STAGES[mesh] * TENSOR[mesh]))); then
+            fault "the ${gpus[mesh]} GPUs of ${MESHES[mesh]} are no multiple of its ${STAGES[mesh]}" \
+                "stages times its tensor-parallel size ${TENSOR[mesh]}; set SIZES or TENSOR_SIZES," \
                 "or change the numbers of nodes or GPUs"
-        data+=("$((gpus[mesh] / stages[mesh] / tensor[mesh]))")
-        all=$((all + stages[mesh]))
+            return
+        fi
+        data+=("$((gpus[mesh] / STAGES[mesh] / TENSOR[mesh]))")
+        all=$((all + STAGES[mesh]))
     done
     read -ra layers <<<"$LAYERS"
     ((${#layers[@]} == all)) ||
-        refuse "LAYERS ($LAYERS) names ${#layers[@]} pipeline stages and there are $all," \
-            "SIZES ${stages[*]} of ${MESHES[*]}; give the layers of each"
-    SHAPES=(--hetero-vendors "${MESHES[@]}" --hetero-pipeline-sizes "${stages[@]}"
+        fault "LAYERS ($LAYERS) names ${#layers[@]} pipeline stages and there are $all," \
+            "SIZES ${STAGES[*]} of ${MESHES[*]}; give the layers of each"
+    SHAPES=(--hetero-vendors "${MESHES[@]}" --hetero-pipeline-sizes "${STAGES[@]}"
         --hetero-pipeline-layers "${layers[@]}")
-    [[ -z ${TENSOR_SIZES:-} ]] || SHAPES+=(--hetero-tensor-sizes "${tensor[@]}")
+    [[ -z ${TENSOR_SIZES:-} ]] || SHAPES+=(--hetero-tensor-sizes "${TENSOR[@]}")
     [[ -z $(printf '%s\n' "${data[@]}" | sort -u | sed 1d) ]] ||
         SHAPES+=(--hetero-data-sizes "${data[@]}")
 }
@@ -136,17 +165,18 @@ common_divisor() { # NUMBER NUMBER
     echo "$larger"
 }
 
-# One number for each mesh out of "8" or "8 4".
-each_mesh() { # NAME VALUE
-    local numbers number
-    read -ra numbers <<<"$2"
-    if ((${#numbers[@]} == 1)); then
-        for number in "${MESHES[@]:1}"; do numbers+=("${numbers[0]}"); done
+# Read one number for each mesh, out of "8" or "8 4", into an array.
+each_mesh() { # NAME VALUE ARRAY
+    local number
+    local -n each_number=$3
+    read -ra each_number <<<"$2"
+    for number in "${each_number[@]}"; do require_number "$1" "$number"; done
+    if ((${#each_number[@]} == 1)); then
+        for number in "${MESHES[@]:1}"; do each_number+=("${each_number[0]}"); done
     fi
-    ((${#numbers[@]} == ${#MESHES[@]})) ||
-        refuse "$1 is '$2'; give one number, or one for each of $VENDORS"
-    for number in "${numbers[@]}"; do require_number "$1" "$number"; done
-    echo "${numbers[@]}"
+    if ((${#MESHES[@]} >= 2 && ${#each_number[@]} != ${#MESHES[@]})); then
+        fault_of_number "$1 is '$2'; give one number, or one for each of $VENDORS"
+    fi
 }
 
 # All flags of pretrain_gpt.py, in FLAGS.
@@ -182,21 +212,12 @@ run_or_print() {
 # All vendors played by the GPUs of this machine, one stage of each where SIZES says nothing else.
 launch_on_one_host() {
     : "${GPUS:=2}" "${SIZES:=1}"
-    require_number GPUS "$GPUS"
     require_vendors
+    require_number GPUS "$GPUS"
+    read_sizes
     require_data
-    local stages tensor mesh least=0 each=()
-    stages=$(each_mesh SIZES "$SIZES") && tensor=$(each_mesh TENSOR_SIZES "${TENSOR_SIZES:-1}") ||
-        exit
-    read -ra stages <<<"$stages"
-    read -ra tensor <<<"$tensor"
-    for mesh in "${!MESHES[@]}"; do least=$((least + stages[mesh] * tensor[mesh])); done
-    for mesh in "${!MESHES[@]}"; do
-        each+=("$((GPUS * stages[mesh] * tensor[mesh] / least))")
-    done
-    [[ -n ${PLAN:-} ]] || ((GPUS % least == 0)) ||
-        refuse "GPUS is $GPUS; give a multiple of $least, the stages times tensor-parallel sizes"
-    share_stages "${each[@]}"
+    [[ $COUNTABLE == no ]] || share_host
+    refuse_faults
     require_gpus "$GPUS"
     build_flags
     run_or_print env HETERO_VENDOR=plan OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(cores_per "$GPUS")}" \
@@ -205,24 +226,32 @@ launch_on_one_host() {
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}"
 }
 
+# Each mesh's part of the GPUs of this machine, in proportion to what one replica has there.
+share_host() {
+    local mesh least=0 each=()
+    for mesh in "${!STAGES[@]}"; do least=$((least + STAGES[mesh] * TENSOR[mesh])); done
+    if ((least && GPUS % least)); then
+        fault "GPUS is $GPUS; give a multiple of $least, the stages times tensor-parallel sizes"
+        return
+    fi
+    for mesh in "${!STAGES[@]}"; do
+        each+=("$((GPUS * STAGES[mesh] * TENSOR[mesh] / least))")
+    done
+    share_stages "${each[@]}"
+}
+
 # This machine's part of a run over the nodes of all meshes, the first mesh's first.
 launch_on_a_node() { # NODE_RANK
     : "${NODES:=1}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
-    local nodes gpus mesh own=0 all=0 each=() nics=()
+    local nodes gpus own=0 all=0 nics=()
     require_vendors
-    nodes=$(each_mesh NODES "$NODES") && gpus=$(each_mesh GPUS "$GPUS") || exit
-    read -ra nodes <<<"$nodes"
-    read -ra gpus <<<"$gpus"
-    for mesh in "${!MESHES[@]}"; do
-        [[ ! $1 =~ ^[0-9]+$ ]] || (($1 < all)) || own=$mesh
-        all=$((all + nodes[mesh]))
-        each+=("$((nodes[mesh] * gpus[mesh]))")
-    done
-    [[ $1 =~ ^[0-9]+$ && $1 -lt $all ]] ||
-        refuse "the rank of this node is '$1'; give 0 to $((all - 1)) as the first argument"
-    [[ -n ${MASTER_ADDR:-} ]] || refuse "MASTER_ADDR is not set; give the address of node 0"
+    each_mesh NODES "$NODES" nodes
+    each_mesh GPUS "$GPUS" gpus
+    read_sizes
+    [[ -n ${MASTER_ADDR:-} ]] || fault "MASTER_ADDR is not set; give the address of node 0"
     require_data
-    share_stages "${each[@]}"
+    [[ $COUNTABLE == no ]] || share_nodes "$1"
+    refuse_faults
     require_gpus "${gpus[own]}" "${MESHES[own]}"
     build_flags
     [[ -z ${NICS:-} ]] || read -ra nics <<<"--hetero-nics $NICS"
@@ -231,6 +260,19 @@ launch_on_a_node() { # NODE_RANK
         "$PYTHON" -m hetero.run --nnodes "$all" --node-rank "$1" \
         --nproc-per-node "${gpus[own]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
         "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
+}
+
+# The nodes of all meshes in `all`, and this node's mesh in `own`, of its caller's nodes and gpus.
+share_nodes() { # NODE_RANK
+    local mesh each=()
+    for mesh in "${!MESHES[@]}"; do
+        [[ ! $1 =~ ^[0-9]+$ ]] || (($1 < all)) || own=$mesh
+        all=$((all + nodes[mesh]))
+        each+=("$((nodes[mesh] * gpus[mesh]))")
+    done
+    [[ $1 =~ ^[0-9]+$ && $1 -lt $all ]] ||
+        fault "the rank of this node is '$1'; give 0 to $((all - 1)) as the first argument"
+    share_stages "${each[@]}"
 }
 
 # Initial weights are drawn on the CPU; a launcher would leave each process one thread, or its share.

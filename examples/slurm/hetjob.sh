@@ -38,15 +38,17 @@ refuse() {
 ROOT=${SLURM_SUBMIT_DIR:-}
 [[ -n $ROOT ]] || refuse "this is a batch script; submit it with sbatch"
 [[ -f $ROOT/pretrain_gpt.py ]] || refuse "$ROOT is not the checkout; submit from its root"
+source "$ROOT/examples/launch.sh"
 MODEL=${1:-}
 [[ -f $ROOT/examples/$MODEL/node.sh ]] ||
-    refuse "the first argument is '$MODEL'; give a model's folder, llama3_8b or qwen2_7b"
-export VENDORS=${VENDORS:-nvidia amd}
+    fault "the first argument is '$MODEL'; give a model's folder, llama3_8b or qwen2_7b"
+export VENDORS
 read -ra vendors <<<"$VENDORS"
 [[ ${SLURM_HET_SIZE:-1} == "${#vendors[@]}" ]] ||
-    refuse "the job has ${SLURM_HET_SIZE:-1} components and VENDORS ($VENDORS) names" \
+    fault "the job has ${SLURM_HET_SIZE:-1} components and VENDORS ($VENDORS) names" \
         "${#vendors[@]}; submit one for each"
-[[ -n ${DATA_PATH:-} ]] || refuse "DATA_PATH is not set; give the prefix of the token files"
+[[ -n ${DATA_PATH:-} ]] || fault "DATA_PATH is not set; give the prefix of the token files"
+refuse_faults
 
 # What every node reads: the ranks of the nodes are their places in HOSTS.
 hosts=() nodes=()

@@ -10,6 +10,10 @@ nvidia) environment=${ENV_NVIDIA:-$ROOT/examples/slurm/env_nvidia.sh} ;;
 amd) environment=${ENV_AMD:-$ROOT/examples/slurm/env_amd.sh} ;;
 *) echo "error: VENDORS names '${1-}'; give nvidia and amd" >&2 && exit 2 ;;
 esac
+if [[ ! -r $environment ]]; then
+    echo "error: $(hostname) cannot read $environment; set ENV_${1^^} to a script that is there" >&2
+    exit 2
+fi
 # What it sets reaches the run, with or without `export`. The scripts of conda and of modules read
 # variables that nobody has set.
 set -a +u

@@ -29,12 +29,21 @@ def run(script: str, *arguments: str, **environ: str) -> subprocess.CompletedPro
     )
 
 
-def refusal(script: str, *arguments: str, **environ: str) -> str:
-    outcome = run(script, *arguments, **environ)
+def refusals(outcome: subprocess.CompletedProcess[str]) -> list[str]:
+    """The sentences with which a script has refused its settings: one, or several at once."""
     assert outcome.returncode == 2, outcome
-    (line,) = outcome.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
+    first, *sentences = outcome.stderr.splitlines()
+    if not sentences:
+        return [first.removeprefix("error: ")]
+    assert first == f"error: {len(sentences)} things have to be put right:"
+    assert all(sentence.startswith("  ") for sentence in sentences)
+    return [sentence.strip() for sentence in sentences]
+
+
+def refusal(script: str, *arguments: str, **environ: str) -> str:
+    """The one sentence with which a script refuses its settings."""
+    (sentence,) = refusals(run(script, *arguments, **environ))
+    return sentence
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.launch_commands import EXAMPLES, printed, refusal, run
+from tests.examples.launch_commands import EXAMPLES, printed, refusal, refusals, run
 from tools.reproduction.settings import MODELS
 
 SCRIPTS = sorted(
@@ -79,11 +79,23 @@ def test_variables_and_further_flags_reach_the_program_and_flags_win() -> None:
     [
         ({}, "DATA_PATH is not set"),
         ({"DATA_PATH": "/nowhere/tokens"}, "there is no /nowhere/tokens.idx"),
-        ({"DATA_PATH": "x.", "GPUS": "3"}, "there is no x..idx"),
+        ({"DATA_PATH": "x.", "GPUS": "4"}, "there is no x..idx"),
     ],
 )
 def test_one_host_refuses_what_is_missing(environ: dict[str, str], reason: str) -> None:
     assert reason in refusal("llama3_8b/one_host.sh", **environ)
+
+
+def test_one_host_says_all_that_is_wrong_at_once() -> None:
+    wrong = {"GPUS": "4", "LAYERS": "12 11 9"}
+    assert refusals(run("llama3_8b/one_host.sh", **wrong)) == [
+        "DATA_PATH is not set; give the prefix that tools/preprocess_data.py wrote",
+        "LAYERS (12 11 9) names 3 pipeline stages and there are 2, SIZES 1 1 of nvidia amd; give "
+        "the layers of each",
+    ]
+    wrong = {"GPUS": "many", "SIZES": "1 2 3", "TENSOR_SIZES": "0"}
+    numbers = refusals(run("llama3_8b/one_host.sh", "--dry-run", DATA_PATH="x", **wrong))
+    assert [sentence.split()[0] for sentence in numbers] == ["GPUS", "TENSOR_SIZES", "SIZES"]
 
 
 @pytest.fixture
@@ -221,13 +233,13 @@ def test_a_node_of_the_wrong_vendor_is_refused(tmp_path: Path, data: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "reason"),
+    ("arguments", "changed", "reason"),
     [
         ((), {}, "the rank of this node is ''; give 0 to 1"),
         (("2",), {}, "the rank of this node is '2'; give 0 to 1"),
         (("--dry-run",), {}, "the rank of this node is '--dry-run'"),
-        (("0",), {}, "MASTER_ADDR is not set"),
-        (("0",), {"MASTER_ADDR": "a"}, "DATA_PATH is not set"),
+        (("0",), {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        (("0",), {"DATA_PATH": ""}, "DATA_PATH is not set"),
         (
             ("0",),
             {"NODES": "1 1 1"},
@@ -237,31 +249,41 @@ def test_a_node_of_the_wrong_vendor_is_refused(tmp_path: Path, data: str) -> Non
         (("0",), {"VENDORS": "amd"}, "VENDORS (amd) must name two vendors or more"),
         (
             ("0", "--dry-run"),
-            {"MASTER_ADDR": "a", "DATA_PATH": "x", "NODES": "2 1"},
+            {"NODES": "2 1"},
             "LAYERS (16 12) names 2 pipeline stages and there are 3, SIZES 2 1 of nvidia amd",
         ),
         (
             ("0", "--dry-run"),
-            {"MASTER_ADDR": "a", "DATA_PATH": "x", "GPUS": "8 4", "TENSOR_SIZES": "2 8"},
+            {"GPUS": "8 4", "TENSOR_SIZES": "2 8"},
             "the 4 GPUs of amd are no multiple of its 0 stages times its tensor-parallel size 8",
         ),
         (
             ("0", "--dry-run"),
-            {"MASTER_ADDR": "a", "DATA_PATH": "x", "SIZES": "3 1"},
+            {"SIZES": "3 1"},
             "the 8 GPUs of nvidia are no multiple of its 3 stages times its tensor-parallel size 1",
         ),
         (
             ("0", "--dry-run"),
-            {"MASTER_ADDR": "a", "DATA_PATH": "x", "PLAN": "/nowhere.yaml"},
+            {"PLAN": "/nowhere.yaml"},
             "PLAN is '/nowhere.yaml' and there is no such file",
         ),
         (("0",), {"GPUS": "many"}, "GPUS must be a whole number above zero, not 'many'"),
     ],
 )
 def test_a_node_refuses_what_is_missing(
-    arguments: tuple[str, ...], environ: dict[str, str], reason: str
+    arguments: tuple[str, ...], changed: dict[str, str], reason: str, data: str
 ) -> None:
+    environ = {"MASTER_ADDR": "node0", "DATA_PATH": data} | changed
     assert reason in refusal("qwen2_7b/node.sh", *arguments, **environ)
+
+
+def test_a_node_says_all_that_is_missing_at_once() -> None:
+    sentences = refusals(run("qwen2_7b/node.sh"))
+    assert [sentence.partition(" is ")[0] for sentence in sentences] == [
+        "MASTER_ADDR",
+        "DATA_PATH",
+        "the rank of this node",
+    ]
 
 
 # All scripts.

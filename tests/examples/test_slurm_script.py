@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.launch_commands import EXAMPLES, ROOT, parsed, run
+from tests.examples.launch_commands import EXAMPLES, ROOT, parsed, refusals, run
 
 SCONTROL = """#!/usr/bin/env bash
 # show hostnames name[1-2]: as Slurm expands it, for the lists of these tests.
@@ -182,6 +182,21 @@ def test_the_job_refuses_what_does_not_fit(
     assert outcome.returncode == 2, outcome
     assert reason in outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+def test_the_job_says_all_that_is_wrong_at_once(slurm: dict[str, str]) -> None:
+    changed = {"DATA_PATH": "", "SLURM_HET_SIZE": "1"}
+    model, components, data = refusals(run("slurm/hetjob.sh", "gpt5", **slurm | changed))
+    assert model.startswith("the first argument is 'gpt5'; give a model's folder")
+    assert components.startswith("the job has 1 components and VENDORS (nvidia amd) names 2")
+    assert data.startswith("DATA_PATH is not set")
+
+
+def test_a_node_that_cannot_read_its_environments_script_says_so(slurm: dict[str, str]) -> None:
+    changed = {"ENV_AMD": "/nowhere.sh"}
+    outcome = run("slurm/hetjob.sh", "llama3_8b", "--dry-run", **slurm | changed)
+    (sentence,) = refusals(outcome)
+    assert sentence.endswith("cannot read /nowhere.sh; set ENV_AMD to a script that is there")
 
 
 def test_a_node_without_its_vendors_environment_says_so(slurm: dict[str, str]) -> None:
