@@ -30,13 +30,22 @@ class Interrupted(HeteroError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence, like every other error of the tools."""
+    """An argument parser whose errors are one sentence, like every other error of the tools.
+
+    Every process of a launcher finds the same error: one of each node says it, and all tell it.
+    """
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description, allow_abbrev=False, formatter_class=HelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(UserError.exit_code, f"error: {message}; --help lists the flags\n")
+        sentence = f"{message}; --help lists the flags"
+        launched = "TORCHELASTIC_ERROR_FILE" in os.environ
+        speaks = not launched or os.environ.get("LOCAL_RANK", "0") == "0"
+        if speaks:
+            print_error(sentence)
+        write_error_file(sentence, printed=speaks, known_to_all=True)
+        self.exit(UserError.exit_code)
 
 
 def add_timing_flags(

@@ -11,7 +11,6 @@ The model learns which byte follows 32 others in a text: this file, unless --tex
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -23,8 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import hetero
 from hetero.converters import integer
+from tools.tool_command_line import Parser
 
 CONTEXT, HIDDEN = 32, 128
 MICRO_BATCH, MICRO_BATCHES = 16, 4
@@ -137,7 +141,7 @@ def print_weights(number: int, stage: nn.Module) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=integer(1), default=50)
     parser.add_argument("--text", type=Path, default=Path(__file__))
     arguments = parser.parse_args()

@@ -43,6 +43,7 @@ from hetero.data import (
     vendor_of_each_rank,
 )
 from hetero.errors import UserError, print_error, write_error_file
+from tools.tool_command_line import Parser
 
 WARM_UP, MEASURED, SETTLING = 3, 5, 2
 
@@ -289,7 +290,7 @@ def on_gpu(flags: argparse.Namespace) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser((__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--with", dest="how", choices=("ddp", "fsdp2"), default="ddp")
     add("--backend", default="hetero", choices=("hetero", "gloo", "nccl"))

@@ -33,4 +33,6 @@ def test_what_it_cannot_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
     ):
         refused = ended(SCRIPT, *arguments)
         assert refused.returncode == 2
-        assert said in refused.stderr.splitlines()[-1]
+        (sentence,) = refused.stderr.splitlines()
+        assert sentence.startswith("error: ")
+        assert said in sentence

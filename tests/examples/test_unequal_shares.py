@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from examples.unequal_shares import train_with_shares
-from tests.commands import printed
+from tests.commands import ended, printed
 from tests.sentences import all_said_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -52,6 +52,15 @@ def test_it_leaves_times_and_losses(tmp_path):
     # Keys and values of two heads in place of four.
     qkv, rest = 32 * 8 * (4 + 2 + 2), 32 * 32 + 3 * 32 * 128 + 2 * 32
     assert run["parameters"] == qkv + rest + 2 * 64 * 32 + 32
+
+
+def test_a_flag_that_it_cannot_read_is_said_in_one_sentence_by_all_ranks_together():
+    script = "examples/unequal_shares/train_with_shares.py"
+    words = f"-m hetero.run --standalone --nproc-per-node 2 {script} --layers two"
+    done = ended(*words.split())
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("error: argument --layers: invalid int value: 'two'")
 
 
 def test_all_that_is_wrong_with_its_flags_is_said_at_once(monkeypatch):
