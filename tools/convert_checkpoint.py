@@ -29,14 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(lambda: args.convert(args))
 
 
-class _Direction(Parser):
-    """The parser of one direction, made by argparse."""
-
-    def __init__(self, *, prog: str, description: str) -> None:
-        super().__init__(description)
-        self.prog = prog
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "Convert checkpoints between ours, Hugging Face's (LLaMA 3.x and Qwen2) and Megatron-LM's "
@@ -46,14 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
         dest="direction",
         required=True,
         metavar="hf-to-megatron|megatron-to-hf|import-megatron|export-megatron",
-        parser_class=_Direction,
     )
     _add_huggingface(directions)
     _add_megatron_lm(directions)
     return parser
 
 
-def _add_huggingface(directions: argparse._SubParsersAction[_Direction]) -> None:
+def _add_huggingface(directions: argparse._SubParsersAction[Parser]) -> None:
     inward = directions.add_parser(
         "hf-to-megatron",
         description="Make a checkpoint that --load takes, in any layout, from a model's folder.",
@@ -86,7 +77,7 @@ def _add_huggingface(directions: argparse._SubParsersAction[_Direction]) -> None
     )
 
 
-def _add_megatron_lm(directions: argparse._SubParsersAction[_Direction]) -> None:
+def _add_megatron_lm(directions: argparse._SubParsersAction[Parser]) -> None:
     inward = directions.add_parser(
         "import-megatron",
         description="Make a checkpoint that --load takes, in any layout, from one that Megatron-LM "

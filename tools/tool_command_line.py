@@ -35,8 +35,11 @@ class Parser(argparse.ArgumentParser):
     Every process of a launcher finds the same error: one of each node says it, and all tell it.
     """
 
-    def __init__(self, description: str) -> None:
-        super().__init__(description=description, allow_abbrev=False, formatter_class=HelpFormatter)
+    def __init__(self, description: str, *, prog: str | None = None) -> None:
+        """`prog` is for argparse, which makes the parsers of a tool's commands."""
+        super().__init__(
+            description=description, prog=prog, allow_abbrev=False, formatter_class=HelpFormatter
+        )
 
     def error(self, message: str) -> NoReturn:
         sentence = f"{message}; --help lists the flags"
@@ -69,15 +72,15 @@ def add_timing_flags(
     )
 
 
-def make_results_folder(path: str) -> Path:
-    """Make the folder that --out names. Raises UserError where no file could be written there."""
+def make_results_folder(path: str | Path, flag: str = "--out") -> Path:
+    """Make the folder that a flag names. Raises UserError where no file could be written there."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--out {path} cannot be made ({error.strerror}); name another folder"
+            f"{flag} {path} cannot be made ({error.strerror}); name another folder"
         ) from error
-    require_writable(Path(path), f"--out {path}")
+    require_writable(Path(path), f"{flag} {path}")
     return Path(path)
 
 
@@ -85,6 +88,8 @@ def require_results_file(path: Path, flag: str = "--out") -> None:
     """Raise UserError where the file that a flag names could not be written."""
     if not path.parent.is_dir():
         raise UserError(f"{flag} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{flag} {path} is a folder; name a file in it")
     require_writable(path.parent, f"{flag} {path}")
 
 

@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from hetero import converters
+from tools import tool_command_line
 from tools.runs import SIMULATED, Finished, Launch, mixed_flags, run_to_end
 
 TRAINING = (
@@ -156,17 +158,17 @@ def run_record(finished: Finished, cost: Cost | None) -> dict[str, Any]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder for the results")
     parser.add_argument("--preset", type=Path, default=Path("examples/presets/llama3.2_1b.yaml"))
-    parser.add_argument("--iterations", type=int, default=24)
-    parser.add_argument("--interval", type=int, default=8)
-    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--iterations", type=converters.integer(1), default=24)
+    parser.add_argument("--interval", type=converters.integer(1), default=8)
+    parser.add_argument("--nproc", type=converters.integer(2), default=2)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each run")
+    parser.add_argument(
+        "--deadline", type=converters.number(above=0), default=300.0, help="seconds for each run"
+    )
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
     options.flags = list(words[cut + 1 :])
@@ -183,9 +185,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main() -> int:
     options = parse(sys.argv[1:])
-    options.out.mkdir(parents=True, exist_ok=True)
+    return tool_command_line.run(lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> str:
+    """Train, write async_save.json and say what saves cost. HeteroError where a run fails."""
+    tool_command_line.make_results_folder(options.out, "OUT")
     runs = {kind: run(kind, options) for kind in KINDS if kind in options.kinds}
     sizes = {"iterations": options.iterations, "interval": options.interval}
     costs = {
@@ -194,7 +201,6 @@ def main() -> None:
         if kind != "none"
     }
     between = seconds_an_interval(runs["none"], **sizes)
-    print(table(costs, between=between, interval=options.interval))
     record = {
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -207,7 +213,8 @@ def main() -> None:
         "runs": {kind: run_record(finished, costs.get(kind)) for kind, finished in runs.items()},
     }
     (options.out / "async_save.json").write_text(json.dumps(record, indent=1))
+    return table(costs, between=between, interval=options.interval)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

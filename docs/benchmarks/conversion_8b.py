@@ -24,6 +24,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hetero.errors import HeteroError, UserError
+from tools import tool_command_line
+
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, FFN, KEYS, VOCABULARY, LAYERS, SHARDS = 4096, 14336, 1024, 128256, 32, 4
 CONFIG = {
@@ -107,21 +112,32 @@ def convert(direction: str, source: Path, target: Path) -> dict[str, float]:
     process = subprocess.Popen([*command, str(source), str(target)])
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"{direction} ended with status {status}")
+        raise HeteroError(f"{direction} ended with status {status}; see what it printed")
     return {
         "seconds": round(time.monotonic() - began, 1),
         "peak_resident_gib": round(usage.ru_maxrss / 2**20, 2),
     }
 
 
-def main(out: Path) -> None:
-    first, middle, last = out / "hf", out / "megatron", out / "hf_again"
+def main() -> int:
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder for the models and the record")
+    out = parser.parse_args().out
+    return tool_command_line.run(lambda: measure(out))
+
+
+def measure(out: Path) -> str:
+    """Convert there and back, write conversion.json and return it."""
+    tool_command_line.make_results_folder(out, "OUT")
+    first, middle, last = folders = out / "hf", out / "megatron", out / "hf_again"
+    if there := [folder for folder in folders if folder.exists()]:
+        raise UserError(f"{there[0]} is there already; remove it, or name another OUT")
     # In a process of its own: a child's peak counts what its parent held when it was started.
     writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(first,))
     writer.start()
     writer.join()
     if writer.exitcode:
-        raise SystemExit("the model could not be written")
+        raise HeteroError("the model could not be written; see above")
     record = {
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -134,11 +150,13 @@ def main(out: Path) -> None:
     record["tensors_identical"] = sum(after.get(name) == digest for name, digest in before.items())
     shutil.rmtree(first)
     shutil.rmtree(last)
-    (out / "conversion.json").write_text(json.dumps(record, indent=1))
-    print(json.dumps(record, indent=1))
+    text = json.dumps(record, indent=1)
+    (out / "conversion.json").write_text(text)
+    print(text)
     if record["tensors_identical"] != len(shapes()) or len(after) != len(before):
-        raise SystemExit("the round trip changed tensors")
+        raise HeteroError("the round trip changed tensors")
+    return ""
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main())

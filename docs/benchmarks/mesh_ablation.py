@@ -9,18 +9,21 @@ table. Vendors and hosts are simulated.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hetero.converters import integer
+from hetero.errors import UserError
 from tests.hosts.network import Host, Network, why_impossible
 from tests.hosts.runs import Run, rendezvous_flags
+from tools import tool_command_line
 from tools.overlap.phases import MEASURED, Phase, as_variable
 
 INTERFACES = {"hosta": ("east0", "east1"), "hostb": ("enp1s0", "enp2s0")}
@@ -88,26 +91,31 @@ def _sent(hosts: list[Host]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)))
+    parser.add_argument("--iterations", type=integer(WARM_UP + 1), default=12)
+    numbers = range(len(ROWS))
+    parser.add_argument("--rows", type=int, nargs="+", choices=numbers, default=numbers)
     given = parser.parse_args()
+    return tool_command_line.run(lambda: measure(given.out, given.rows, given.iterations))
+
+
+def measure(out: Path, rows: Sequence[int], iterations: int) -> str:
+    """Run the rows, print them and write ablation.json after each."""
     if (reason := why_impossible()) is not None:
-        print(f"error: no hosts can be played here: {reason}", file=sys.stderr)
-        return 2
-    given.out.mkdir(parents=True, exist_ok=True)
+        raise UserError(f"no hosts can be played here: {reason}")
+    tool_command_line.make_results_folder(out)
     found: list[dict[str, object]] = []
     print("| | tokens/s | of the first | over the boundary, MiB a step | on the rails |")
     print("|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as name, Network(Path(name), INTERFACES) as network:
-        for number in given.rows:
+        for number in rows:
             row = ROWS[number]
             folder = Path(name) / f"row {number}"
-            found.append(run_row(row, network.hosts, folder, given.iterations))
+            found.append(run_row(row, network.hosts, folder, iterations))
             ratio = found[-1]["tokens_per_s"] / found[0]["tokens_per_s"]  # type: ignore[operator]
             boundary, wire = (
-                int(str(found[-1][key])) / 2**20 / given.iterations
+                int(str(found[-1][key])) / 2**20 / iterations
                 for key in ("boundary_bytes", "bytes_on_the_rails")
             )
             print(
@@ -115,8 +123,8 @@ def main() -> int:
                 f"| {boundary:,.1f} | {wire:,.1f} |",
                 flush=True,
             )
-            (given.out / "ablation.json").write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+            (out / "ablation.json").write_text(json.dumps(found, indent=1) + "\n")
+    return ""
 
 
 if __name__ == "__main__":

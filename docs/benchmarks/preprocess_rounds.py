@@ -20,6 +20,12 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hetero.converters import integer
+from hetero.errors import HeteroError, UserError
+from tools import tool_command_line
+
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 8000
 
@@ -84,13 +90,24 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--megabytes", type=int, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--processes", type=int, nargs="+", required=True)
+    parser.add_argument("--megabytes", type=integer(1), required=True)
+    parser.add_argument("--rounds", type=integer(1), required=True)
+    parser.add_argument("--processes", type=integer(1), nargs="+", required=True)
     args = parser.parse_args()
+    return tool_command_line.run(lambda: compare(args))
+
+
+def compare(args: argparse.Namespace) -> str:
+    """Run all rounds, and write and return what they come to."""
+    if not (args.work / "datasets").is_dir():
+        raise UserError(
+            f"--work {args.work} has no folder datasets; start preprocess.sh, which installs it"
+        )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    tool_command_line.require_results_file(args.out)
     text, size = write_text(args.work, args.megabytes)
     tokenizers = train_tokenizers(args.work)
     results = [
@@ -103,17 +120,11 @@ def main() -> int:
             wall = statistics.median(result[f"{name}_wall_s"])
             result[f"{name}_mb_per_s"] = round(size / 1e6 / wall, 2)
     record = {"hardware": hardware(), "text_bytes": size, "versions": versions(args.work)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
-    for result in results:
-        print(
-            {
-                name: value
-                for name, value in result.items()
-                if not name.endswith("_s") or "mb" in name
-            }
-        )
-    return 0
+    return "\n".join(
+        str({n: value for n, value in result.items() if not n.endswith("_s") or "mb" in n})
+        for result in results
+    )
 
 
 def write_text(work: Path, megabytes: int) -> tuple[Path, int]:
@@ -200,8 +211,10 @@ def timed(work: Path, name: str, what: list[str], processes: int) -> Run:
         cwd=ROOT if name == "ours" else work,
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
+        check=False,
     )
+    if ended.returncode:
+        raise HeteroError(f"a round of {name} ended with {ended.returncode}; see what it printed")
     words = ended.stdout.split()
     wall, cpu = map(float, words[words.index("seconds") + 1 :][:2])
     return Run(wall=wall, cpu=cpu, tokens=int(words[-1]))

@@ -12,6 +12,7 @@ their clusters of built-in accelerators in equal parts; costs follow from publis
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import resource
 import sys
@@ -25,6 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hetero import converters
+from hetero.errors import UserError
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import Cluster, cluster_from_mapping, load_cluster
 from hetero.planner.layer_split import estimate
@@ -39,6 +42,7 @@ from hetero.planner.search_space import (
     pipeline_model,
 )
 from hetero.planner.solution import find_best_plans
+from tools import tool_command_line
 from tools.planning.solution_table import one_line
 
 KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI210")
@@ -261,26 +265,39 @@ def beside_sum(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parse() -> argparse.Namespace:
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    grows = commands.add_parser("growth")
+    grows = commands.add_parser("growth", description="How long the search takes.")
     grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")
-    besides = commands.add_parser("beside")
+    besides = commands.add_parser("beside", description="The search beside scipy's.")
     besides.add_argument("--out", type=Path, required=True, help="JSON; a row is added to it")
-    besides.add_argument("--seconds", type=float, default=600)
-    for size, default in (("gpus", 128), ("kinds", 3), ("layers", 48), ("batch", 256)):
-        besides.add_argument(f"--{size}", type=int, default=default)
-    adds = commands.add_parser("sum")
+    besides.add_argument("--seconds", type=converters.number(above=0), default=600)
+    besides.add_argument("--gpus", type=converters.integer(8), default=128)
+    kinds = range(1, len(KINDS) + 1)
+    besides.add_argument("--kinds", type=int, choices=kinds, default=3)
+    for size, default in (("layers", 48), ("batch", 256)):
+        besides.add_argument(f"--{size}", type=converters.integer(1), default=default)
+    adds = commands.add_parser("sum", description="Kinds together and alone.")
     adds.add_argument("--out", type=Path, required=True, help="JSON")
-    options = parser.parse_args()
-    if not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    return tool_command_line.run(lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> str:
+    """Search, print the rows and write them."""
+    tool_command_line.require_results_file(options.out)
     rows: list[Any]
     if options.command == "sum":
         rows = beside_sum(Path(__file__).resolve().parent)
     elif options.command == "beside":
-        rows = json.loads(options.out.read_text()) if options.out.exists() else []
+        if importlib.util.find_spec("scipy") is None:
+            raise UserError("scipy is not installed; install it, or put it on PYTHONPATH")
+        rows = earlier_rows(options.out)
         rows.append(
             beside(options.gpus, options.kinds, options.layers, options.batch, options.seconds)
         )
@@ -289,7 +306,16 @@ def main() -> None:
         rows = growth()
         draw(rows, options.out.with_suffix(".png"))
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return ""
+
+
+def earlier_rows(path: Path) -> list[Any]:
+    """Those that the file has; none where there is no file."""
+    try:
+        return list(json.loads(path.read_text())) if path.exists() else []
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--out {path} is no list of rows ({error}); name another") from error
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

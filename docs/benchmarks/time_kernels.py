@@ -9,10 +9,9 @@ LLaMA-8B at sequence 4096; `--tokens 8192` is a micro-batch of two such sequence
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+
+from hetero.converters import integer
+from hetero.errors import UserError
+from tools import tool_command_line
 
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
 SEQUENCE = 4096
@@ -380,19 +383,30 @@ KERNELS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
+def main() -> int:
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json")
+    parser.add_argument("--tokens", type=integer(1), nargs="+", default=[4096, 8192])
     parser.add_argument("--only", nargs="+", choices=sorted(KERNELS), default=sorted(KERNELS))
     options = parser.parse_args()
+    if uneven := [tokens for tokens in options.tokens if tokens % SEQUENCE]:
+        parser.error(f"--tokens {uneven[0]} is no multiple of the sequence, {SEQUENCE}")
+    return tool_command_line.run(lambda: measure(options.out, options.tokens, options.only))
+
+
+def measure(out: Path, sizes: Sequence[int], kernels: Sequence[str]) -> str:
+    """Time the kernels, print their rows and write kernels.json."""
     import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        raise UserError("kernels are timed on a GPU, and PyTorch sees none here")
+    tool_command_line.make_results_folder(out)
 
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     rows: list[Row] = []
-    for kernel in options.only:
-        for tokens in options.tokens if kernel != "adam" else options.tokens[:1]:
+    for kernel in kernels:
+        for tokens in sizes if kernel != "adam" else sizes[:1]:
             try:
                 for variant, forward, backward in KERNELS[kernel](tokens):
                     rows.append(Row(kernel, variant, tokens, forward, backward))
@@ -401,15 +415,15 @@ def main() -> None:
             except Exception as error:
                 print(f"{kernel:<16}{tokens:>6} failed: {error!r:.300}", flush=True)
             torch.cuda.empty_cache()
-    options.out.mkdir(parents=True, exist_ok=True)
     record = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "rows": [asdict(row) for row in rows],
     }
-    (options.out / "kernels.json").write_text(json.dumps(record, indent=1))
+    (out / "kernels.json").write_text(json.dumps(record, indent=1))
     dist.destroy_process_group()
+    return ""
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hetero.converters import integer, number
+from tools import tool_command_line
 from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 TRAINING = (
@@ -111,34 +113,39 @@ def run(level: int, options: argparse.Namespace, *, name: str) -> Run:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path)
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path, help="folder for the results")
     parser.add_argument("--preset", type=Path, default=Path("examples/presets/llama3.2_1b.yaml"))
     parser.add_argument("--levels", type=int, nargs="+", choices=(0, 1, 2), default=[0, 2])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--log-interval", type=int, default=10)
-    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--repeats", type=integer(1), default=3)
+    parser.add_argument("--iterations", type=integer(2), default=30)
+    parser.add_argument("--warmup", type=integer(1), default=10)
+    parser.add_argument("--log-interval", type=integer(1), default=10)
+    parser.add_argument("--nproc", type=integer(2), default=2)
     parser.add_argument("--transport", default="auto", help="of a mixed run, or homogeneous")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each run")
+    parser.add_argument(
+        "--deadline", type=number(above=0), default=300.0, help="seconds for each run"
+    )
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
     options.flags = list(words[cut + 1 :])
     if len(set(options.levels)) < 2:
         parser.error("--levels must name two or more, the first being what the others are beside")
-    if not 0 < options.warmup < options.iterations:
-        parser.error("--warmup must be at least 1 and less than --iterations")
-    if options.repeats < 1 or options.nproc < 2:
-        parser.error("--repeats must be at least 1 and --nproc at least 2")
+    if options.warmup >= options.iterations:
+        parser.error("--warmup must be less than --iterations")
+    if not options.preset.is_file():
+        parser.error(f"--preset {options.preset} is no file; check the path")
     return options
 
 
-def main() -> None:
+def main() -> int:
     options = parse(sys.argv[1:])
-    options.out.mkdir(parents=True, exist_ok=True)
+    return tool_command_line.run(lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> str:
+    """Train, write timers.json and say what the levels cost. HeteroError where a run fails."""
+    tool_command_line.make_results_folder(options.out, "OUT")
     repeats = []
     for repeat in range(options.repeats):
         order = options.levels if repeat % 2 == 0 else options.levels[::-1]
@@ -149,12 +156,12 @@ def main() -> None:
     # On GPUs kernels may add in another order from run to run, so this says something only where
     # --deterministic-mode is among the flags, or on CPU.
     equal = len({tuple(run.losses) for runs in repeats for run in runs}) == 1
-    for cost in found:
-        print(
-            f"level {cost.level} beside level {options.levels[0]}: {cost.median:+.3%} of a step "
-            f"({cost.least:+.3%} to {cost.most:+.3%} in {options.repeats} repeats)"
-        )
-    print(f"losses {'equal in all runs, bit for bit' if equal else 'differ between runs'}")
+    lines = [
+        f"level {cost.level} beside level {options.levels[0]}: {cost.median:+.3%} of a step "
+        f"({cost.least:+.3%} to {cost.most:+.3%} in {options.repeats} repeats)"
+        for cost in found
+    ]
+    lines.append(f"losses {'equal in all runs, bit for bit' if equal else 'differ between runs'}")
     record = {
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -171,7 +178,8 @@ def main() -> None:
         "costs": [asdict(cost) for cost in found],
     }
     (options.out / "timers.json").write_text(json.dumps(record, indent=1))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests import commands, scripts
+from tests.tools.refusals import refusal
 from tests.tools.test_benchmark_parity import TINY
 from tools.runs import ROOT, Finished
 
@@ -42,18 +44,41 @@ def time_timers() -> ModuleType:
         ("async_save.py out --preset absent.yaml", "absent.yaml is no file; check the path"),
         (f"async_save.py {__file__}", f"{__file__} is a file; name a folder"),
         ("time_timers.py out --levels 2 2", "--levels must name two or more"),
-        ("time_timers.py out --warmup 0", "--warmup must be at least 1"),
+        ("time_timers.py out --warmup 0", "--warmup: must be a whole number of at least 1, not"),
         ("time_timers.py out --warmup 30", "less than --iterations"),
-        ("time_timers.py out --repeats 0", "--repeats must be at least 1"),
+        ("time_timers.py out --repeats 0", "--repeats: must be a whole number of at least 1, not"),
+        ("time_timers.py out --preset nowhere.yaml", "nowhere.yaml is no file; check the path"),
+        (f"time_timers.py {__file__}", f"OUT {__file__} cannot be made (File exists)"),
+        ("conversion_8b.py", "the following arguments are required: out"),
+        (f"conversion_8b.py {__file__}", f"OUT {__file__} cannot be made (File exists)"),
+        ("conversion_8b.py {made}", "{made}/hf is there already; remove it"),
+        ("mesh_ablation.py --out {made} --rows 99", "--rows: invalid choice: 99"),
+        ("mesh_ablation.py --out {made} --iterations 4", "of at least 5, not '4'"),
         ("search_plans.py sum --out nowhere/sum.json", "there is no folder nowhere"),
+        ("search_plans.py sum --out {made}", "--out {made} is a folder; name a file in it"),
+        ("search_plans.py beside --out {made}/x --kinds 7", "--kinds: invalid choice: 7"),
+        ("time_kernels.py --out {made} --tokens 5000", "--tokens 5000 is no multiple of"),
+        ("time_kernels.py --out {made}", "kernels are timed on a GPU"),
+        (
+            "preprocess_rounds.py --work {made} --out {made}/x --megabytes 1 --rounds 1 "
+            "--processes 1",
+            "--work {made} has no folder datasets",
+        ),
     ],
 )
-def test_what_measures_nothing_is_refused(command: str, reason: str, monkeypatch, capsys) -> None:
-    words = command.split()
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit, match="2"):
-        scripts.load(FOLDER / words[0]).main()
-    assert reason in capsys.readouterr().err
+def test_what_measures_nothing_is_refused(
+    command: str, reason: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    made = tmp_path / "made"
+    (made / "hf").mkdir(parents=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    script, *words = command.format(made=made).split()
+
+    def main(argv: list[str]) -> int:
+        monkeypatch.setattr("sys.argv", [script, *argv])
+        return scripts.load(FOLDER / script).main()
+
+    assert reason.format(made=made) in refusal(capsys, main, words)
 
 
 # What a save costs.
@@ -148,3 +173,14 @@ def test_a_cost_is_the_ratio_of_two_runs_of_one_repeat(time_timers: ModuleType) 
 
     (cost,) = time_timers.costs([repeat(100, 101), repeat(200, 200), repeat(100, 104)], base=0)
     assert (cost.level, cost.median, cost.least, cost.most) == pytest.approx((2, 0.01, 0, 0.04))
+
+
+def test_a_run_that_is_refused_ends_the_benchmark_with_what_the_run_said(
+    time_timers: ModuleType, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    words = f"{tmp_path} --preset {ROOT}/examples/presets/tiny.yaml -- --no-such-flag"
+    monkeypatch.setattr("sys.argv", ["time_timers.py", *words.split()])
+    assert time_timers.main() == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: the step 'repeat0-level0' failed with exit code 2")
+    assert "--no-such-flag is not a flag of this program" in said
