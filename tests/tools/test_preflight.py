@@ -84,6 +84,20 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     assert kind["rail_gbits"] >= kind["rail_both_ways_gbits"] > 0
 
 
+def test_the_node_itself_is_described_whatever_training_would_simulate(tmp_path):
+    """A cluster file of a simulated vendor would have the planner trust figures of another."""
+    written = {}
+    for played in ("", "amd"):
+        file = tmp_path / f"cluster{played}.yaml"
+        done = ended(TOOL, "--no-bandwidth", "--write-cluster", file, HETERO_VENDOR=played)
+        written[played] = file.read_text()
+        assert ("HETERO_VENDOR=amd has training simulate" in done.stdout) is bool(played)
+    assert yaml.safe_load(written["amd"]) == yaml.safe_load(written[""])
+    remark = "# HETERO_VENDOR=amd has training simulate a vendor; these are the nodes themselves."
+    assert remark in written["amd"].splitlines()
+    assert "simulate" not in written[""]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -84,6 +84,13 @@ def _gpus(facts: NodeFacts) -> Iterator[Advice]:
             subject,
             f"PyTorch sees none of the node's {count} {vendor} GPUs; {_why_unseen(facts, vendor)}",
         )
+    if gpus.simulated_by:
+        yield Advice(
+            Severity.NOTE,
+            subject,
+            f"{gpus.simulated_by} has training simulate a vendor; what is checked, measured and "
+            f"written here is the node itself, {gpus.vendor}",
+        )
     for gpu in gpus.usable:
         if gpu.link.lanes and gpu.link.lanes < gpu.link.most_lanes:
             yield Advice(

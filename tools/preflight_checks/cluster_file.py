@@ -19,6 +19,9 @@ _UNKNOWN = """\
 # Not built in: {names}. Give each what it lacks of memory, tflops, memory_bandwidth, link and nic
 # (docs/planner.md).
 """
+_SIMULATED = """\
+# {settings} has training simulate a vendor; these are the nodes themselves.
+"""
 
 
 def cluster_text(report: Report) -> str:
@@ -46,6 +49,8 @@ def cluster_text(report: Report) -> str:
         remark += _UNKNOWN.format(names=", ".join(unknown))
     if report.emulated:
         remark += "# Emulated: every process played a node.\n"
+    if played := sorted({node.facts["gpus"]["simulated_by"] for node in report.nodes} - {""}):
+        remark += _SIMULATED.format(settings=", ".join(played))
     return remark + yaml.safe_dump(data, sort_keys=False)
 
 
@@ -58,7 +63,7 @@ def _accelerator(node: NodeReport) -> str:
 
 
 def _kind(node: NodeReport) -> str:
-    """Equal nodes have equal names; a vendor that is simulated is another kind of node."""
+    """Equal nodes have equal names."""
     count = max(len(node.card.gpus), 1)
     return f"{node.card.vendor}-{_accelerator(node)}-x{count}".replace(" ", "-")
 

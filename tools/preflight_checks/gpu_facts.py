@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.cluster import running_vendor
+from hetero.cluster import VENDOR_VARIABLE, running_vendor
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import PciDevice, pci_device
 from tools.preflight_checks.pci import PcieLink, read_pcie_link
@@ -60,6 +60,11 @@ class GpuInventory:
     """Those that can drive a display."""
     hidden_by: str
     """The setting that hides GPUs from this process; empty where none is set."""
+    simulated_by: str
+    """The setting with which training here plays another vendor; empty where it is not set.
+
+    The check is of the hardware, whatever it plays.
+    """
 
 
 def visible_gpus() -> list[VisibleGpu]:
@@ -90,6 +95,7 @@ def read_gpus(
             counts = displays if kind.startswith(_VGA_CLASS) else on_bus
             counts[maker] = counts.get(maker, 0) + 1
     vendor = vendor or running_vendor()
+    played = os.environ.get(VENDOR_VARIABLE, "").strip()
     banner = read_text(roots.proc / "driver/nvidia/version")
     return GpuInventory(
         vendor=vendor,
@@ -99,6 +105,7 @@ def read_gpus(
         on_bus=on_bus,
         displays=displays,
         hidden_by=", ".join(f"{n}={os.environ[n]}" for n in VISIBILITY if n in os.environ),
+        simulated_by=f"{VENDOR_VARIABLE}={played}" if played else "",
     )
 
 
