@@ -16,6 +16,7 @@ VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
         (VPP2, 2),
         ("--num-layers-per-virtual-pipeline-stage 2", 2),
         ("--num-layers-per-virtual-pipeline-stage 4", None),
+        (f"{VPP2} --num-layers 6 --decoder-first-pipeline-num-layers 2", 2),
         ("--pipeline-model-parallel-layout 'Et|ttt|tt|ttL'", 2),
         ("--pipeline-model-parallel-layout 'Etttt|ttttL'", None),
     ],

@@ -264,7 +264,13 @@ def _check_even_stages(args: Namespace, ends: list[int]) -> Iterator[str]:
         )
         return
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    if any(size % chunks for size in ends) or (stages > 0 and layers % (stages * chunks)):
+    if uneven := [size for size in ends if size % chunks]:
+        yield (
+            f"the {counted(uneven[0], 'layer')} of the first or last stage cannot be shared evenly "
+            f"by its {counted(chunks, 'chunk')}; change --decoder-first-pipeline-num-layers or "
+            "--decoder-last-pipeline-num-layers"
+        )
+    if stages > 0 and layers % (stages * chunks):
         shares = counted(stages, "pipeline stage") + (
             f" of {counted(chunks, 'chunk')}" if chunks > 1 else ""
         )
