@@ -120,6 +120,13 @@ class Link(ABC):
         if self._broken is not None:
             raise self._broken
 
+    def count_from_here(self) -> None:
+        """Count and number messages from 0: what went over the link so far was a probe.
+
+        Both ends call it while nothing is under way.
+        """
+        self.counters = LinkCounters()
+
     def choice(self) -> str:
         """For the log: which path of a family was taken, and why no faster one."""
         reasons = "; ".join(self.passed_over or ()) or "the fastest there is"

@@ -17,7 +17,7 @@ from hetero.device.device import Device
 from hetero.device.gpu import GpuDevice, index_of
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError, UnavailableTransport
-from hetero.link.base import Link, LinkCounters
+from hetero.link.base import Link
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
 from hetero.link.rdma_ports import rdma_missing
@@ -218,8 +218,7 @@ def _probe(link: Link, device: torch.device) -> str | None:
         link.check()
         if not arrived:
             return f"{nbytes} bytes arrived changed"
-    # Do not count the probe's messages.
-    link.counters = LinkCounters()
+    link.count_from_here()
     return None
 
 

@@ -130,6 +130,11 @@ class RingLink(RingLinkBase):
             self._progress_requested.set()
         return transfer
 
+    def count_from_here(self) -> None:
+        super().count_from_here()
+        with self._lock:
+            self._out.sequence = self._in.sequence = 0
+
     def lock_for_exchange(
         self, started: Sequence[RingTransfer] | None = None
     ) -> CurrentStream | None:

@@ -161,6 +161,13 @@ def test_what_the_probe_moved_is_not_counted() -> None:
         assert [link.counters for link in links] == [LinkCounters(), LinkCounters()]
 
 
+def test_the_first_message_after_the_probe_has_the_first_number() -> None:
+    with joined(choose) as (one, other):
+        one.send(torch.zeros(3))
+        with pytest.raises(LinkError, match=r"message 0 has shape \(3,\) instead of \(4,\)"):
+            other.recv(torch.zeros(4)).wait()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_path_that_one_end_cannot_open_is_left_by_both(
     rank: int, monkeypatch: pytest.MonkeyPatch
