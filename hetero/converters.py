@@ -8,16 +8,22 @@ import math
 from collections.abc import Callable
 
 
-def integer(minimum: int | None = None) -> Callable[[str], int]:
-    """Make a converter for whole numbers of at least `minimum`."""
+def integer(minimum: int | None = None, *, maximum: int | None = None) -> Callable[[str], int]:
+    """Make a converter for whole numbers of at least `minimum` and at most `maximum`."""
+    bounds = [
+        f"{words} {bound}"
+        for words, bound in (("of at least", minimum), ("at most", maximum))
+        if bound is not None
+    ]
+    expected = " ".join(["a whole number", *[" and ".join(bounds)] * bool(bounds)])
 
     def convert(text: str) -> int:
-        expected = "a whole number" if minimum is None else f"a whole number of at least {minimum}"
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}") from None
-        if minimum is not None and value < minimum:
+        is_low = minimum is not None and value < minimum
+        if is_low or (maximum is not None and value > maximum):
             raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")
         return value
 

@@ -58,7 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.0,
         help="sample from the likeliest that reach this probability; 0: all",
     )
-    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the sampling")
+    parser.add_argument(
+        "--seed", type=integer(0, maximum=2**64 - 1), default=0, help="seed of the sampling"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

@@ -29,8 +29,10 @@ from tools.text_input import FORMATS, Document, InputFile, naming, open_inputs, 
 from tools.tool_command_line import Parser, interrupts_leave, run
 
 SENTENCE_BYTES = 4000
-_MOST_TRIES = 4
 """Longer lines are fed in parts: SentencePiece skips a sentence of more than 4192 bytes."""
+_MOST_TRIES = 4
+_MOST = 2**31 - 1
+"""The largest number that SentencePiece reads."""
 
 LLAMA_OPTIONS: dict[str, Any] = {
     "byte_fallback": True,
@@ -65,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-prefix", required=True, type=text, help="path of the files, without suffix"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    parser.add_argument("--vocab-size", type=integer(1), required=True, help="number of tokens")
+    parser.add_argument(
+        "--vocab-size", type=integer(1, maximum=_MOST), required=True, help="number of tokens"
+    )
     parser.add_argument(
         "--nearest-size",
         action="store_true",
@@ -93,17 +97,20 @@ def build_parser() -> argparse.ArgumentParser:
         "every line",
     )
     parser.add_argument(
-        "--seed", type=integer(0), default=1234, help="for the lines that are drawn"
+        "--seed", type=integer(0, maximum=_MOST), default=1234, help="for the lines that are drawn"
     )
     parser.add_argument(
-        "--threads", type=integer(1), default=16, help="unigram: its scores depend on this number"
+        "--threads",
+        type=integer(1, maximum=_MOST),
+        default=16,
+        help="unigram: its scores depend on this number",
     )
     return parser
 
 
 def _drawn_lines(text: str) -> int:
     """SentencePiece draws no fewer than 101 lines."""
-    if (lines := integer(0)(text)) and lines <= 100:
+    if (lines := integer(0, maximum=_MOST)(text)) and lines <= 100:
         raise argparse.ArgumentTypeError("must be 0 or more than 100")
     return lines
 

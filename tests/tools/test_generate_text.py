@@ -163,6 +163,7 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(
     [
         (["--prompt", ""], "--prompt is empty"),
         (["--top-k", "5"], "need --temperature"),
+        (["--seed", f"{2**64}"], "--seed: must be a whole number of at least 0 and at most"),
         (["--ckpt-step", "7"], "iter_0000007"),
         (["--load", "nowhere"], "nowhere is no folder; name the one that --save named"),
         (

@@ -5,6 +5,9 @@ import argparse
 from hetero.converters import integer, interval, number
 from megatron.training.arguments.batch_sizes import step_schedule
 
+MOST_SEED = 2**32 - 2**20
+"""numpy's seeds have 32 bits, and each pipeline stage adds 100 times its number."""
+
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     _add_batch_flags(parser.add_argument_group("batch"))
@@ -157,7 +160,12 @@ def _add_care_flags(group: argparse._ArgumentGroup) -> None:
         type=interval,
         help="steps between comparisons of the weights of data-parallel ranks, bit for bit",
     )
-    group.add_argument("--seed", type=integer(1), default=1234, help="seed of all random numbers")
+    group.add_argument(
+        "--seed",
+        type=integer(1, maximum=MOST_SEED),
+        default=1234,
+        help="seed of all random numbers",
+    )
     group.add_argument(
         "--deterministic-mode", action="store_true", help="only kernels that repeat bit for bit"
     )
