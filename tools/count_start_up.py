@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nargs="*",
             default=sizes,
             metavar="N",
-            help=f"numbers of ranks {what}: powers of two from 8 on (default: %(default)s)",
+            help=f"numbers of ranks {what}: powers of two from 8 on",
         )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the JSON file to write"

@@ -1,5 +1,7 @@
-"""Write docs/flags.md, every flag of pretrain_gpt.py and what it is worth here, and the table of
-docs/checkpoints.md, what a checkpoint's value of each flag of the model is worth.
+"""Write docs/flags.md and the table of docs/checkpoints.md.
+
+The one has every flag of pretrain_gpt.py and what it is worth here, the other what a checkpoint's
+value of each flag of the model is worth.
 
 python -m tools.list_flags            # write them
 python -m tools.list_flags --check    # exit 1 if one is out of date

@@ -103,6 +103,18 @@ def test_the_help_of_a_number_says_of_what(program) -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_the_first_line_of_a_tools_docstring_is_a_sentence(name: str) -> None:
+    """It is what --help says that the tool is for."""
+    source = ROOT.joinpath(*name.split(".")).with_suffix(".py").read_text()
+    assert (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].endswith(".")
+
+
+def test_a_default_is_shown_once(program) -> None:
+    helps = [text for parser in program for text in parser.format_help().split("\n  --")]
+    assert [text for text in helps if text.count("(default: ") > 1] == []
+
+
 # Flags that messages name.
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
