@@ -99,7 +99,8 @@ def require_writable(folder: Path, flag: str) -> None:
     Nothing is left there; where it does not exist, the folder that it will be made in is tried.
     `flag` is what the user typed, for the error.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    places = (folder, *folder.absolute().parents)
+    there = next(place for place in places if os.path.lexists(place))
     try:
         with tempfile.TemporaryFile(dir=there):
             pass

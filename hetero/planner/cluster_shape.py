@@ -144,6 +144,7 @@ class Cluster:
 
 
 _RAIL_KEYS = frozenset({"rail_gbits", "rail_both_ways_gbits", "rail_latency_us"})
+MOST_GPUS = 1_000_000
 _KIND_KEYS = _RAIL_KEYS | {"name", "accelerator", "nodes", "gpus_per_node", "rails"}
 _LINK_KEYS = _RAIL_KEYS | {"between"}
 
@@ -254,6 +255,11 @@ def _kind_from_mapping(
         return faults.read(partial(_count, entry.get(key, default), f"{where}: {key}")) or 1
 
     nodes, gpus = count("nodes", 1), count("gpus_per_node", 8)
+    if nodes * gpus > MOST_GPUS:
+        faults.sentences.append(
+            f"{where}: {nodes} nodes of {gpus} GPUs are more than the {MOST_GPUS} GPUs of a kind "
+            "that can be planned for; lower nodes or gpus_per_node"
+        )
     rails = count("rails", gpus)
     nic = accelerator.nic_bandwidth if accelerator is not None else 1.0
     rail = faults.read(lambda: _link(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))

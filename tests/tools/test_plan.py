@@ -139,6 +139,16 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, refused: Refused) -> 
         assert said in told
 
 
+@pytest.mark.parametrize("target", ["out", "nowhere"])
+def test_results_at_the_end_of_no_link_are_refused_before_anything_is_planned(
+    target: str, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to itself, and one to nothing."""
+    (tmp_path / "out").symlink_to(target)
+    monkeypatch.setattr("tools.plan.solve", None)
+    assert f"--out {tmp_path}/out cannot be written" in refused(main, request(tmp_path))
+
+
 SMALL = "nodes: [{accelerator: V100-SXM2-16GB, nodes: 1, gpus_per_node: 1}]\n"
 TWO_GPUS = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
 

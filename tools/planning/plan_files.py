@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     if first.distributed_optimizer:
         flags["use-distributed-optimizer"] = True
     if not plan.whole_replicas:
-        return {"hetero-pipeline": True, "hetero-plan": str(plan_file.resolve()), **flags}
+        return {"hetero-pipeline": True, "hetero-plan": os.path.realpath(plan_file), **flags}
     flags["hetero-data-parallel"] = ",".join(f"{m.vendor}:{m.data}" for m in plan.meshes)
     flags["hetero-data-shares"] = ",".join(str(mesh.share) for mesh in plan.meshes)
     flags["tensor-model-parallel-size"] = first.tensor

@@ -93,6 +93,7 @@ def test_a_rail_that_is_slower_both_ways_at_once_exchanges_at_that_speed() -> No
         ("nodes: []", "has no nodes"),
         ("nodes: [{accelerator: H1000}]", "no accelerator is called 'H1000'; known are V100"),
         ("nodes: [{accelerator: H200, nodes: 0}]", "nodes is 0; it must be a whole number"),
+        ("nodes: [{accelerator: H200, nodes: 200000}]", "200000 nodes of 8 GPUs are more than"),
         ("nodes: [{accelerator: H200, rail_gbits: -1}]", "rail_gbits is -1; it must be a number"),
         (
             "nodes: [{accelerator: H200, rail_both_ways_gbits: none}]",
