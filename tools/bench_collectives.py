@@ -52,6 +52,9 @@ from tools.tool_command_line import (
     run,
 )
 
+_MOST_RANKS = 1024
+"""Of one machine."""
+
 
 def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     """The options and the folder for the results. Exits with 2 and a sentence on bad input."""
@@ -147,9 +150,11 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
 def _parts(text: str) -> tuple[int, ...]:
     words = text.split("+")
     parts = tuple(int(word) for word in words if word.isascii() and word.isdecimal())
-    if 0 in parts or len(parts) < len(words) or not sum(parts) >= 2 or len(parts) > len(VENDORS):
+    is_sum = len(parts) == len(words) <= len(VENDORS) and 0 not in parts
+    if not is_sum or not 2 <= sum(parts) <= _MOST_RANKS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not 2 ranks or more of at most {len(VENDORS)} vendors; write 4 or 2+2"
+            f"{text!r} is not 2 ranks or more, up to {_MOST_RANKS}, of at most {len(VENDORS)} "
+            "vendors; write 4 or 2+2"
         )
     return parts
 

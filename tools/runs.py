@@ -144,7 +144,7 @@ def homogeneous_flags(*, stages: int, layers: Sequence[int] | None) -> list[str]
     """Flags of the same pipeline on one vendor: megatron-core's own, on the vendor's library."""
     flags = ["--pipeline-model-parallel-size", str(stages)]
     if layers:
-        parts = "|".join("t" * count for count in layers)
+        parts = "|".join(f"t*{count}" for count in layers)
         flags += ["--pipeline-model-parallel-layout", f"E{parts}L"]
     return flags
 

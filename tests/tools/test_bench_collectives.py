@@ -147,6 +147,7 @@ def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tm
         ("--backends smoke", "invalid choice: 'smoke' (choose from"),
         ("--operations barrier", "invalid choice: 'barrier' (choose from"),
         ("--ranks 1", "'1' is not 2 ranks or more"),
+        ("--ranks 1000+25", "'1000+25' is not 2 ranks or more, up to 1024, of"),
         ("--ranks 1+1+1+1", "of at most 3 vendors"),
         ("--ranks 2+x", "'2+x' is not 2 ranks or more"),
         ("--min-size 4X", "'4X' is no size"),

@@ -61,7 +61,7 @@ def test_the_published_models_and_rows_are_command_lines_of_the_program(
         assert args.hetero_vendors == ["nvidia", "amd"]
         assert args.hetero_pipeline_layers == [nvidia, amd]
     else:
-        assert args.pipeline_model_parallel_layout == f"E{'t' * nvidia}|{'t' * amd}L"
+        assert args.pipeline_model_parallel_layout == f"Et*{nvidia}|t*{amd}L"
 
 
 def test_rows_differ_in_nothing_but_what_crosses_between_stages() -> None:

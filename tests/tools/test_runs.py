@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from hetero.errors import UserError
+from megatron.training.arguments.pipeline_layout import parse_layout
 from tools import runs
 from tools.launching.processes import StepFailure
 from tools.runs import DeadlinePassed, Finished, Launch, run_to_end
@@ -80,3 +82,13 @@ def test_files_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path: Path) -> 
 def test_speed_leaves_out_the_first_iterations(figures: list[float], steady: float) -> None:
     run = Finished([{"tokens_per_s": figure} for figure in figures], {})
     assert run.steady("tokens_per_s") == steady
+
+
+def test_layers_of_stages_are_given_as_numbers_so_that_the_program_can_refuse_mistyped_ones() -> (
+    None
+):
+    *_, layout = runs.homogeneous_flags(stages=2, layers=[3, 1])
+    assert parse_layout(layout, num_layers=4) == ["Ettt", "tL"]
+    *_, mistyped = runs.homogeneous_flags(stages=2, layers=[10**20, 1])
+    with pytest.raises(UserError, match="its numbers are too large"):
+        parse_layout(mistyped, num_layers=4)
