@@ -117,22 +117,12 @@ class Carrier:
         """Readable when the thread has lost a rail."""
         return int(self._library.carrier_loss_fd(self._handle))
 
-    def async_fd(self, index: int) -> int:
-        """Readable when a rail's device has an asynchronous event."""
-        return int(self._library.carrier_async_fd(self._handle, index))
-
     def next_loss(self) -> tuple[int, str, bool] | None:
         """The next lost rail that was not reported yet, why, and if the peer's end looks so."""
         reason, may_have_ended = create_string_buffer(TEXT_BYTES), ctypes.c_bool()
         arguments = reason, byref(may_have_ended)
         index = int(self._library.carrier_next_loss(self._handle, *arguments))
         return None if index < 0 else (index, _text(reason), may_have_ended.value)
-
-    def handle_async_event(self, index: int) -> str | None:
-        """Handle a pending event of a rail's device; why the rail is lost, if it is."""
-        reason = create_string_buffer(TEXT_BYTES)
-        is_lost = self._library.carrier_handle_async_event(self._handle, index, reason)
-        return _text(reason) if is_lost else None
 
     def stop_rail(self, index: int) -> None:
         """Stop a rail: nothing is sent or received over it any more."""

@@ -48,7 +48,7 @@ class RailState:
 
 
 class RailMonitor:
-    """A thread that handles lost rails, asynchronous events of NICs and messages of the peer."""
+    """A thread that handles lost rails and messages of the peer."""
 
     def __init__(
         self,
@@ -77,9 +77,6 @@ class RailMonitor:
         for descriptor in control.filenos():
             self._register(descriptor, partial(self._handle_control, descriptor))
         self._register(carrier.loss_fd, self._handle_losses)
-        for index in range(len(rails)):
-            if (descriptor := carrier.async_fd(index)) >= 0:
-                self._register(descriptor, partial(self._handle_async_event, index))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -150,11 +147,6 @@ class RailMonitor:
             if time.monotonic() > deadline:
                 return
 
-    def _handle_async_event(self, index: int) -> None:
-        reason = self._carrier.handle_async_event(index)
-        if reason is not None:
-            self._lose(index, reason)
-
     def _handle_control(self, descriptor: int) -> None:
         if self._peer_has_ended:
             return
@@ -197,7 +189,6 @@ class RailMonitor:
             return
         rail.live, rail.loss = False, reason
         self._carrier.stop_rail(index)
-        self._unregister(self._carrier.async_fd(index))
         if self._peer_has_ended:
             return
         # If it fails the control connections have ended, and the answer is that the peer has.

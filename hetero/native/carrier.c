@@ -262,18 +262,6 @@ int carrier_loss_fd(const struct carrier *carrier)
     return carrier->engine.loss_fd;
 }
 
-int carrier_async_fd(const struct carrier *carrier, int index)
-{
-    return carrier->engine.rails[index]->async_fd;
-}
-
-bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason)
-{
-    struct rail *rail = carrier->engine.rails[index];
-
-    return rail->operations->handle_async_event(rail, reason);
-}
-
 int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ended)
 {
     struct engine *engine = &carrier->engine;

@@ -41,9 +41,6 @@ bool carrier_start(struct carrier *carrier, char *error);
 void carrier_progress(struct carrier *carrier);
 /* eventfd, readable when a rail has been lost. */
 int carrier_loss_fd(const struct carrier *carrier);
-/* Readable when a rail's device has an asynchronous event; -1 where it has none. */
-int carrier_async_fd(const struct carrier *carrier, int index);
-bool carrier_handle_async_event(struct carrier *carrier, int index, char *reason);
 
 /* The next lost rail that was not reported yet, with the reason, and whether that is what the end of the
  * peer looks like; -1 if there is none. */

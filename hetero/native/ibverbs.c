@@ -42,8 +42,6 @@ static void open_library(void)
     FIND(close_device);
     FIND(query_device);
     FIND(query_port);
-    FIND(get_async_event);
-    FIND(ack_async_event);
     FIND(alloc_pd);
     FIND(dealloc_pd);
     FIND(reg_mr);

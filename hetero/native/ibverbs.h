@@ -16,7 +16,6 @@ enum {
 };
 enum { IBV_QPT_RC = 2 };
 enum { IBV_QPS_INIT = 1, IBV_QPS_RTR = 2, IBV_QPS_RTS = 3, IBV_QPS_ERR = 6 };
-enum { IBV_PORT_ACTIVE = 4 };
 enum { IBV_LINK_LAYER_ETHERNET = 2 };
 enum {
     IBV_QP_STATE = 1 << 0,
@@ -43,14 +42,6 @@ enum {
 enum { IBV_SEND_SIGNALED = 2, IBV_SEND_INLINE = 8 };
 enum { IBV_WC_SUCCESS = 0, IBV_WC_RETRY_EXC_ERR = 12 };
 enum { IBV_WC_RECV = 128, IBV_WC_RECV_RDMA_WITH_IMM = 129 };
-enum {
-    IBV_EVENT_CQ_ERR = 0,
-    IBV_EVENT_QP_FATAL = 1,
-    IBV_EVENT_QP_REQ_ERR = 2,
-    IBV_EVENT_QP_ACCESS_ERR = 3,
-    IBV_EVENT_DEVICE_FATAL = 8,
-    IBV_EVENT_PORT_ERR = 10,
-};
 
 struct ibv_device;
 struct ibv_pd;
@@ -264,14 +255,6 @@ struct ibv_wc {
     uint8_t dlid_path_bits;
 };
 
-struct ibv_async_event {
-    union {
-        void *object;
-        int port_num;
-    } element;
-    int event_type;
-};
-
 /* The library's functions, under their names. */
 struct ibverbs {
     struct ibv_device **(*get_device_list)(int *count);
@@ -281,8 +264,6 @@ struct ibverbs {
     int (*close_device)(struct ibv_context *context);
     int (*query_device)(struct ibv_context *context, struct ibv_device_attr *attributes);
     int (*query_port)(struct ibv_context *context, uint8_t port, struct ibv_port_attr *attributes);
-    int (*get_async_event)(struct ibv_context *context, struct ibv_async_event *event);
-    void (*ack_async_event)(struct ibv_async_event *event);
     struct ibv_pd *(*alloc_pd)(struct ibv_context *context);
     int (*dealloc_pd)(struct ibv_pd *domain);
     struct ibv_mr *(*reg_mr)(struct ibv_pd *domain, void *address, size_t nbytes, int access);

@@ -56,9 +56,6 @@ struct rail_operations {
     void (*stop)(struct rail *rail);
     /* Wait until nothing arrives any more. Without the lock, after `stop`. */
     void (*join)(struct rail *rail);
-    /* Take one event of the rail's device, which must be there; true, with the reason, if the rail is
-     * lost, also because none can be taken. From any thread, with or without the lock. NULL without async_fd. */
-    bool (*handle_async_event)(struct rail *rail, char *reason);
     /* Free everything. Without the lock, once all rails are stopped and joined. */
     void (*close)(struct rail *rail);
 };
@@ -72,7 +69,6 @@ struct rail {
     bool confirms_delivery; /* a completion means that the bytes are in the peer's memory */
     bool peer_reads_back;
     int event_fd; /* -1 where nobody waits for it */
-    int async_fd; /* of its device; -1 likewise */
     int in_flight[RAIL_MESSAGES];
     /* Maintained by speed.c. */
     uint64_t bytes_in_flight;

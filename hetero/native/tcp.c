@@ -357,7 +357,7 @@ struct rail *tcp_open(struct carrier *carrier, int fd, char *error)
         return NULL;
     }
     rail->rail.operations = &operations;
-    rail->rail.event_fd = rail->rail.async_fd = -1;
+    rail->rail.event_fd = -1;
     rail->carrier = carrier;
     rail->fd = fd;
     pthread_cond_init(&rail->has_messages, NULL);

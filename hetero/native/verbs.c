@@ -1,7 +1,6 @@
 #include "verbs.h"
 
 #include <arpa/inet.h>
-#include <errno.h>
 #include <string.h>
 
 #define POLL_BATCH 32
@@ -225,38 +224,6 @@ static void join(struct rail *base)
     (void)base;
 }
 
-static bool handle_async_event(struct rail *base, char *reason)
-{
-    struct verbs_rail *rail = rail_of(base);
-    struct ibv_async_event event;
-    struct ibv_port_attr port;
-
-    /* Its descriptor would stay ready for ever. */
-    if (ibv.get_async_event(rail->context, &event) != 0)
-        return errno != EINTR && errno != EAGAIN &&
-               !set_reason(reason, "its device tells of no events any more (%s)", strerror(errno));
-    ibv.ack_async_event(&event);
-    switch (event.event_type) {
-    case IBV_EVENT_PORT_ERR:
-        if (ibv.query_port(rail->context, rail->port, &port) == 0 &&
-            port.state == IBV_PORT_ACTIVE)
-            return false;
-        return !set_reason(reason, "its port has gone down");
-    case IBV_EVENT_DEVICE_FATAL:
-        return !set_reason(reason, "its device has failed");
-    case IBV_EVENT_CQ_ERR:
-        return !set_reason(reason, "its completion queue has failed");
-    case IBV_EVENT_QP_FATAL:
-        return !set_reason(reason, "its queue pair has failed");
-    case IBV_EVENT_QP_REQ_ERR:
-        return !set_reason(reason, "the peer's requests make no sense to it");
-    case IBV_EVENT_QP_ACCESS_ERR:
-        return !set_reason(reason, "the peer may not write where it tries to");
-    default:
-        return false;
-    }
-}
-
 const struct rail_operations verbs_operations = {
     .limits = {VERBS_RECORDS, VERBS_DATA, VERBS_CREDITS},
     .post_record = post_record,
@@ -270,6 +237,5 @@ const struct rail_operations verbs_operations = {
     .acknowledge = acknowledge,
     .stop = stop,
     .join = join,
-    .handle_async_event = handle_async_event,
     .close = verbs_close,
 };

@@ -152,7 +152,7 @@ bool verbs_open(struct verbs_rail *rail, const char *device, char *error)
 
     rail->rail.operations = &verbs_operations;
     rail->rail.confirms_delivery = true;
-    rail->rail.event_fd = rail->rail.async_fd = -1;
+    rail->rail.event_fd = -1;
     rail->context = open_device(device, error);
     if (rail->context == NULL)
         return false;
@@ -162,7 +162,6 @@ bool verbs_open(struct verbs_rail *rail, const char *device, char *error)
     if (!register_rings(rail, error) || !register_control(rail, error) || !make_queues(rail, error))
         return false;
     rail->rail.event_fd = rail->channel->fd;
-    rail->rail.async_fd = rail->context->async_fd;
     rail->own = (struct verbs_end){
         .qp = rail->qp->qp_num,
         .psn = rail->own.psn,

@@ -52,13 +52,11 @@ class Settings(ctypes.Structure):
 
     _fields_ = (
         ("fault", ctypes.c_int),
-        ("async_fd", ctypes.c_int),
         ("completions_fd", ctypes.c_int),
         ("holds_writes", ctypes.c_bool),
         ("cannot_read", ctypes.c_bool),
         ("refuses_memory", ctypes.c_bool),
         ("is_down", ctypes.c_bool),
-        ("tells_no_events", ctypes.c_bool),
         ("max_message", ctypes.c_uint32),
         ("max_requests", ctypes.c_int),
         ("reads", ctypes.c_long),
@@ -101,18 +99,8 @@ class LoopbackNics:
         ):
             yield
 
-    def take_port_down(self, name: str) -> None:
-        """Silence it, and have the device tell of it."""
-        self[name].fault, self[name].is_down = Fault.SILENT, True
-        os.eventfd_write(self[name].async_fd, 1)
-
-    def end_events(self, name: str) -> None:
-        """Have the kernel answer with errors alone when it is asked for asynchronous events."""
-        self[name].tells_no_events = True
-        os.eventfd_write(self[name].async_fd, 1)
-
     def end_completion_events(self, name: str) -> None:
-        """The same of completions: their descriptor has errors alone."""
+        """Have their descriptor report errors alone, as where the device was removed."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self[name].completions_fd, inheritable=False)
         os.close(nowhere)

@@ -21,7 +21,7 @@
 /* What the project itself has no use for. */
 enum { IBV_WC_SEND, IBV_WC_RDMA_WRITE, IBV_WC_RDMA_READ };
 enum { IBV_WC_LOC_PROT_ERR = 4, IBV_WC_WR_FLUSH_ERR = 5 };
-enum { IBV_PORT_DOWN = 1, IBV_MTU_4096 = 5 };
+enum { IBV_PORT_DOWN = 1, IBV_PORT_ACTIVE = 4, IBV_MTU_4096 = 5 };
 
 struct ibv_device {
     char name[8];
@@ -43,12 +43,11 @@ struct held {
 /* What tests set, and see of a NIC; in library.py too. Zero for one that is well. */
 struct settings {
     _Atomic int fault; /* enum fault */
-    int async_fd, completions_fd;
+    int completions_fd;
     bool holds_writes; /* rings that may be read back are written only when they have been read */
     bool cannot_read;
     bool refuses_memory; /* by its address */
     bool is_down;
-    bool tells_no_events; /* asynchronous ones, though there may be some */
     uint32_t max_message;
     int max_requests;
     long reads;

@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 struct nic loopback_nics[DEVICES];
@@ -75,8 +74,6 @@ struct ibv_context *ibv_open_device(struct ibv_device *device)
     context->ops.post_recv = loopback_post_recv;
     context->ops.poll_cq = loopback_poll_cq;
     context->ops.req_notify_cq = loopback_req_notify_cq;
-    context->async_fd = eventfd(0, EFD_CLOEXEC);
-    ((struct nic *)device)->settings->async_fd = context->async_fd;
     return context;
 }
 
@@ -86,7 +83,6 @@ int ibv_close_device(struct ibv_context *context)
     pthread_mutex_lock(&loopback_lock);
     loopback_end_held((struct nic *)context->device, false);
     pthread_mutex_unlock(&loopback_lock);
-    close(context->async_fd);
     return unmake(context);
 }
 
@@ -109,23 +105,6 @@ int ibv_query_port(struct ibv_context *context, uint8_t port, struct ibv_port_at
                                     .max_msg_sz = nic->max_message ? nic->max_message : MAX_MESSAGE,
                                     .link_layer = IBV_LINK_LAYER_ETHERNET};
     return 0;
-}
-
-int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *event)
-{
-    eventfd_t count;
-
-    event->event_type = IBV_EVENT_PORT_ERR;
-    if (((struct nic *)context->device)->settings->tells_no_events) {
-        errno = EIO;
-        return -1;
-    }
-    return eventfd_read(context->async_fd, &count);
-}
-
-void ibv_ack_async_event(struct ibv_async_event *event)
-{
-    (void)event;
 }
 
 struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)

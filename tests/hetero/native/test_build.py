@@ -27,8 +27,7 @@ STRUCTURES = (
 ).split()
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
 SHARED_WHOLE = (
-    "context_ops device_attr port_attr qp_cap qp_init_attr ah_attr qp_attr sge send_wr recv_wr wc "
-    "async_event"
+    "context_ops device_attr port_attr qp_cap qp_init_attr ah_attr qp_attr sge send_wr recv_wr wc"
 ).split()
 """Structures of libibverbs that one side makes and the other fills or reads whole."""
 

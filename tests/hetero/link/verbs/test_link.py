@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -57,24 +56,10 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         )
 
 
-def test_a_port_that_goes_down_is_a_lost_rail_at_once(
+def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread_spins(
     nics: LoopbackNics, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strike = at(3, lambda: nics.take_port_down("b0"))
-    with caplog.at_level(logging.WARNING), Setup().links() as links:
-        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
-    assert any("(b0:1) is lost: its port has gone down" in line for line in caplog.messages)
-
-
-@pytest.mark.parametrize(
-    "end",
-    [LoopbackNics.end_events, LoopbackNics.end_completion_events],
-    ids=["events", "completions"],
-)
-def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread_spins(
-    nics: LoopbackNics, end: Callable[[LoopbackNics, str], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    strike = at(3, lambda: end(nics, "b0"))
+    strike = at(3, lambda: nics.end_completion_events("b0"))
     with caplog.at_level(logging.WARNING), Setup().links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
         assert wait_for(lambda: any("(b0:1) is lost: its device" in m for m in caplog.messages))
@@ -101,7 +86,6 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
         [
             lambda: setattr(nics[name], "fault", Fault.CUT),
             lambda: setattr(nics[name], "fault", Fault.SILENT),
-            lambda: nics.take_port_down(name),
             lambda: setattr(nics[name], "cannot_read", True),
         ]
     )
