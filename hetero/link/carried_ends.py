@@ -43,7 +43,8 @@ def make_ends(
 ) -> RingEnds:
     """The ends of a link, which own what is on the stack from here on. Start the carrier first."""
     side, description = rendezvous.side, rendezvous.description
-    remote = RemoteEnd(memory.control, 1 - side, carrier.progress)
+    # What is here of the peer's end is a copy; the carrier brings it the entries.
+    remote = EndState(memory.control, 1 - side, wake=carrier.wake)
     monitor = RailMonitor(
         carrier,
         control,
@@ -87,17 +88,3 @@ class LocalEnd(EndState):
     def fail(self, reason: str) -> None:
         super().fail(reason)
         self._send_fault(reason)
-
-
-class RemoteEnd(EndState):
-    """This end's copy of the peer's state. Its doorbell is the carrier, which sends the entries."""
-
-    def __init__(self, control: SharedMemory, side: int, progress: Callable[[], None]) -> None:
-        super().__init__(control, side)
-        self._progress = progress
-
-    def doorbell_address(self) -> int:
-        return 0
-
-    def ring(self) -> None:
-        self._progress()

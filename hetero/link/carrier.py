@@ -66,7 +66,9 @@ class Carrier:
                 )
             ),
         )
-        options.device.notify(self._library.carrier_progress, self._handle)
+        self.wake = self._library.carrier_progress, self._handle
+        """A function in C, and its argument, that sends what has been posted."""
+        options.device.notify(*self.wake)
 
     def add_verbs_rail(self, port: Port) -> tuple[dict[str, Any], str]:
         """Open a port; returns its CONNECTION (docs/wire.md) and how its NIC addresses the rings.
@@ -106,11 +108,6 @@ class Carrier:
     def start(self) -> None:
         """Start the thread. Raises LinkError."""
         checked(self._library.carrier_start, self._handle)
-
-    def progress(self) -> None:
-        """Send what has been posted. Does nothing once closed."""
-        if self._handle is not None:
-            self._library.carrier_progress(self._handle)
 
     @property
     def loss_fd(self) -> int:

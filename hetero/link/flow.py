@@ -5,6 +5,7 @@ One call into C (hetero/native/flow.c) enqueues as many entries of a message as 
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ class Flow:
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
         self._peer = ends.peer
         self._streams = device.new_streams()
+        wake_peer, wake_argument = ends.peer.wake
         self._state = structures.Flow(
             streams=self._streams.streams,
             direction=direction.address,
@@ -64,7 +66,8 @@ class Flow:
             small_bytes=self._small_bytes,
             checksum_bytes=device.checksum_bytes,
             user_buffers=direction.user_buffers_address if options.zero_copy else 0,
-            doorbell=ends.peer.doorbell_address(),
+            wake_peer=ctypes.cast(wake_peer, ctypes.c_void_p).value,
+            wake_argument=wake_argument,
             is_outgoing=is_outgoing,
         )
         self._state.bytes_header[:] = bytes_header(job)
@@ -72,7 +75,6 @@ class Flow:
         self._reference = byref(self._state)
         self.address = addressof(self._state)
         """Address of the state, for `native_exchange`."""
-        self.c_rings_doorbell = self._state.doorbell != 0
         self._call = native().native_progress
         self._acquire = acquire_fence()
 
@@ -188,12 +190,12 @@ class Flow:
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
-    ) -> bool:
-        """Enqueue as much as possible; returns whether to ring the peer's doorbell.
+    ) -> None:
+        """Enqueue as much as possible.
 
         `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
         """
-        before, state = self.count, self._state
+        state = self._state
         while self.waiting:
             transfer = self.waiting[0]
             # Never let a message after the awaited one block the caller's stream.
@@ -202,7 +204,6 @@ class Flow:
             if not self._progress_transfer(transfer, stream):
                 break
             self.note_enqueued(state.count, on_caller_stream=state.on_caller_stream)
-        return not self.c_rings_doorbell and self.count != before
 
     def note_enqueued(self, count: int, *, on_caller_stream: bool) -> None:
         """The first waiting transfer has been enqueued; its last entry is number `count`."""

@@ -91,9 +91,14 @@ class Direction:
 
 
 class EndState:
-    """One end's doorbell, and its closed and error flags."""
+    """One end's doorbell, and its closed and error flags.
 
-    def __init__(self, control: SharedMemory, side: int) -> None:
+    `wake` is a function in C, and its argument, that wakes this end in place of its doorbell.
+    """
+
+    def __init__(
+        self, control: SharedMemory, side: int, *, wake: tuple[Any, int | None] | None = None
+    ) -> None:
         offset = RingControl.ends.offset + side * sizeof(RingEnd)
         self._words, self._bytes = control.words, control.bytes
         self._address = control.address + offset
@@ -102,6 +107,7 @@ class EndState:
         self._fault_bytes = (offset + RingEnd.fault_bytes.offset) // 4
         self._fault = offset + RingEnd.fault.offset
         self._library = native()
+        self.wake = wake or (self._library.host_ring_doorbell, self.doorbell_address)
         self._acquire = acquire_fence()
 
     @property
@@ -110,18 +116,18 @@ class EndState:
         self._acquire()
         return bell
 
+    @property
     def doorbell_address(self) -> int:
-        """The doorbell's address in this process, for C to ring; 0 if only `ring` works."""
         return self._address + RingEnd.doorbell.offset
 
     def ring(self) -> None:
         """Wake this end."""
-        self._library.host_ring_doorbell(self._address + RingEnd.doorbell.offset)
+        function, argument = self.wake
+        function(argument)
 
     def sleep(self, expected: int, seconds: float) -> None:
         """Sleep until this end's doorbell rings, without the GIL."""
-        doorbell = self._address + RingEnd.doorbell.offset
-        self._library.host_wait_doorbell(doorbell, expected, int(seconds * 1000))
+        self._library.host_wait_doorbell(self.doorbell_address, expected, int(seconds * 1000))
 
     @property
     def is_closed(self) -> bool:

@@ -171,13 +171,7 @@ class RingExchange:
         *,
         caller_waits: bool = True,
     ) -> bool:
-        """With the locks; whether all is enqueued and, if `caller_waits`, the stream waits for it.
-
-        Does not poll for links whose doorbell C cannot ring.
-        """
-        for link in links:
-            if not link.c_rings_doorbell:
-                microseconds = 0
+        """With the locks; whether all is enqueued, and waited for if `caller_waits`."""
         progress = self._call(self._address, count, stream.key, microseconds, caller_waits)
         for link in links:
             if link.peer_has_failed:

@@ -56,12 +56,10 @@ class RingLink(RingLinkBase):
             raise
         super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
         self.transport = options.transport
-        self.c_rings_doorbell = outgoing.c_rings_doorbell
-        """Whether C rings the peer's doorbell when it has enqueued something."""
         self._device = options.device
         self._ring_bytes = options.ring_bytes
         self._job = job
-        self._doorbell_address = ends.local.doorbell_address()
+        self._doorbell_address = ends.local.doorbell_address
         self._spin = native().native_spin
         self._progress_requested = threading.Event()
         """Wakes the link's thread: something waits, and maybe no caller will make progress."""
@@ -201,12 +199,10 @@ class RingLink(RingLinkBase):
         return self._ends.peer.has_failed
 
     def end_exchange(self, *, caller_waits: bool) -> None:
-        """Ring the peer's doorbell after an exchange. Call with the lock.
+        """Have the rest of an exchange enqueued. Call with the lock.
 
         `caller_waits`: the caller will wait, and make progress.
         """
-        if not self.c_rings_doorbell:
-            self._ends.peer.ring()
         if self._is_asleep or (not caller_waits and (self._out.waiting or self._in.waiting)):
             self._progress_requested.set()
         self._release_completed()
@@ -353,16 +349,13 @@ class RingLink(RingLinkBase):
             self._abort_transfers(self._broken)
             return
         try:
-            sent = self._out.enqueue(sender)
-            moved = self._in.enqueue(receiver, awaited=awaited) or sent
+            self._out.enqueue(sender)
+            self._in.enqueue(receiver, awaited=awaited)
         except UnexpectedEntry as refusal:
             self._break(self._refused(self._in.waiting[0], str(refusal)))
             return
         except RuntimeError as error:
             self._fail(str(error), _DRIVER_REMEDY)
-            return
-        if moved:
-            self._ends.peer.ring()
 
     def _run(self) -> None:
         """The link's thread: makes progress if no caller does, checks deadlines and the peer."""

@@ -249,6 +249,13 @@ static uint32_t recv_chunk(struct flow *flow, struct message *message)
     return is_last(message) ? ENQUEUED : WAITING;
 }
 
+static void wake_peer(const struct flow *flow)
+{
+    void (*wake)(void *) = (void (*)(void *))(uintptr_t)flow->wake_peer;
+
+    wake((void *)(uintptr_t)flow->wake_argument);
+}
+
 /* Enqueue as many chunks as possible without the peer. */
 static uint32_t progress_message(struct flow *flow, struct message *message)
 {
@@ -259,8 +266,8 @@ static uint32_t progress_message(struct flow *flow, struct message *message)
         before = flow->count;
         progress = flow->is_outgoing ? send_chunk(flow, message) : recv_chunk(flow, message);
     } while (progress == WAITING && flow->count != before);
-    if (flow->doorbell && flow->count != first)
-        host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+    if (flow->count != first)
+        wake_peer(flow);
     return progress;
 }
 

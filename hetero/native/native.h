@@ -118,8 +118,9 @@ struct flow {
     uint64_t checksum_bytes;
     /* The direction's user_buffers (ring.h) where larger messages are zero-copy; else 0. */
     uint64_t user_buffers;
-    /* The peer's doorbell, rung when entries have been enqueued; 0 where Python rings it. */
-    uint64_t doorbell;
+    /* A function and its argument, called when entries have been enqueued: it wakes the peer. */
+    uint64_t wake_peer;
+    uint64_t wake_argument;
     /* A message of bytes; its numbers are filled in for each. */
     uint8_t bytes_header[RING_HEADER_BYTES];
     bool is_outgoing;

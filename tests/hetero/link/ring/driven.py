@@ -157,8 +157,7 @@ class World:
         awaited: RingTransfer | None = None,
     ) -> None:
         """As a link does it."""
-        if flow.enqueue(stream, awaited=awaited):
-            self._doorbells[flow is self.sender].ring()
+        flow.enqueue(stream, awaited=awaited)
 
     def exchange(self, messages: Sequence[tuple[int, bool]], *, caller: int) -> int:
         """What C answers where a caller's stream sends and receives messages of so many bytes.
