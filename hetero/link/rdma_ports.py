@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import byref
@@ -145,30 +144,14 @@ def read_gids(port: Path) -> Iterator[Gid]:
     """The GIDs of a port, in order, given its folder in sysfs.
 
     With some drivers a table has a thousand entries, nearly all empty, and it is read for every
-    link: so read it lazily, with few system calls.
+    link: so each is read as it is asked for.
     """
-    try:
-        table = os.open(port / "gids", os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        for index in sorted(os.listdir(table), key=int):
-            with contextlib.suppress(OSError, ValueError):
-                text = _read_at(table, index)
-                if text.strip(b"0:\n"):
-                    address = ipaddress.IPv6Address(text.decode().strip())
-                    kind = read_text(port / "gid_attrs/types" / index)
-                    yield Gid(int(index), kind, address)
-    finally:
-        os.close(table)
-
-
-def _read_at(folder: int, name: str) -> bytes:
-    file = os.open(name, os.O_RDONLY, dir_fd=folder)
-    try:
-        return os.read(file, 64)
-    finally:
-        os.close(file)
+    for index in entries(port / "gids"):
+        text = read_text(port / "gids" / index)
+        if text.strip("0:"):
+            with contextlib.suppress(ValueError):
+                address = ipaddress.IPv6Address(text)
+                yield Gid(int(index), read_text(port / "gid_attrs/types" / index), address)
 
 
 def choose_gid(gids: Iterable[Gid], *, on_ethernet: bool) -> Gid | None:
