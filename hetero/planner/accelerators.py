@@ -17,6 +17,8 @@ from hetero.plan import VENDORS
 
 _LINK_LATENCY_US = 10.0
 """Start-up latency of a transfer inside a node, the library's kernel launch included."""
+_MATMUL_PART = 794.5 / 989.4
+"""Of its peak, what a matrix product reaches on H100: assumed of parts without `matmul_tflops`."""
 
 
 class ClusterError(Refusal):
@@ -43,11 +45,18 @@ class Accelerator:
     """Reference for flops, memory and memory bandwidth."""
     link_source: str
     nic_source: str
+    measured_matmul_flops: float | None = None
+    matmul_source: str = ""
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s of the fastest bf16 matrix product: mostly power keeps it below the peak."""
+        return self.measured_matmul_flops or self.flops * _MATMUL_PART
 
 
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")
-_SOURCES = ("source", "link_source", "nic_source")
-_KEYS = frozenset({"vendor", "link_latency_us", *_NUMBERS, *_SOURCES})
+_SOURCES = ("source", "matmul_source", "link_source", "nic_source")
+_KEYS = frozenset({"vendor", "link_latency_us", "matmul_tflops", *_NUMBERS, *_SOURCES})
 
 
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
@@ -66,9 +75,14 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
     figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
         key: faults.read(partial(positive, figures[key], where=f"{label}: {key}")) or 0.0
-        for key in (*_NUMBERS, "link_latency_us")
+        for key in (*_NUMBERS, "link_latency_us", "matmul_tflops")
         if key in figures
     }
+    if numbers.get("matmul_tflops", 0.0) > numbers.get("tflops", 0.0) > 0:
+        faults.sentences.append(
+            f"{label}: matmul_tflops {data['matmul_tflops']} is above its peak, tflops "
+            f"{data['tflops']}"
+        )
     faults.refuse(ClusterError)
     return Accelerator(
         name=name,
@@ -79,6 +93,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         link_bandwidth=numbers["link"] * 1e9,
         link_latency=numbers["link_latency_us"] * 1e-6,
         nic_bandwidth=numbers["nic"] * 1e9 / 8,
+        measured_matmul_flops=numbers["matmul_tflops"] * 1e12 if "matmul_tflops" in data else None,
         **{key: str(data.get(key, where)) for key in _SOURCES},
     )
 

@@ -208,8 +208,9 @@ def _profile(
     sources = [
         f"{name}: {measured.accelerators[name].source or 'measured'}"
         if name in known
-        else f"{name}: computed from published figures and {calibrated} ({efficiency:.0%} of peak)"
-        for name in parts
+        else f"{name}: computed from published figures and {calibrated} "
+        f"({efficiency * part.matmul_flops / part.flops:.0%} of peak)"
+        for name, part in parts.items()
     ]
     computed = analytic_profile(model, cluster, efficiency=efficiency, element_bytes=element_bytes)
     return _CombinedProfile(measured, computed), sources
