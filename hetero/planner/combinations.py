@@ -21,6 +21,8 @@ class KindCandidates:
     layer_seconds: FloatArray
     max_layers: FloatArray
     transfer_seconds: FloatArray
+    head_seconds: FloatArray
+    """Of one micro-batch through the output layer, both passes."""
 
     @classmethod
     def of(cls, meshes: Sequence[MeshCandidate]) -> KindCandidates:
@@ -30,6 +32,9 @@ class KindCandidates:
             layer_seconds=np.array([mesh.shape.layer_seconds for mesh in meshes]),
             max_layers=np.array([mesh.max_layers for mesh in meshes]),
             transfer_seconds=np.array([mesh.transfer_seconds for mesh in meshes]),
+            head_seconds=np.array(
+                [mesh.shape.costs.head.forward + mesh.shape.costs.head.backward for mesh in meshes]
+            ),
         )
 
 
@@ -56,8 +61,9 @@ class Combinations:
 def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
     """A lower bound of each combination's step, by flat index; infinite where layers do not fit.
 
-    The relaxation: fractional layers, any order of the meshes, no embedding, head or update. Its
-    optimum fills the fastest kinds up to the period, for one number of kinds or another.
+    The relaxation: fractional layers, any order of the meshes, no embedding or update, and an output
+    layer that takes no layers' place. Its optimum fills the fastest kinds up to the period, for one
+    number of kinds or another. A period is at least the output layer's and a layer's of each chunk.
     """
     layers, chunks = problem.model.layers, combinations.chunks
     axes = len(combinations.kinds)
@@ -77,6 +83,11 @@ def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
     periods = layers / rates
     steady = (combinations.micro_batches - 1 / chunks) * periods
     bound: FloatArray = (steady + periods * np.cumsum(stages_by_speed, axis=0) / chunks).min(axis=0)
+    head_seconds = grid("head_seconds")
+    shortest_period = (head_seconds + chunks * layer_seconds).min(axis=0)
+    all_layers = layers * layer_seconds.min(axis=0)
+    with_head = (combinations.micro_batches - 1 / chunks) * shortest_period + all_layers / chunks
+    bound = np.maximum(bound, with_head) + head_seconds.min(axis=0) / chunks
     bound += grid("transfer_seconds").sum(axis=0)
     all_stages = stages.sum(axis=0)
     bound[(max_layers.sum(axis=0) < layers) | (all_stages * chunks > layers)] = np.inf
