@@ -45,6 +45,8 @@ class Accelerator:
     """Reference for flops, memory and memory bandwidth."""
     link_source: str
     nic_source: str
+    link_peers: int | None = None
+    """GPUs that have a link of their own each; None where a switch joins all GPUs of the node."""
     measured_matmul_flops: float | None = None
     matmul_source: str = ""
 
@@ -56,7 +58,8 @@ class Accelerator:
 
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")
 _SOURCES = ("source", "matmul_source", "link_source", "nic_source")
-_KEYS = frozenset({"vendor", "link_latency_us", "matmul_tflops", *_NUMBERS, *_SOURCES})
+_OPTIONAL = ("link_latency_us", "link_peers", "matmul_tflops")
+_KEYS = frozenset({"vendor", *_NUMBERS, *_OPTIONAL, *_SOURCES})
 
 
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
@@ -75,9 +78,11 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
     figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
         key: faults.read(partial(positive, figures[key], where=f"{label}: {key}")) or 0.0
-        for key in (*_NUMBERS, "link_latency_us", "matmul_tflops")
+        for key in (*_NUMBERS, *_OPTIONAL)
         if key in figures
     }
+    if numbers.get("link_peers", 1.0) % 1:
+        faults.sentences.append(f"{label}: link_peers is {data['link_peers']!r}; GPUs are whole")
     if numbers.get("matmul_tflops", 0.0) > numbers.get("tflops", 0.0) > 0:
         faults.sentences.append(
             f"{label}: matmul_tflops {data['matmul_tflops']} is above its peak, tflops "
@@ -93,6 +98,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         link_bandwidth=numbers["link"] * 1e9,
         link_latency=numbers["link_latency_us"] * 1e-6,
         nic_bandwidth=numbers["nic"] * 1e9 / 8,
+        link_peers=int(numbers["link_peers"]) if "link_peers" in data else None,
         measured_matmul_flops=numbers["matmul_tflops"] * 1e12 if "matmul_tflops" in data else None,
         **{key: str(data.get(key, where)) for key in _SOURCES},
     )

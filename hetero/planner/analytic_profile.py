@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero.planner.accelerators import Accelerator
-from hetero.planner.cluster_shape import Cluster, LinkModel
+from hetero.planner.cluster_shape import Cluster, link_inside_node
 from hetero.planner.communication_costs import ring_seconds
 from hetero.planner.layer_profile import MeasuredProfile, PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.model_shape import ModelShape
@@ -139,7 +139,7 @@ class _PointModel:
     @property
     def all_reduce_seconds(self) -> float:
         """Two all-reduces of the hidden state, each a reduce-scatter and an all-gather."""
-        link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
+        link = link_inside_node(self.accelerator)
         size = self.tokens * self.model.hidden * self.element_bytes
         return 4 * ring_seconds(link, ranks=self.point.tensor, size=size)
 
@@ -180,7 +180,7 @@ class _PointModel:
     def _embedding(self) -> PassTimes:
         size = self.tokens * self.model.hidden * self.element_bytes
         lookup = 2 * size / self.accelerator.memory_bandwidth
-        link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
+        link = link_inside_node(self.accelerator)
         all_reduce = 2 * ring_seconds(link, ranks=self.point.tensor, size=size)
         return PassTimes(lookup + all_reduce, 2 * lookup)
 
