@@ -77,7 +77,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         )
     figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
-        key: faults.read(partial(positive, figures[key], where=f"{label}: {key}")) or 0.0
+        key: faults.read(partial(figure, figures, key, where=label)) or 0.0
         for key in (*_NUMBERS, *_OPTIONAL)
         if key in figures
     }
@@ -104,9 +104,29 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
     )
 
 
-def positive(value: Any, *, where: str) -> float:
+_MOST = {
+    "memory": (10_000, "GiB"),
+    "tflops": (1_000_000, "1e12 operations a second"),
+    "matmul_tflops": (1_000_000, "1e12 operations a second"),
+    "memory_bandwidth": (1_000_000, "1e9 bytes a second"),
+    "link": (100_000, "1e9 bytes a second"),
+    "nic": (100_000, "1e9 bits a second"),
+    "link_latency_us": (1_000_000, "microseconds"),
+    "rail_gbits": (100_000, "1e9 bits a second"),
+    "rail_both_ways_gbits": (100_000, "1e9 bits a second"),
+    "rail_latency_us": (10_000_000, "microseconds"),
+}
+"""Of each figure the most that any hardware has, with room: above it the unit is another one."""
+
+
+def figure(entry: Mapping[Any, Any], key: str, *, where: str) -> float:
+    """A number above 0 of a cluster file, in the unit that its key has."""
+    value, (most, unit) = entry[key], _MOST.get(key, (math.inf, ""))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ClusterError(f"{where} is {value!r}; it must be a number above 0")
+        plain = ", written plainly, as 400 or 1.5" if isinstance(value, str) else ""
+        raise ClusterError(f"{where}: {key} is {value!r}; it must be a number above 0{plain}")
+    if value > most:
+        raise ClusterError(f"{where}: {key} is {value!r}, which no hardware has; give it in {unit}")
     return float(value)
 
 

@@ -14,7 +14,7 @@ from hetero.planner.accelerators import (
     ClusterError,
     accelerator_from_mapping,
     built_in_accelerators,
-    positive,
+    figure,
     unknown_keys,
 )
 from hetero.yaml_file import load_yaml
@@ -322,8 +322,8 @@ def _link(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> Link
     faults = Faults()
 
     def positive_or_default(key: str, default: float) -> float:
-        given = entry.get(key, default)
-        return faults.read(partial(positive, given, where=f"{where}: {key}")) or default
+        figures = {key: default, **entry}
+        return faults.read(partial(figure, figures, key, where=where)) or default
 
     gbits = positive_or_default("rail_gbits", default_gbits)
     latency = positive_or_default("rail_latency_us", _RAIL_LATENCY_US)
