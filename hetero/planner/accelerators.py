@@ -17,6 +17,8 @@ from hetero.plan import VENDORS
 
 _LINK_LATENCY_US = 10.0
 """Start-up latency of a transfer inside a node, the library's kernel launch included."""
+_MATMUL_PART = 794.5 / 989.4
+"""Of its peak, what a matrix product reaches on H100: assumed of parts without `matmul_tflops`."""
 
 
 class ClusterError(Refusal):
@@ -43,11 +45,21 @@ class Accelerator:
     """Reference for flops, memory and memory bandwidth."""
     link_source: str
     nic_source: str
+    link_peers: int | None = None
+    """GPUs that have a link of their own each; None where a switch joins all GPUs of the node."""
+    measured_matmul_flops: float | None = None
+    matmul_source: str = ""
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s of the fastest bf16 matrix product: mostly power keeps it below the peak."""
+        return self.measured_matmul_flops or self.flops * _MATMUL_PART
 
 
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")
-_SOURCES = ("source", "link_source", "nic_source")
-_KEYS = frozenset({"vendor", "link_latency_us", *_NUMBERS, *_SOURCES})
+_SOURCES = ("source", "matmul_source", "link_source", "nic_source")
+_OPTIONAL = ("link_latency_us", "link_peers", "matmul_tflops")
+_KEYS = frozenset({"vendor", *_NUMBERS, *_OPTIONAL, *_SOURCES})
 
 
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
@@ -65,10 +77,17 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         )
     figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
-        key: faults.read(partial(positive, figures[key], where=f"{label}: {key}")) or 0.0
-        for key in (*_NUMBERS, "link_latency_us")
+        key: faults.read(partial(figure, figures, key, where=label)) or 0.0
+        for key in (*_NUMBERS, *_OPTIONAL)
         if key in figures
     }
+    if numbers.get("link_peers", 1.0) % 1:
+        faults.sentences.append(f"{label}: link_peers is {data['link_peers']!r}; GPUs are whole")
+    if numbers.get("matmul_tflops", 0.0) > numbers.get("tflops", 0.0) > 0:
+        faults.sentences.append(
+            f"{label}: matmul_tflops {data['matmul_tflops']} is above its peak, tflops "
+            f"{data['tflops']}"
+        )
     faults.refuse(ClusterError)
     return Accelerator(
         name=name,
@@ -79,13 +98,35 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         link_bandwidth=numbers["link"] * 1e9,
         link_latency=numbers["link_latency_us"] * 1e-6,
         nic_bandwidth=numbers["nic"] * 1e9 / 8,
+        link_peers=int(numbers["link_peers"]) if "link_peers" in data else None,
+        measured_matmul_flops=numbers["matmul_tflops"] * 1e12 if "matmul_tflops" in data else None,
         **{key: str(data.get(key, where)) for key in _SOURCES},
     )
 
 
-def positive(value: Any, *, where: str) -> float:
+_MOST = {
+    "memory": (10_000, "GiB"),
+    "tflops": (1_000_000, "1e12 operations a second"),
+    "matmul_tflops": (1_000_000, "1e12 operations a second"),
+    "memory_bandwidth": (1_000_000, "1e9 bytes a second"),
+    "link": (100_000, "1e9 bytes a second"),
+    "nic": (100_000, "1e9 bits a second"),
+    "link_latency_us": (1_000_000, "microseconds"),
+    "rail_gbits": (100_000, "1e9 bits a second"),
+    "rail_both_ways_gbits": (100_000, "1e9 bits a second"),
+    "rail_latency_us": (10_000_000, "microseconds"),
+}
+"""Of each figure the most that any hardware has, with room: above it the unit is another one."""
+
+
+def figure(entry: Mapping[Any, Any], key: str, *, where: str) -> float:
+    """A number above 0 of a cluster file, in the unit that its key has."""
+    value, (most, unit) = entry[key], _MOST.get(key, (math.inf, ""))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ClusterError(f"{where} is {value!r}; it must be a number above 0")
+        plain = ", written plainly, as 400 or 1.5" if isinstance(value, str) else ""
+        raise ClusterError(f"{where}: {key} is {value!r}; it must be a number above 0{plain}")
+    if value > most:
+        raise ClusterError(f"{where}: {key} is {value!r}, which no hardware has; give it in {unit}")
     return float(value)
 
 

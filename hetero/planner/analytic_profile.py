@@ -1,8 +1,8 @@
 """An analytic profile of hardware that has not been measured, from its published specification.
 
-A roofline model: matrix multiplications and attention run at a fixed fraction of peak FLOP/s, the
-rest of a layer at the memory bandwidth, and tensor-parallel all-reduces over the node's links. The
-fraction is calibrated on one measured accelerator.
+A roofline model: matrix multiplications and attention run at a fixed fraction of the FLOP/s that
+the largest matrix products reach, the rest of a layer at the memory bandwidth, and tensor-parallel
+all-reduces over the node's links. The fraction is calibrated on one measured accelerator.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetero.planner.accelerators import Accelerator
-from hetero.planner.cluster_shape import Cluster, LinkModel
+from hetero.planner.cluster_shape import Cluster, link_inside_node
 from hetero.planner.communication_costs import ring_seconds
 from hetero.planner.layer_profile import MeasuredProfile, PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.model_shape import ModelShape
 
-EFFICIENCY = 0.63
-"""Fraction of peak FLOP/s of matrix multiplications and attention. Calibrated so that LLaMA-8B
-reaches the 571.6 TFLOP/s measured on H200 (docs/benchmarks/published_table.md)."""
+EFFICIENCY = 0.63 * 989.4 / 794.5
+"""Of an accelerator's `matmul_flops`, what a model's matrix multiplications and attention reach.
+Calibrated so that LLaMA-8B reaches the 571.6 TFLOP/s measured on H200, which is 0.63 of its peak
+(docs/benchmarks/published_table.md)."""
 _UPDATE_BYTES_PER_PARAMETER = 42
 """Memory traffic of an optimizer step: the gradient read twice (norm, update) and zeroed, the fp32
 weight and two moments read and written, the bf16 weight written."""
@@ -78,27 +79,27 @@ def measured_efficiency(
     *,
     element_bytes: int = 2,
 ) -> float:
-    """The fraction of its peak FLOP/s that an accelerator reached, over all measured points."""
+    """Of an accelerator's `matmul_flops`, what it reached over all measured points."""
     profile = measured.accelerators.get(accelerator.name)
     if profile is None:
         raise ProfileError(
             f"the profile to calibrate with has no {accelerator.name}; it has "
             f"{', '.join(measured.accelerators)}"
         )
-    measured_seconds = peak_seconds = 0.0
+    measured_seconds = matmul_seconds = 0.0
     for point, costs in profile.points.items():
         layer = _PointModel(model, accelerator, point, 1.0, element_bytes)
         other_seconds = layer.memory_bound_seconds * 3 + layer.all_reduce_seconds * 2
         if point.recompute == "full":
             other_seconds += layer.memory_bound_seconds + layer.all_reduce_seconds
         measured_seconds += max(costs.layer.forward + costs.layer.backward - other_seconds, 0.0)
-        peak_seconds += layer.matmul_seconds * (4 if point.recompute == "full" else 3)
-    if not measured_seconds > peak_seconds:
+        matmul_seconds += layer.matmul_seconds * (4 if point.recompute == "full" else 3)
+    if not measured_seconds > matmul_seconds * accelerator.matmul_flops / accelerator.flops:
         raise ProfileError(
             f"the profile of {accelerator.name} is faster than its peak allows; it was measured "
             "with another model, or the peak is not right"
         )
-    return peak_seconds / measured_seconds
+    return matmul_seconds / measured_seconds
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class _PointModel:
     @property
     def all_reduce_seconds(self) -> float:
         """Two all-reduces of the hidden state, each a reduce-scatter and an all-gather."""
-        link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
+        link = link_inside_node(self.accelerator)
         size = self.tokens * self.model.hidden * self.element_bytes
         return 4 * ring_seconds(link, ranks=self.point.tensor, size=size)
 
@@ -164,7 +165,7 @@ class _PointModel:
         )
 
     def _seconds(self, flops: float) -> float:
-        return flops / (self.accelerator.flops * self.efficiency)
+        return flops / (self.accelerator.matmul_flops * self.efficiency)
 
     @property
     def _logits(self) -> float:
@@ -179,7 +180,7 @@ class _PointModel:
     def _embedding(self) -> PassTimes:
         size = self.tokens * self.model.hidden * self.element_bytes
         lookup = 2 * size / self.accelerator.memory_bandwidth
-        link = LinkModel(self.accelerator.link_bandwidth, self.accelerator.link_latency)
+        link = link_inside_node(self.accelerator)
         all_reduce = 2 * ring_seconds(link, ranks=self.point.tensor, size=size)
         return PassTimes(lookup + all_reduce, 2 * lookup)
 

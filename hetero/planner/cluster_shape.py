@@ -14,7 +14,7 @@ from hetero.planner.accelerators import (
     ClusterError,
     accelerator_from_mapping,
     built_in_accelerators,
-    positive,
+    figure,
     unknown_keys,
 )
 from hetero.yaml_file import load_yaml
@@ -37,6 +37,14 @@ class LinkModel:
     time."""
     duplex_bandwidth: float | None = None
     """Bytes/s of each direction while both are used; None where that equals `bandwidth`."""
+    peers: int | None = None
+    """GPUs that share `bandwidth` equally, as each has a link of its own; None behind a switch."""
+
+    def within(self, ranks: int) -> LinkModel:
+        """The link of one of `ranks` GPUs to the others of them."""
+        if self.peers is None:
+            return self
+        return self.scaled(min((max(ranks, 2) - 1) / self.peers, 1.0))
 
     def seconds(self, size: float) -> float:
         """The time of an uncontended transfer of `size` bytes."""
@@ -71,7 +79,15 @@ class LinkModel:
             duplex_bandwidth=None
             if self.duplex_bandwidth is None
             else self.duplex_bandwidth * factor,
+            peers=self.peers,
         )
+
+
+def link_inside_node(accelerator: Accelerator) -> LinkModel:
+    """Of a GPU to all others of its node, as published."""
+    return LinkModel(
+        accelerator.link_bandwidth, accelerator.link_latency, peers=accelerator.link_peers
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class NodeKind:
     rails: int
     """NICs of a node. A GPU uses the nearest one; with fewer NICs than GPUs, neighbours share."""
     intra_node: LinkModel
-    """The link between two GPUs of a node."""
+    """Of a GPU to all others of its node; `LinkModel.within` to some of them."""
     rail: LinkModel
     """The link between two nodes of this kind over one NIC."""
 
@@ -272,7 +288,7 @@ def _kind_from_mapping(
         nodes=nodes,
         gpus_per_node=gpus,
         rails=rails,
-        intra_node=LinkModel(accelerator.link_bandwidth, accelerator.link_latency),
+        intra_node=link_inside_node(accelerator),
         rail=rail,
     )
 
@@ -306,8 +322,8 @@ def _link(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> Link
     faults = Faults()
 
     def positive_or_default(key: str, default: float) -> float:
-        given = entry.get(key, default)
-        return faults.read(partial(positive, given, where=f"{where}: {key}")) or default
+        figures = {key: default, **entry}
+        return faults.read(partial(figure, figures, key, where=where)) or default
 
     gbits = positive_or_default("rail_gbits", default_gbits)
     latency = positive_or_default("rail_latency_us", _RAIL_LATENCY_US)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero.planner.layer_split import FloatArray
+from hetero.planner.model_shape import ModelShape
 from hetero.planner.search_space import MeshCandidate, Problem
 
 
@@ -21,16 +22,38 @@ class KindCandidates:
     layer_seconds: FloatArray
     max_layers: FloatArray
     transfer_seconds: FloatArray
+    embedding_seconds: FloatArray
+    """Of one micro-batch, both passes."""
+    head_seconds: FloatArray
+    """The same of the output layer."""
+    head_update_seconds: FloatArray
+    """Gradient reduction and update of the output layer and the least layers beside it."""
 
     @classmethod
-    def of(cls, meshes: Sequence[MeshCandidate]) -> KindCandidates:
+    def of(cls, meshes: Sequence[MeshCandidate], *, model: ModelShape) -> KindCandidates:
+        embeddings, heads = (
+            np.array([part.forward + part.backward for part in parts])
+            for parts in zip(
+                *((mesh.shape.costs.embedding, mesh.shape.costs.head) for mesh in meshes),
+                strict=True,
+            )
+        )
         return cls(
             meshes=tuple(meshes),
             stages=np.array([float(mesh.stages) for mesh in meshes]),
             layer_seconds=np.array([mesh.shape.layer_seconds for mesh in meshes]),
             max_layers=np.array([mesh.max_layers for mesh in meshes]),
             transfer_seconds=np.array([mesh.transfer_seconds for mesh in meshes]),
+            embedding_seconds=embeddings,
+            head_seconds=heads,
+            head_update_seconds=np.array([_head_update_seconds(mesh, model) for mesh in meshes]),
         )
+
+
+def _head_update_seconds(mesh: MeshCandidate, model: ModelShape) -> float:
+    parameters = (model.head_parameters + model.layer_parameters) / mesh.shape.stage.tensor
+    each = mesh.shape.update_seconds_per_parameter[: mesh.stages].min()
+    return float(parameters * each + mesh.shape.update_seconds_fixed[: mesh.stages].min())
 
 
 @dataclass(frozen=True)
@@ -56,8 +79,10 @@ class Combinations:
 def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
     """A lower bound of each combination's step, by flat index; infinite where layers do not fit.
 
-    The relaxation: fractional layers, any order of the meshes, no embedding, head or update. Its
-    optimum fills the fastest kinds up to the period, for one number of kinds or another.
+    The relaxation: fractional layers, any order of the meshes, an output layer that takes no
+    layers' place, and the update of its stage alone. The optimum fills the fastest kinds up to the
+    period, for one number of kinds or another. A period is at least the output layer's and a
+    layer's of each chunk.
     """
     layers, chunks = problem.model.layers, combinations.chunks
     axes = len(combinations.kinds)
@@ -77,6 +102,13 @@ def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
     periods = layers / rates
     steady = (combinations.micro_batches - 1 / chunks) * periods
     bound: FloatArray = (steady + periods * np.cumsum(stages_by_speed, axis=0) / chunks).min(axis=0)
+    head_seconds = grid("head_seconds")
+    shortest_period = (head_seconds + chunks * layer_seconds).min(axis=0)
+    all_layers = layers * layer_seconds.min(axis=0)
+    with_head = (combinations.micro_batches - 1 / chunks) * shortest_period + all_layers / chunks
+    ends = head_seconds.min(axis=0) + grid("embedding_seconds").min(axis=0)
+    bound = np.maximum(bound, with_head) + ends / chunks
+    bound += grid("head_update_seconds").min(axis=0)
     bound += grid("transfer_seconds").sum(axis=0)
     all_stages = stages.sum(axis=0)
     bound[(max_layers.sum(axis=0) < layers) | (all_stages * chunks > layers)] = np.inf

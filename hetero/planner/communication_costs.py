@@ -80,7 +80,7 @@ def _ends(
 ) -> tuple[tuple[LinkModel, int], tuple[LinkModel, int]]:
     """For both ends of a transfer: the link that a rank uses, and how many ranks share it."""
     if on_same_node(cluster, source, target):
-        link = cluster.kind(source.kind).intra_node
+        link = cluster.kind(source.kind).intra_node.within(2)
         return (link, 1), (link, 1)
     return (
         (cluster.rail(source.kind, target.kind), _sharing_ranks(cluster, source)),
@@ -128,10 +128,13 @@ def _all_gather_seconds(kind: NodeKind, stage: StageShape, size: float) -> float
 
 
 def ring_seconds(link: LinkModel, *, ranks: int, size: float) -> float:
-    """A ring reduce-scatter or all-gather of `size` bytes."""
+    """A ring reduce-scatter or all-gather of `size` bytes, inside a node.
+
+    Where each pair has a link of its own, as many rings as there are other ranks share the bytes.
+    """
     if ranks < 2:
         return 0.0
-    return (ranks - 1) * link.seconds(size / ranks)
+    return (ranks - 1) * link.within(ranks).seconds(size / ranks)
 
 
 def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
@@ -149,7 +152,7 @@ def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> floa
     ranks_per_nic = stage.tensor / max(1, min(ranks) * kind.rails // kind.gpus_per_node)
     moved_bytes = (replicas - 1) / replicas * size
     slowest = max(
-        moved_bytes / kind.intra_node.bandwidth,
+        moved_bytes / kind.intra_node.within(max(ranks) // stage.tensor).bandwidth,
         kind.rail.exchange_seconds(moved_bytes * ranks_per_nic),
     )
     return (

@@ -24,6 +24,7 @@ import numpy as np
 
 from hetero.planner.combinations import Combinations, KindCandidates, lower_bounds
 from hetero.planner.layer_split import PipelineModel, Split, best_split
+from hetero.planner.model_shape import ModelShape
 from hetero.planner.placement import Placement
 from hetero.planner.replica_search import search_replicas
 from hetero.planner.replica_shapes import is_truncated
@@ -102,14 +103,15 @@ def search(
     shorter. `exact_limit` is the largest number of combinations that is searched exactly.
     """
     pools = list(_pools(problem))
-    combinations = sum(product.size for pool in pools for product in pool.combinations())
+    model = problem.model
+    combinations = sum(product.size for pool in pools for product in pool.combinations(model))
     is_exact = combinations <= exact_limit
     visited_pools = pools
     if not is_exact:
         kinds = len(problem.cluster.kinds)
         size = max(2, int((exact_limit / len(pools)) ** (1 / kinds)) - 1)
         visited_pools = [pool.shortlisted(size) for pool in pools]
-    products = [product for pool in visited_pools for product in pool.combinations()]
+    products = [product for pool in visited_pools for product in pool.combinations(model)]
     best = _BestCandidates(num_candidates)
     _best_first_search(
         problem, products, best, is_exact=is_exact, explore_below=explore_below, progress=progress
@@ -129,7 +131,7 @@ class _BestCandidates:
     """The best candidates so far, at most one for each set of meshes."""
 
     def __init__(self, num_candidates: int) -> None:
-        self._num_candidates = num_candidates
+        self.num_candidates = num_candidates
         self._by_meshes: dict[frozenset[MeshCandidate], Candidate] = {}
 
     def add(self, candidate: Candidate) -> None:
@@ -138,12 +140,12 @@ class _BestCandidates:
         if incumbent is not None and incumbent.seconds <= candidate.seconds:
             return
         self._by_meshes[key] = candidate
-        if len(self._by_meshes) > 4 * self._num_candidates:
-            kept = heapq.nsmallest(self._num_candidates, self._by_meshes.values(), key=_seconds)
+        if len(self._by_meshes) > 4 * self.num_candidates:
+            kept = heapq.nsmallest(self.num_candidates, self._by_meshes.values(), key=_seconds)
             self._by_meshes = {frozenset(one.meshes): one for one in kept}
 
     def sorted(self) -> list[Candidate]:
-        return heapq.nsmallest(self._num_candidates, self._by_meshes.values(), key=_seconds)
+        return heapq.nsmallest(self.num_candidates, self._by_meshes.values(), key=_seconds)
 
     @property
     def shortest(self) -> float:
@@ -153,7 +155,7 @@ class _BestCandidates:
     def cutoff(self) -> float:
         """Candidates that take this many seconds or more are not among the best."""
         found = self.sorted()
-        return found[-1].seconds if len(found) == self._num_candidates else math.inf
+        return found[-1].seconds if len(found) == self.num_candidates else math.inf
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -168,8 +170,8 @@ class _Pool:
     chunks: int
     kinds: tuple[tuple[MeshCandidate, ...], ...]
 
-    def combinations(self) -> Iterator[Combinations]:
-        kinds = [KindCandidates.of(kind) for kind in self.kinds if kind]
+    def combinations(self, model: ModelShape) -> Iterator[Combinations]:
+        kinds = [KindCandidates.of(kind, model=model) for kind in self.kinds if kind]
         for size in range(1, len(kinds) + 1):
             for chosen in itertools.combinations(kinds, size):
                 yield Combinations(chosen, self.micro_batches, self.chunks)
@@ -231,7 +233,8 @@ def _best_first_search(
     product_of = np.repeat(np.arange(len(products)), [len(part) for part in bounds])
     offsets = np.cumsum([0, *(len(part) for part in bounds)])
     for solved, index in enumerate(np.argsort(all_bounds, kind="stable"), start=1):
-        if all_bounds[index] >= max(best.shortest, explore_below):
+        is_no_better = all_bounds[index] >= max(best.shortest, explore_below)
+        if all_bounds[index] == np.inf or (is_no_better and solved > best.num_candidates):
             break
         if not is_exact and solved > _MAX_SPLITS:
             break
@@ -330,5 +333,5 @@ def _moves(current: Candidate, by_key: Mapping[tuple[int, int], _Pool]) -> Itera
 
 def _lower_bound(problem: Problem, move: _Move) -> float:
     meshes, pool = move
-    kinds = tuple(KindCandidates.of([mesh]) for mesh in meshes)
+    kinds = tuple(KindCandidates.of([mesh], model=problem.model) for mesh in meshes)
     return float(lower_bounds(Combinations(kinds, pool.micro_batches, pool.chunks), problem)[0])

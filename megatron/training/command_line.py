@@ -10,13 +10,17 @@ from megatron.training.arguments.problems import Problems
 from megatron.training.layout import apply_plan_file, check_stages, plan_from_args
 
 
-def read_command_line(argv: Sequence[str] | None) -> argparse.Namespace:
+def read_command_line(
+    argv: Sequence[str] | None, *, world_size: int | None = None
+) -> argparse.Namespace:
     """Parse and check the command line; the result includes the derived parallel sizes.
+
+    `world_size` are the ranks that it is for; left out: those of this process' job.
 
     Raises UserError listing every problem. Never import torch here: errors must appear at once.
     """
     problems = Problems()
-    args = collect_args(argv, problems)
+    args = collect_args(argv, problems, world_size=world_size)
     problems.run(_check_plan(args, has_problems=bool(problems.sentences)))
     problems.refuse()
     return args

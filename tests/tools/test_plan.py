@@ -93,8 +93,9 @@ def test_the_step_can_be_opened_in_perfetto(answered: Path) -> None:
     assert len(rows) >= load_plan(answered / "plan.yaml").stages
 
 
-def test_the_faster_vendor_takes_more_layers(answered: Path) -> None:
-    plan = load_plan(answered / "plan.yaml")
+def test_the_faster_vendor_takes_more_layers(tmp_path: Path) -> None:
+    assert main(request(tmp_path, "--no-replicas", cluster=CLUSTER.replace("MI300", "MI355"))) == 0
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
     layers = dict.fromkeys(("nvidia", "amd"), 0)
     stage = 0
     for mesh in plan.meshes:
@@ -251,7 +252,8 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
         preset + "\nlayout: {tensor_model_parallel_size: 2, pipeline-model-parallel-size: 2,\n"
         "  num-layers-per-virtual-pipeline-stage: 2, decoder-first-pipeline-num-layers: 9,\n"
         "  recompute-granularity: full, recompute-method: block, recompute-num-layers: 1,\n"
-        "  use-distributed-optimizer: true, sequence-parallel: true}\n"
+        "  use-distributed-optimizer: true, sequence-parallel: true,\n"
+        "  distribute-saved-activations: true}\n"
     )
     own = ("--model", str(model), "--recompute", "none", "--no-distributed-optimizer")
     words = request(tmp_path, *own)
@@ -268,3 +270,22 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
         apply_plan_file(args)
     assert plan_from_args(args, vendor="nvidia").chunks == 1
     assert (args.recompute_granularity, args.use_distributed_optimizer) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("optimizer: sgd", "says optimizer sgd, and only Adam's state is shared out over replicas"),
+        ("rampup-batch-size: [3, 3, 99]", "must reach --global-batch-size 64 from 3 in steps of 3"),
+    ],
+)
+def test_a_plan_that_the_model_s_own_flags_do_not_go_with_is_not_written(
+    flags: str, said: str, tmp_path: Path, refused: Refused
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(f"{model_file('llama3.2_1b').read_text()}\nmore: {{{flags}}}\n")
+    assert said in refused(main, request(tmp_path, "--model", str(model)))
+    assert not (tmp_path / "out").exists()
+    if "sgd" in flags:
+        own = ("--model", str(model), "--no-distributed-optimizer")
+        assert main(request(tmp_path, *own)) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from hetero.cluster import own_vendor
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.errors import UserError
 from hetero.planner.accelerators import built_in_accelerators, match_driver_name
-from hetero.planner.cluster_shape import LinkModel
+from hetero.planner.cluster_shape import LinkModel, link_inside_node
 from tools.preflight_checks.path_bandwidth import PathResult
 
 
@@ -59,11 +59,18 @@ def _built_in_name(driver: str) -> str:
 
 
 def wire_inside(accelerator: str, paths: Sequence[PathResult]) -> LinkModel | None:
-    """Between two GPUs of a node: as measured, or as its vendor says; None if nobody knows."""
-    if paths and not paths[0].error:
-        return measured_wire(paths[0])
+    """Of a GPU to the others of its node: as measured to one of them, or as its vendor says.
+
+    None if nobody knows.
+    """
     known = built_in_accelerators().get(accelerator)
-    return None if known is None else LinkModel(known.link_bandwidth, known.link_latency)
+    published = None if known is None else link_inside_node(known)
+    if not paths or paths[0].error:
+        return published
+    measured = measured_wire(paths[0])
+    peers = None if published is None else published.peers
+    # Each of the others has as good a link.
+    return replace(measured.scaled(peers or 1), peers=peers)
 
 
 def measured_wire(path: PathResult) -> LinkModel:

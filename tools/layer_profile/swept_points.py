@@ -252,7 +252,7 @@ def _with_communication(
     activation = point.micro_batch * point.seq_length * args.hidden_size * element
     # A ring: each rank sends a part of the tensor to its neighbour, twice around.
     steps = 2 * (point.tensor - 1)
-    once = steps * wire.seconds(activation / point.tensor)
+    once = steps * wire.within(point.tensor).seconds(activation / point.tensor)
     again = 2 if point.recompute == "full" else 0
     layer = PassTimes(parts.layer.forward + 2 * once, parts.layer.backward + (2 + again) * once)
     embedding = replace(parts.embedding, forward=parts.embedding.forward + once)

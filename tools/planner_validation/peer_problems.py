@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.planner.accelerators import Accelerator, built_in_accelerators
-from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind
+from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind, link_inside_node
 from hetero.planner.import_metis import import_metis
 from hetero.planner.import_sailor import import_sailor, inter_node_link, intra_node_link
 from hetero.planner.layer_profile import MeasuredProfile
@@ -129,7 +129,7 @@ def _parts(
 ) -> tuple[LinkModel, LinkModel, Accelerator]:
     if problem.model == "GPT-1.5B":
         part = built_in_accelerators()["A100-SXM4-80GB"]
-        inside = LinkModel(part.link_bandwidth, part.link_latency)
+        inside = link_inside_node(part)
         rail = LinkModel(part.nic_bandwidth, 15e-6)
     else:
         folder, known = sailor / "sailor", sailor_name(name)

@@ -16,6 +16,7 @@ from hetero.planner.schedule_timeline import chrome_trace
 from hetero.planner.solution import Solution
 from tools.planning.plan_page import render_solution
 from tools.planning.planning_request import PlanningRequest
+from tools.planning.training_check import require_accepted
 from tools.planning.what_if import Sweep
 from tools.reports.page import write_all
 from tools.tool_command_line import make_results_folder
@@ -29,7 +30,10 @@ def write_solution(
     *,
     command: Sequence[str],
 ) -> list[str]:
-    """Write all files. Returns lines that say what was written and how to run it."""
+    """Write all files. Returns lines that say what was written and how to run it.
+
+    Raises a Refusal, and writes nothing, where the model's own flags do not go with the plan.
+    """
     first = found.best.first
     placement = first.placement
     contents = {
@@ -44,6 +48,8 @@ def write_solution(
     }
     if not placement.plan.whole_replicas:
         contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
+    read_by_training = {name: text for name, text in contents.items() if name in _FOR_TRAINING}
+    require_accepted(request.model_name, read_by_training, ranks=placement.plan.world_size)
     make_results_folder(str(folder))
     write_all({folder / name: text for name, text in contents.items()})
     if placement.plan.whole_replicas:
@@ -88,6 +94,7 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     return flags
 
 
+_FOR_TRAINING = ("flags.yaml", "plan.yaml")
 _LAYOUT_FLAGS = (
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",
@@ -105,6 +112,7 @@ _LAYOUT_FLAGS = (
     "recompute-granularity",
     "recompute-method",
     "recompute-num-layers",
+    "distribute-saved-activations",
     "hetero-pipeline",
     "hetero-plan",
     "hetero-vendors",

@@ -80,6 +80,7 @@ def draw_sweep(sweep: Sweep) -> str:
     """The plot of a sweep as SVG; what does not fit anywhere is left out."""
     # Drawing is what takes longest to import, and most answers have no plot.
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import MaxNLocator
 
     from tools.reports.charts import PAGE, as_svg, style_axes
 
@@ -107,6 +108,9 @@ def draw_sweep(sweep: Sweep) -> str:
     axes.set_ylim(bottom=0)
     if sweep.log_x:
         axes.set_xscale("log", base=2)
+    elif all(float(x).is_integer() for x in sweep.x):
+        # There is no half a node.
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if sweep.levels:
         axes.legend(frameon=False, labelcolor=PAGE.ink)
     name = "".join(letter if letter.isalnum() else "-" for letter in sweep.title.lower())

@@ -81,8 +81,11 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     """The request of a command line. Raises UserError with every problem found."""
     faults = Faults()
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
+    shares_state = not options.no_distributed_optimizer
     cluster = faults.read(lambda: load_cluster(options.cluster))
-    read = faults.read(lambda: _model(options.model, changed, dtype=options.dtype))
+    read = faults.read(
+        lambda: _model(options.model, changed, dtype=options.dtype, shares_state=shares_state)
+    )
     model, model_flags = read or (None, frozenset())
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
     if options.global_batch > _MAX_GLOBAL_BATCH:
@@ -108,7 +111,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         recompute=tuple(dict.fromkeys(options.recompute)),
         chunks=tuple(sorted(set(options.interleave))),
         replicas=not options.no_replicas,
-        distributed_optimizer=not options.no_distributed_optimizer,
+        distributed_optimizer=shares_state,
         sequence_parallel=options.sequence_parallel,
     )
     problem = Problem(cluster, model, joined, space, training)
@@ -117,7 +120,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
 
 
 def _model(
-    name: str, changed: Mapping[str, Any], *, dtype: str
+    name: str, changed: Mapping[str, Any], *, dtype: str, shares_state: bool
 ) -> tuple[ModelShape, frozenset[str]]:
     """The model, and the flags that its file gives, without dashes.
 
@@ -130,6 +133,11 @@ def _model(
         for other in ("bf16", "fp16")
         if flags.get(other) and other != dtype
     ]
+    if shares_state and flags.get("optimizer", "adam") != "adam":
+        faults.sentences.append(
+            f"the model {file} says optimizer {flags['optimizer']}, and only Adam's state is "
+            "shared out over replicas; give --no-distributed-optimizer"
+        )
     words, _ = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or (
         [],
         [],
@@ -208,8 +216,9 @@ def _profile(
     sources = [
         f"{name}: {measured.accelerators[name].source or 'measured'}"
         if name in known
-        else f"{name}: computed from published figures and {calibrated} ({efficiency:.0%} of peak)"
-        for name in parts
+        else f"{name}: computed from published figures and {calibrated} "
+        f"({efficiency * part.matmul_flops / part.flops:.0%} of peak)"
+        for name, part in parts.items()
     ]
     computed = analytic_profile(model, cluster, efficiency=efficiency, element_bytes=element_bytes)
     return _CombinedProfile(measured, computed), sources

@@ -74,7 +74,7 @@ def _nodes(problem: Problem, found: Solution, progress: Progress) -> list[Sweep]
         sweeps.append(
             Sweep(
                 title=f"Other numbers of nodes of {kind.name}",
-                caption=f"The best plan for each number; today there are {kind.nodes}.",
+                caption=f"The best plan for each number; today {kind.nodes}.",
                 x_label=f"nodes of {kind.name}",
                 y_label="tokens/s",
                 x=tuple(x),

@@ -191,3 +191,25 @@ def test_a_mistyped_accelerator_is_called_unknown_and_missing() -> None:
     mistyped, missing = caught.value.sentences
     assert "unknown key 'acclerator'" in mistyped
     assert "expected at least an accelerator" in missing
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("rail_gbits", 4e11, "rail_gbits is 400000000000.0, which no hardware has; give it in 1e9"),
+        ("rail_gbits", "400e9", "it must be a number above 0, written plainly, as 400 or 1.5"),
+    ],
+)
+def test_figures_in_another_unit_are_told(key: str, value: object, said: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(said)):
+        cluster_from_mapping({"nodes": [{"accelerator": "MI300X", key: value}]}, source="here")
+
+
+def test_an_accelerator_s_memory_is_in_gib() -> None:
+    figures = {"vendor": "amd", "tflops": 1, "memory_bandwidth": 1, "link": 1, "nic": 1}
+    described = {
+        "nodes": [{"accelerator": "X"}],
+        "accelerators": {"X": {**figures, "memory": 2e11}},
+    }
+    with pytest.raises(ClusterError, match="which no hardware has; give it in GiB"):
+        cluster_from_mapping(described, source="here")

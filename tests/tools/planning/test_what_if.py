@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hetero.planner.analytic_profile import analytic_profile
@@ -9,7 +11,8 @@ from hetero.planner.cluster_shape import cluster_from_mapping
 from hetero.planner.model_shape import load_model
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import solve
-from tools.planning.what_if import sweep
+from tools.planning.plan_page import draw_sweep
+from tools.planning.what_if import Sweep, sweep
 
 
 def test_the_plan_s_own_split_is_among_the_splits_and_memory_decides_where_layers_go() -> None:
@@ -33,3 +36,16 @@ def test_the_plan_s_own_split_is_among_the_splits_and_memory_decides_where_layer
     own = float(sum(first.candidate.split.layers[:stages]))
     assert dict(zip(plot.x, plot.y, strict=True))[own] == pytest.approx(first.seconds)
     assert own not in plot.not_fitting
+
+
+def test_nodes_are_counted_in_whole_numbers() -> None:
+    plot = Sweep(
+        title="Other numbers of nodes",
+        caption="",
+        x_label="nodes",
+        y_label="tokens/s",
+        x=(0.0, 1.0, 2.0),
+        y=(1.0, 2.0, 3.0),
+    )
+    texts = re.findall(r"<text[^>]*>([^<]*)<", draw_sweep(plot))
+    assert texts[: texts.index("nodes")] == ["0", "1", "2"]
