@@ -44,4 +44,4 @@ def test_memory_of_one_vendor_spares_the_other_an_uneven_pipeline() -> None:
     assert stage_layers(together) == [13, 19]
     assert {mesh.recompute for mesh in together.placement.plan.meshes} == {"none"}
     total = l40s.prediction.tokens_per_second + mi210.prediction.tokens_per_second
-    assert together.prediction.tokens_per_second > 1.05 * total
+    assert together.prediction.tokens_per_second > 1.04 * total
