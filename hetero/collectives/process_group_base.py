@@ -9,6 +9,7 @@ Some methods have different names in different releases of PyTorch; both are her
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -60,6 +61,8 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         self._new_communicator, self._timeout = new_communicator, timeout
         self._cpu_communicator = new_communicator(torch.device("cpu"))
         self._gpu_communicator: Communicator | None = None
+        self._connecting = threading.Lock()
+        """Held while the GPU's communicator is built: two threads may make its first calls."""
         self._coalescing: list[CollectiveWork] | None = None
         self._split_counts: Counter[str] = Counter()
         self._name = name
@@ -86,7 +89,9 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
         if device.type == "cpu":
             return self._cpu_communicator
         if self._gpu_communicator is None and device.type == "cuda":
-            self._gpu_communicator = self._new_communicator(device)
+            with self._connecting:
+                if self._gpu_communicator is None:
+                    self._gpu_communicator = self._new_communicator(device)
         if self._gpu_communicator is None or self._gpu_communicator.device != device:
             known = "cpu" if self._gpu_communicator is None else self._gpu_communicator.device
             raise RuntimeError(

@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from hetero.collectives.group_links import clone
+from hetero.collectives.process_group_base import HeteroProcessGroupBase
+from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, run_ranks
@@ -122,3 +125,30 @@ def destroy_in_a_fork(side: Side) -> float:
     side.hear("destroyed")
     dist.all_reduce(number)
     return number.item()
+
+
+def test_first_calls_of_two_threads_connect_a_gpu_once() -> None:
+    built: list[torch.device] = []
+
+    def new_communicator(device: torch.device) -> Any:
+        time.sleep(0.05)
+        built.append(device)
+        return SimpleNamespace(device=device)
+
+    members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
+    presence: Any = None
+    group = HeteroProcessGroupBase(
+        Layout(members, 0),
+        presence,
+        name="0",
+        store=dist.HashStore(),
+        new_communicator=new_communicator,
+        timeout=timedelta(seconds=1),
+    )
+    gpu = torch.device("cuda", 0)
+    threads = [threading.Thread(target=group._communicator_for, args=(gpu,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [torch.device("cpu"), gpu]
