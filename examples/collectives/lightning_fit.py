@@ -65,6 +65,8 @@ def main() -> None:
     if trainer.is_global_zero:
         group = torch.distributed.group.WORLD
         print(f"losses over {group}:", " ".join(f"{loss:.6f}" for loss in model.losses))
+    # Lightning leaves the group, and gloo may then abort the process at its exit.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
