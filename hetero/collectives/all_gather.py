@@ -11,10 +11,13 @@ from hetero.collectives.group_links import as_bytes
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import (
     Segment,
+    copy_segment,
     full_segment,
     merged_bytes,
+    same_memory,
     segment_bytes,
     share_memory,
+    split_segments,
 )
 from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
@@ -64,9 +67,10 @@ def _all_gather_direct(
         batch.recv(rank, blocks[vendor])
     yield batch
     for ranks, block in zip(layout.vendors, blocks, strict=True):
-        for rank, part in zip(ranks, block.split(row.nbytes), strict=True):
-            if part.data_ptr() != rows[rank][0].data_ptr() + rows[rank][1]:
-                segment_bytes(rows[rank]).copy_(part)
+        if not same_memory(rows[ranks[0]], full_segment(block)):
+            parts = split_segments(block, [row.nbytes] * len(ranks))
+            for rank, part in zip(ranks, parts, strict=True):
+                copy_segment(rows[rank], part)
 
 
 def _block(rows: Sequence[Segment], ranks: Sequence[int], row: torch.Tensor) -> torch.Tensor:
