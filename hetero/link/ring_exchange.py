@@ -46,12 +46,15 @@ class RingExchange:
 
     def __init__(self) -> None:
         self._call = native().native_exchange
+        self._capacity = 0
         self._reserve(2)
 
     def _reserve(self, count: int) -> None:
-        self._capacity = count
-        self._parts = (ExchangePart * count)()
-        self._address = ctypes.addressof(self._parts)
+        """Have room for so many parts."""
+        if count > self._capacity:
+            self._capacity = count
+            self._parts = (ExchangePart * count)()
+            self._address = ctypes.addressof(self._parts)
 
     def order(self, messages: Sequence[Message], *, tag: int, microseconds: int) -> Sequence[Work]:
         """Enqueue the messages and make the caller's stream wait for them.
@@ -133,8 +136,7 @@ class RingExchange:
 
     def _fill_new(self, messages: Sequence[Any], tag: int) -> None:
         """Describe messages to C, which numbers them and makes their headers."""
-        if len(messages) > self._capacity:
-            self._reserve(len(messages))
+        self._reserve(len(messages))
         parts, place = self._parts, 0
         for link, tensor, first, nbytes, is_receive in messages:
             flow = link.flow_for(tensor, nbytes, is_receive=is_receive)
@@ -143,8 +145,7 @@ class RingExchange:
             place += _SIZE
 
     def _fill_started(self, works: Sequence[RingTransfer]) -> None:
-        if len(works) > self._capacity:
-            self._reserve(len(works))
+        self._reserve(len(works))
         for place, work in enumerate(works):
             _STARTED.pack_into(
                 self._parts,
