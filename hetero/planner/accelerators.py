@@ -17,7 +17,7 @@ from hetero.plan import VENDORS
 
 _LINK_LATENCY_US = 10.0
 """Start-up latency of a transfer inside a node, the library's kernel launch included."""
-_MATMUL_PART = 794.5 / 989.4
+MATMUL_PART = 794.5 / 989.4
 """Of its peak, what a matrix product reaches on H100: assumed of parts without `matmul_tflops`."""
 
 
@@ -53,7 +53,7 @@ class Accelerator:
     @property
     def matmul_flops(self) -> float:
         """FLOP/s of the fastest bf16 matrix product: mostly power keeps it below the peak."""
-        return self.measured_matmul_flops or self.flops * _MATMUL_PART
+        return self.measured_matmul_flops or self.flops * MATMUL_PART
 
 
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetero.planner.accelerators import Accelerator
+from hetero.planner.accelerators import MATMUL_PART, Accelerator
 from hetero.planner.cluster_shape import Cluster, link_inside_node
 from hetero.planner.communication_costs import ring_seconds
 from hetero.planner.layer_profile import MeasuredProfile, PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.model_shape import ModelShape
 
-EFFICIENCY = 0.63 * 989.4 / 794.5
+EFFICIENCY = 0.63 / MATMUL_PART
 """Of an accelerator's `matmul_flops`, what a model's matrix multiplications and attention reach.
 Calibrated so that LLaMA-8B reaches the 571.6 TFLOP/s measured on H200, which is 0.63 of its peak
 (docs/benchmarks/published_table.md)."""
