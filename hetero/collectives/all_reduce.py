@@ -11,7 +11,7 @@ from hetero.collectives.sharded_chunk import ShardedChunk
 from hetero.collectives.vendor_layout import Piece, shared_pieces
 
 _DIRECT_BYTES = 64 << 10
-_DIRECT_BYTES_ON_GPUS_OF_ONE_HOST = 4 << 20
+_DIRECT_BYTES_ON_GPUS_OF_ONE_HOST = 32 << 20
 _DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 

@@ -118,7 +118,8 @@ class _Chunk:
                 self._batch.send(ranks[index], shard[common.relative_to(span)])
         self._own = self._result.new_empty(length)
         rows = self._rows(layout.vendor_ranks)
-        self._own_work = library.reduce_scatter(self._own, rows, self._reduction)
+        # While the messages travel.
+        self._own_work = library.reduce_scatter(self._own, rows, self._reduction, async_op=True)
         yield from ()
 
     def exchange(self) -> Schedule:

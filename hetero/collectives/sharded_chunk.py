@@ -21,7 +21,9 @@ class ShardedChunk:
         layout = context.layout
         self._context, self._target, self._ahead = context, target, ahead
         self._padded = pad_to_multiple(target, layout.alignment)
-        self._spans = [equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors]
+        self._spans = tuple(
+            equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors
+        )
         self._span = self._spans[layout.vendor][layout.vendor_rank]
         self._shard = self._padded
         self._library_work: LibraryWork | None = None

@@ -184,17 +184,18 @@ class Piece:
     """By vendor: the part that it reduces, as equal as possible."""
 
 
-def shared_pieces(span: Span, parts: Sequence[Sequence[Span]]) -> list[Piece]:
+@lru_cache(maxsize=1024)
+def shared_pieces(span: Span, parts: tuple[tuple[Span, ...], ...]) -> tuple[Piece, ...]:
     """Split `span` wherever the shards of a vendor meet. `parts`: each vendor's, of one total."""
     inside = {cut for shards in parts for shard in shards for cut in (shard.begin, shard.end)}
     cuts = sorted({span.begin, span.end, *(c for c in inside if span.begin < c < span.end)})
-    return [
+    return tuple(
         Piece(
             tuple(overlaps(Span(begin, end), shards)[0][0] for shards in parts),
             tuple(part.shifted(begin) for part in equal_parts(end - begin, len(parts))),
         )
         for begin, end in pairwise(cuts)
-    ]
+    )
 
 
 def chunks(count: int, *, length: int, alignment: int) -> list[Span]:

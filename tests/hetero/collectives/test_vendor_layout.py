@@ -49,7 +49,7 @@ def test_what_one_side_sends_is_what_the_other_expects(count, here, there):
 
 @given(st.integers(1, 500), st.lists(st.integers(1, 5), min_size=2, max_size=4))
 def test_every_element_is_reduced_by_one_vendor_and_all_its_holders_know_by_which(count, sizes):
-    parts = [equal_parts(count, size) for size in sizes]
+    parts = tuple(equal_parts(count, size) for size in sizes)
     reducers: dict[int, set[tuple[int, int]]] = {}
     for vendor, shards in enumerate(parts):
         found = []
