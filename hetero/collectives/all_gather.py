@@ -147,7 +147,7 @@ class _Chunk:
         if self._ahead:
             self._batch.start()
         self._own = _VendorRows(self._context, self._table, layout.vendor, shard=self._row)
-        self._own.gather(async_op=True)  # while the messages travel
+        self._own.gather()
         yield from ()
 
     def gather(self) -> Schedule:
@@ -191,9 +191,9 @@ class _VendorRows:
         )
         self._work: LibraryWork | None = None
 
-    def gather(self, *, async_op: bool = False) -> None:
+    def gather(self) -> None:
         assert self._library is not None
-        self._work = self._library.all_gather(self._gathered, self.shard, async_op=async_op)
+        self._work = self._library.all_gather(self._gathered, self.shard)
 
     def finish(self) -> None:
         assert self._work is not None

@@ -104,12 +104,7 @@ class LibraryWork:
 
 
 class VendorLibrary:
-    """What the algorithms call of a vendor's library. A root is a rank within the vendor.
-
-    On a GPU an operation with `async_op` runs on the library's own stream, beside what the current
-    stream is given meanwhile. Without it runs on the current stream, which takes the CPU and the
-    GPU less time than to wait for each other's events.
-    """
+    """What the algorithms call of a vendor's library. A root is a rank within the vendor."""
 
     def __init__(
         self, backend: Any, *, timeout: timedelta, check_abort: Callable[[], None] | None
@@ -118,8 +113,8 @@ class VendorLibrary:
         self.timeout = timeout
         self._check_abort = check_abort
 
-    def _started(self, work: dist.Work | None) -> LibraryWork:
-        return LibraryWork([] if work is None else [work], self._check_abort)
+    def _started(self, work: dist.Work) -> LibraryWork:
+        return LibraryWork([work], self._check_abort)
 
     def _options(self, options: Any, **values: Any) -> Any:
         options.timeout = self.timeout
@@ -128,27 +123,20 @@ class VendorLibrary:
         return options
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> LibraryWork:
-        options = self._options(c10d.AllreduceOptions(), reduceOp=op, asyncOp=False)
+        options = self._options(c10d.AllreduceOptions(), reduceOp=op)
         return self._started(self._backend.allreduce([tensor], options))
 
     def reduce(self, tensor: torch.Tensor, op: Any, *, root: int) -> LibraryWork:
-        options = self._options(c10d.ReduceOptions(), reduceOp=op, rootRank=root, asyncOp=False)
+        options = self._options(c10d.ReduceOptions(), reduceOp=op, rootRank=root)
         return self._started(self._backend.reduce([tensor], options))
 
     def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        reduction: Reduction,
-        *,
-        async_op: bool = False,
+        self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction
     ) -> LibraryWork:
         """`source` holds one part of the size of `output` for each rank, in order."""
         if source.is_cpu:
             return self._reduce_scatter_on_cpu(output, source, reduction)
-        options = self._options(
-            c10d.ReduceScatterOptions(), reduceOp=reduction.op, asyncOp=async_op
-        )
+        options = self._options(c10d.ReduceScatterOptions(), reduceOp=reduction.op)
         return self._started(self._backend._reduce_scatter_base(output, source, options))
 
     def _reduce_scatter_on_cpu(
@@ -168,14 +156,13 @@ class VendorLibrary:
         )
         return LibraryWork([work], self._check_abort, add)
 
-    def all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False
-    ) -> LibraryWork:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> LibraryWork:
         """`output` takes one part of the size of `source` from each rank, in order."""
         if source.is_cpu:
             return self._all_gather_on_cpu(output, source)
-        options = self._options(c10d.AllgatherOptions(), asyncOp=async_op)
-        return self._started(self._backend._allgather_base(output, source, options))
+        return self._started(
+            self._backend._allgather_base(output, source, self._options(c10d.AllgatherOptions()))
+        )
 
     def _all_gather_on_cpu(self, output: torch.Tensor, source: torch.Tensor) -> LibraryWork:
         """Concurrent broadcasts, one from each rank: gloo's own takes up to twice as long."""
@@ -196,7 +183,7 @@ class VendorLibrary:
     def gather(
         self, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
     ) -> LibraryWork:
-        options = self._options(c10d.GatherOptions(), rootRank=root, asyncOp=False)
+        options = self._options(c10d.GatherOptions(), rootRank=root)
         return self._started(
             self._backend.gather([list(outputs)] if outputs else [], [source], options)
         )

@@ -118,8 +118,7 @@ class _Chunk:
                 self._batch.send(ranks[index], shard[common.relative_to(span)])
         self._own = self._result.new_empty(length)
         rows = self._rows(layout.vendor_ranks)
-        # While the messages travel.
-        self._own_work = library.reduce_scatter(self._own, rows, self._reduction, async_op=True)
+        self._own_work = library.reduce_scatter(self._own, rows, self._reduction)
         yield from ()
 
     def exchange(self) -> Schedule:
