@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.addresses import Route
 from hetero.errors import HeteroError
 from hetero.formatting import ranks_on_hosts
 
@@ -68,8 +67,10 @@ class RankFailure:
 class Liveness(ABC):
     """One rank's side: rank 0's is a LivenessServer, the others' are LivenessClients."""
 
-    route: Route | None = None
-    """The addresses of this rank's connection to rank 0; None for rank 0 itself."""
+    address = "127.0.0.1"
+    """This rank's end of its connection to rank 0."""
+    is_elsewhere = False
+    """Whether that connection leads to another host."""
     unreachable: str | None = None
     """Why this rank could not connect to rank 0, in a sentence."""
 

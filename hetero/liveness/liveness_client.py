@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetero.addresses import PORT_RANGE, Route, is_unreachable, keep_alive
+from hetero.addresses import PORT_RANGE, is_loopback, is_unreachable, keep_alive
 from hetero.errors import UserError
 from hetero.liveness.liveness import (
     ACK_SECONDS,
@@ -113,7 +113,8 @@ class LivenessClient(Liveness):
             connection.close()
             raise ConnectionError("it was answered by something that is not this job's rank 0")
         self._hosts[0] = str(json.loads(reply)["host"])
-        self.route = Route(_normalized(local), _normalized(remote))
+        self.address = _normalized(local)
+        self.is_elsewhere = local != remote and not is_loopback(_normalized(remote))
         self._last_heard = time.monotonic()
         os.register_at_fork(after_in_child=connection.close)
         return connection

@@ -180,7 +180,7 @@ class Initializer:
             apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
-            self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
+            self._own_address = agree_on_addresses(self.agreement, self.liveness)
         self._lock = take_save_folder(args, self.agreement.exchange, rank=self.rank)
         datasets = agree_on_data(
             args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
