@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.errors import HeteroError
+from hetero.errors import AgreedFailure
 from hetero.formatting import ranks_on_hosts
 
 HEARTBEAT = b"\n"
@@ -30,10 +30,6 @@ _GRACE_SECONDS = 5.0
 _SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
 ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
-
-
-class RankLost(HeteroError):
-    """Another rank has failed before the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +89,13 @@ class Liveness(ABC):
             return self._names[ordered[0]]
         return ranks_on_hosts(ordered, self._hosts)
 
-    def on_failure(self, abort: Callable[[RankLost], None]) -> None:
+    def on_failure(self, abort: Callable[[AgreedFailure], None]) -> None:
         """Call `abort`, from a thread, if this process still runs 5 s after another's failure."""
 
         def wait() -> None:
             self._failed.wait()
             if not self._closed.wait(_GRACE_SECONDS) and (cause := self.cause(0)) is not None:
-                abort(RankLost(cause))
+                abort(AgreedFailure(cause, known_to_all=False))
 
         threading.Thread(target=wait, name="liveness abort", daemon=True).start()
 

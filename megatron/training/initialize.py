@@ -30,7 +30,7 @@ from hetero.errors import (
     write_error_file,
 )
 from hetero.groups import build_groups, joins_meshes
-from hetero.liveness.liveness import Liveness, RankLost
+from hetero.liveness.liveness import Liveness
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
@@ -332,18 +332,8 @@ class Initializer:
         self._is_exiting = True
         return self.liveness.cause() if self.liveness is not None else None
 
-    def announce_failure(self, error: Exception) -> None:
-        """Send this rank's failure to all other ranks."""
-        if self.agreement is not None:
-            self.agreement.announce_failure(error)
-        self._announce_to_peers(str(error) or type(error).__name__)
-
-    def announce_interrupt(self) -> None:
-        """Tell all other ranks, which may be of a node whose user pressed nothing."""
-        self._announce_to_peers("it was interrupted (SIGINT)")
-
-    def _announce_to_peers(self, reason: str) -> None:
-        """Report a failure over liveness, unless an earlier one has been reported to all."""
+    def announce_failure(self, reason: str) -> None:
+        """Tell all other ranks why this one ends, unless they know of an earlier failure."""
         if self.liveness is not None and self.liveness.failure is None:
             self.liveness.fail(reason)
 
@@ -359,8 +349,8 @@ class Initializer:
         consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
         if consequence and (cause := self.remote_cause()) is not None:
             error = LinkError(f"{error}; {cause}")
-        if not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
-            self._announce_to_peers(str(error))
+        if not error.known_to_all and not isinstance(error, AgreedFailure):
+            self.announce_failure(str(error))
         is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if is_logger:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
@@ -370,7 +360,7 @@ class Initializer:
             str(error),
             printed=is_logger,
             known_to_all=error.known_to_all,
-            consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
+            consequence=isinstance(error, LinkError | AgreedFailure),
         )
         if error.known_to_all and self.agreement is not None:
             # A rank that died never calls leave, so bound the wait.

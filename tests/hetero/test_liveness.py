@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import UserError
+from hetero.errors import AgreedFailure, UserError
 from hetero.liveness import liveness
-from hetero.liveness.liveness import RankLost, ServerAddress
+from hetero.liveness.liveness import ServerAddress
 from hetero.liveness.liveness_client import LivenessClient
 from hetero.liveness.liveness_server import LivenessServer
 from hetero.liveness.open_liveness import open_liveness
@@ -160,9 +160,9 @@ def test_a_process_that_still_runs_after_anothers_failure_is_aborted(
 ) -> None:
     monkeypatch.setattr(liveness, "_GRACE_SECONDS", 0.05)
     ended = threading.Event()
-    reasons: list[RankLost] = []
+    reasons: list[AgreedFailure] = []
 
-    def end(error: RankLost) -> None:
+    def end(error: AgreedFailure) -> None:
         reasons.append(error)
         ended.set()
 
