@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import socket
 import threading
@@ -52,30 +51,6 @@ class TimedOut(socket.socket):
 
     def recv(self, *_: object) -> bytes:
         raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
-
-
-def _join_and_wait(port: int, joined: multiprocessing.synchronize.Event) -> None:
-    called(port, 2).await_connection()
-    joined.set()
-    threading.Event().wait()
-
-
-def test_a_killed_rank_is_named_to_all_with_its_host_and_when_it_was_last_heard(
-    server: LivenessServer,
-) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    joined = spawn.Event()
-    process = spawn.Process(target=_join_and_wait, args=(server.port, joined))
-    process.start()
-    other = connected(server, 1)
-    assert joined.wait(120)
-    process.kill()
-    process.join()
-    for side in (server, other):
-        said = side.cause(10.0)
-        assert said is not None
-        assert said.startswith("rank 2 on host2 (stage 2) has ended without a word (last heard at ")
-    other.leave()
 
 
 def test_the_first_rank_that_fails_is_quoted_also_to_one_that_connects_later(
@@ -207,20 +182,26 @@ def test_a_connection_without_the_token_or_of_a_rank_that_is_there_is_refused_an
     first.leave()
 
 
-def test_a_forked_worker_does_not_keep_its_parents_connection_open(server: LivenessServer) -> None:
-    side = connected(server, 1)
-    assert side._connection is not None
+def test_the_end_of_a_rank_is_told_to_all_though_a_worker_that_it_forked_lives_on(
+    server: LivenessServer,
+) -> None:
+    ended, other = connected(server, 1), connected(server, 2)
+    assert ended._connection is not None
     child = os.fork()
     if child == 0:
         threading.Event().wait(30)
         os._exit(0)
     try:
-        side._connection.shutdown(socket.SHUT_RDWR)
-        side._connection.close()
-        assert server.cause(10.0) is not None
+        ended._connection.shutdown(socket.SHUT_RDWR)
+        ended._connection.close()
+        for side in (server, other):
+            said = side.cause(10.0)
+            assert said is not None
+            assert said.startswith("rank 1 on host1 (stage 1) has ended without a word (last heard")
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
+    other.leave()
 
 
 def test_heartbeats_get_rarer_where_there_are_many_ranks() -> None:
