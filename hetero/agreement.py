@@ -36,7 +36,6 @@ _GRACE_SECONDS = 5.0
 """Added to the timeout of other ranks once rank 0, with the same timeout, is there to report."""
 _STORE_SECONDS = 60.0
 """For the store to answer one operation."""
-_LEFT_KEY, _RANK_0_LEFT_KEY = "hetero/left/others", "hetero/left/0"
 
 
 class Agreement:
@@ -129,30 +128,6 @@ class Agreement:
             phase.decide(failure(text, agreed=phase.rank_0_arrived(), code=1))
             return
         raise_failure(decided, cause=error)
-
-    def leave(self, seconds: float = 10.0) -> None:
-        """End together after an error that all ranks know and rank 0 has printed.
-
-        The others wait for rank 0, so that a launcher cannot kill it before it has printed. Rank 0
-        waits for the others, because it may host the store that they still read. No rank waits
-        longer than `seconds`.
-        """
-        deadline, pause = time.monotonic() + seconds, 0.01
-        try:
-            if self._rank == 0:
-                self._store.set(_RANK_0_LEFT_KEY, "1")
-            # Poll instead of the store's own wait, which logs when it times out.
-            while time.monotonic() < deadline and not (
-                self._store.add(_LEFT_KEY, 0) >= self._world_size - 1
-                if self._rank == 0
-                else self._store.check([_RANK_0_LEFT_KEY])
-            ):
-                time.sleep(pause)
-                pause = min(2 * pause, 0.3)
-            if self._rank > 0:
-                self._store.add(_LEFT_KEY, 1)
-        except Exception:  # the others are gone, so there is no reason to wait
-            return
 
     def _begin(self, what: str, *, is_section: bool = False) -> Phase:
         self._number += 1

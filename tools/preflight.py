@@ -145,13 +145,11 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
             raise AgreedFailure(cause, known_to_all=False) from error
         if not isinstance(error, HeteroError):
             liveness.fail(str(error) or type(error).__name__)
-        # Whoever has died will not leave; who waits in a link hears of that end within 5 s.
-        agreement.leave(seconds=6.0 if isinstance(error, AgreedFailure) else 10.0)
-        liveness.leave()
+        # Who hangs does not leave; who waits in a link hears of this end within 5 s.
+        liveness.leave(seconds=6.0 if isinstance(error, AgreedFailure) else 10.0)
         raise
     ending.set()
-    agreement.leave()
-    liveness.leave()
+    liveness.leave(seconds=10.0)
     return report
 
 

@@ -155,8 +155,13 @@ class Liveness(ABC):
         """Tell the others why this rank ends."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Declare that this rank's end is no failure from here on: all have finished."""
+    def leave(self, seconds: float = 0.0) -> None:
+        """Declare that this rank's end is no failure: all have finished, or know one error.
+
+        Waits up to `seconds`: the others until rank 0 leaves, so that a launcher cannot kill it
+        before it has printed that error, and rank 0 until they have left or ended, because it may
+        host the store that they still read.
+        """
 
     @abstractmethod
     def _query_silent(self) -> dict[int, float]:

@@ -344,8 +344,6 @@ class Initializer:
         of its own.
         """
         self._is_exiting = True
-        if error.known_to_all and self.liveness is not None:
-            self.liveness.leave()
         consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
         if consequence and (cause := self.remote_cause()) is not None:
             error = LinkError(f"{error}; {cause}")
@@ -362,9 +360,9 @@ class Initializer:
             known_to_all=error.known_to_all,
             consequence=isinstance(error, LinkError | AgreedFailure),
         )
-        if error.known_to_all and self.agreement is not None:
-            # A rank that died never calls leave, so bound the wait.
-            self.agreement.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
+        if error.known_to_all and self.liveness is not None:
+            # A rank that hangs never leaves.
+            self.liveness.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
 
 
 def _as_json(value: Any) -> Any:

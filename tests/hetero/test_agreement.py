@@ -116,40 +116,6 @@ def test_an_error_without_a_text_is_an_error() -> None:
         assert isinstance(outcome, AgreedError)
 
 
-def test_the_others_stay_until_rank_0_leaves_and_rank_0_until_they_have() -> None:
-    """Rank 0 leaves when it has printed; it may host the store that the others still read."""
-    times: dict[str, float] = {}
-
-    def first(agreement: Agreement) -> None:
-        time.sleep(0.2)
-        times["printed"] = time.monotonic()
-        agreement.leave()
-        times["first left"] = time.monotonic()
-
-    def other(agreement: Agreement) -> None:
-        agreement.leave()
-        times["other left"] = time.monotonic()
-
-    def slow(agreement: Agreement) -> None:
-        time.sleep(0.4)
-        times["slow came"] = time.monotonic()
-        agreement.leave()
-
-    assert _run(first, other, slow) == [None, None, None]
-    assert times["other left"] >= times["printed"]
-    assert times["first left"] >= times["slow came"]
-
-
-@pytest.mark.parametrize("present", [0, 1])
-def test_nobody_waits_for_ever_for_a_rank_that_is_gone(present: int) -> None:
-    def leaves(agreement: Agreement) -> None:
-        agreement.leave(seconds=0.2)
-
-    sides: list[Side | None] = [None, None]
-    sides[present] = leaves
-    assert _run(*sides) == [None, None]
-
-
 # What is said meanwhile.
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -111,6 +112,35 @@ def test_ranks_that_leave_at_the_end_have_not_failed(server: LivenessServer) -> 
     server.leave()
     assert third._closed.wait(120)
     assert third.cause(0.2) is None
+
+
+def test_the_others_stay_until_rank_0_leaves_and_rank_0_until_they_have(
+    server: LivenessServer,
+) -> None:
+    """Rank 0 leaves when it has printed; it may host the store that the others still read."""
+    one = connected(server, 1)
+    with ThreadPoolExecutor() as pool:
+        staying = pool.submit(one.leave, 120)
+        time.sleep(0.2)
+        assert not staying.done()
+        leaving = pool.submit(server.leave, 120)
+        staying.result(120)
+        late = called(server.port, 2)
+        late.leave(120)
+        leaving.result(120)
+
+
+def test_nobody_waits_for_ever_for_a_rank_that_hangs(server: LivenessServer) -> None:
+    connected(server, 1).leave(0.2)
+    server.leave(0.2)
+
+
+def test_rank_0_waits_for_none_that_has_ended(server: LivenessServer) -> None:
+    for rank in (1, 2):
+        ended = connected(server, rank)._connection
+        assert ended is not None
+        ended.shutdown(socket.SHUT_RDWR)
+    server.leave(120)
 
 
 def test_a_rank_without_a_heartbeat_is_named_when_the_cause_is_asked_for(
