@@ -128,7 +128,7 @@ class Initializer:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.local_rank = 0, 1, 0
-        self.agreement: Agreement | None = None
+        self._agreement: Agreement  # since `initialize`
         self.liveness: Liveness | None = None
         self._lock: SaveLock | None = None
         self._own_address = "127.0.0.1"
@@ -165,7 +165,7 @@ class Initializer:
                 master=os.environ["MASTER_ADDR"],
             )
             self.liveness.on_failure(self._exit_on_remote_failure)
-        self.agreement = Agreement(
+        self._agreement = Agreement(
             store,
             rank=self.rank,
             world_size=self.world_size,
@@ -180,13 +180,13 @@ class Initializer:
             apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
-            self._own_address = agree_on_addresses(self.agreement, self.liveness)
-        self._lock = take_save_folder(args, self.agreement.exchange, rank=self.rank)
+            self._own_address = agree_on_addresses(self._agreement, self.liveness)
+        self._lock = take_save_folder(args, self._agreement.exchange, rank=self.rank)
         datasets = agree_on_data(
-            args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
+            args, plan, self._agreement, rank=self.rank, local_rank=self.local_rank
         )
         checkpoint = find_checkpoint(
-            args, self._require_agreement().exchange, rank=self.rank, world_size=self.world_size
+            args, self._agreement.exchange, rank=self.rank, world_size=self.world_size
         )
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 
@@ -212,9 +212,7 @@ class Initializer:
                 )
             except UserError as error:
                 problem = error
-        payloads = self._require_agreement().exchange(
-            "command lines", payload=payload, error=problem
-        )
+        payloads = self._agreement.exchange("command lines", payload=payload, error=problem)
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
@@ -237,11 +235,6 @@ class Initializer:
         if self._lock is not None:
             self._lock.release()
 
-    def _require_agreement(self) -> Agreement:
-        if self.agreement is None:
-            raise RuntimeError("the ranks have not met yet")
-        return self.agreement
-
     def _connect(
         self,
         args: argparse.Namespace,
@@ -263,9 +256,7 @@ class Initializer:
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
         if args.hetero_nics:
             os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
-        with self._require_agreement().section(
-            "process groups", on_failure=self._exit_on_remote_failure
-        ):
+        with self._agreement.section("process groups", on_failure=self._exit_on_remote_failure):
             open_world(
                 default,
                 store=dist.PrefixStore("hetero/default", store),
@@ -287,12 +278,10 @@ class Initializer:
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
-        job_name = self._require_agreement().exchange("job", payload=name)[0]["name"]
+        job_name = self._agreement.exchange("job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
-            with self._require_agreement().section(
-                "links", on_failure=self._exit_on_remote_failure
-            ):
+            with self._agreement.section("links", on_failure=self._exit_on_remote_failure):
                 links = open_links(
                     plan,
                     self.rank,
