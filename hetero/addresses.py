@@ -8,7 +8,6 @@ import os
 import socket
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import psutil
 
@@ -20,14 +19,6 @@ _KEEPALIVE = (
 PORT_RANGE = "those of net.ipv4.ip_local_port_range"
 """The ports at which links, groups and rank 0 listen, but for the rendezvous's."""
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
-
-
-@dataclass(frozen=True)
-class Route:
-    """The two addresses of a rank's connection to rank 0."""
-
-    own: str
-    rank_0: str
 
 
 def is_loopback(address: str) -> bool:
@@ -43,32 +34,11 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def own_address(routes: Sequence[Route | None], rank: int) -> str:
-    """The address by which other hosts reach this rank; a loopback one if all ranks are here.
-
-    `routes` are by rank, None for rank 0 itself. Rank 0 cannot see its own address, because its
-    host may resolve to a loopback one, as Debian's do; ranks of other hosts know it.
-    """
-    route = routes[rank]
-    if route is not None and not is_loopback(route.own):
-        return route.own
-    others = [route for route in routes if route is not None and not is_loopback(route.own)]
-    for other in others:
-        if interface_with(other.rank_0) is not None:
-            return other.rank_0
-    # Rank 0 is behind NAT: take the address of the interface that leads to the others.
-    for other in others:
-        return address_towards(other.own)
-    if route is not None:
-        return route.own
-    return next((other.rank_0 for other in routes if other is not None), "127.0.0.1")
-
-
 def reachable_address(own: str, others: Sequence[str]) -> str:
-    """The address by which ranks with the addresses `others` reach this one.
+    """The address by which ranks with the addresses `others` reach this one, if `own` is loopback.
 
-    All are towards the store's host, on which its name may resolve to a loopback address, as on
-    Debian.
+    All are towards one host, on which its name may resolve to a loopback address, as on Debian. A
+    loopback address is returned if all ranks are there.
     """
     elsewhere = next((address for address in others if not is_loopback(address)), None)
     return address_towards(elsewhere) if is_loopback(own) and elsewhere is not None else own

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from hetero.errors import AgreedError, HeteroError, StoreLost, UserError
+from hetero.errors import HeteroError, StoreLost, UserError
 from hetero.formatting import name_ranks
 from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
@@ -36,9 +36,6 @@ _GRACE_SECONDS = 5.0
 """Added to the timeout of other ranks once rank 0, with the same timeout, is there to report."""
 _STORE_SECONDS = 60.0
 """For the store to answer one operation."""
-_ANNOUNCE_SECONDS = 3.0
-"""How long a rank that ends tries to tell the others why."""
-_LEFT_KEY, _RANK_0_LEFT_KEY = "hetero/left/others", "hetero/left/0"
 
 
 class Agreement:
@@ -63,8 +60,6 @@ class Agreement:
         self._world_size = world_size
         self._timeout = timeout
         self._number = 0
-        if world_size == 1:
-            return
         # Wait on one connection and operate on another: a wait may block its own for minutes.
         self._wait_store: Store = store
         seconds = min(timeout, _STORE_SECONDS)
@@ -86,35 +81,10 @@ class Agreement:
         ended (AgreedFailure).
         """
         own = Record.of(self._rank, phase, payload, error_text(error))
-        if self._world_size == 1:
-            if own.error is not None:
-                raise AgreedError(own.error) from error
-            return unfold(fold([own]), 1)
         with self._on_store(phase):
             outcome = self._conclude(self._begin(phase), own, error)
         raise_failure(outcome, cause=error)
         return unfold(outcome["columns"], self._world_size)
-
-    def announce_failure(self, error: Exception) -> None:
-        """Tell the others that this rank ends because of an error outside of any phase.
-
-        Returns after a few seconds at most, also if the store's host does not answer.
-        """
-        if self._world_size == 1:
-            return
-        StoreCall(lambda: self._announce(error)).done.wait(_ANNOUNCE_SECONDS)
-
-    def _announce(self, error: Exception) -> None:
-        text = f"rank {self._rank} failed: {error_text(error)}"
-        # The others are in this rank's phase, or wait for it in the next one.
-        for number in (self._number, self._number + 1):
-            with contextlib.suppress(Exception):  # the store is gone, and with it the readers
-                phase = Phase(self._store, number, "", self._world_size)
-                phase.decide(failure(text, agreed=self._rank > 0, code=1))
-        if self._rank > 0:
-            # Rank 0 need not wait for this rank in `leave`.
-            with contextlib.suppress(Exception):
-                self._store.add(_LEFT_KEY, 1)
 
     @contextlib.contextmanager
     def section(
@@ -151,43 +121,13 @@ class Agreement:
         deadline = time.monotonic() + _CAUSE_SECONDS
         while (decided := phase.outcome()) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        if decided is None and (absent := phase.absent()):
-            text = (
-                f"{name_ranks(absent, self._world_size)} did not come to the {phase.what}"
-                f"{self._at} in time; see its log, and whether it hangs"
-            )
-            decided = phase.decide(failure(text, agreed=0 not in absent))
+        if decided is None and phase.absent():
+            decided = phase.decide(self._monitor.overdue(phase))
         if decided is None:
             text = f"rank {self._rank} failed: {error_text(error)}"
             phase.decide(failure(text, agreed=phase.rank_0_arrived(), code=1))
             return
         raise_failure(decided, cause=error)
-
-    def leave(self, seconds: float = 10.0) -> None:
-        """End together after an error that all ranks know and rank 0 has printed.
-
-        The others wait for rank 0, so that a launcher cannot kill it before it has printed. Rank 0
-        waits for the others, because it may host the store that they still read. No rank waits
-        longer than `seconds`.
-        """
-        if self._world_size == 1:
-            return
-        deadline, pause = time.monotonic() + seconds, 0.01
-        try:
-            if self._rank == 0:
-                self._store.set(_RANK_0_LEFT_KEY, "1")
-            # Poll instead of the store's own wait, which logs when it times out.
-            while time.monotonic() < deadline and not (
-                self._store.add(_LEFT_KEY, 0) >= self._world_size - 1
-                if self._rank == 0
-                else self._store.check([_RANK_0_LEFT_KEY])
-            ):
-                time.sleep(pause)
-                pause = min(2 * pause, 0.3)
-            if self._rank > 0:
-                self._store.add(_LEFT_KEY, 1)
-        except Exception:  # the others are gone, so there is no reason to wait
-            return
 
     def _begin(self, what: str, *, is_section: bool = False) -> Phase:
         self._number += 1

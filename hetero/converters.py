@@ -4,30 +4,25 @@ They check ranges of single flags, so that an error names the flag and the word 
 """
 
 import argparse
+import contextlib
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+_BOUNDS = {
+    "minimum": ("of at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+    "maximum": ("at most", operator.le),
+}
 
 
 def integer(minimum: int | None = None, *, maximum: int | None = None) -> Callable[[str], int]:
     """Make a converter for whole numbers of at least `minimum` and at most `maximum`."""
-    bounds = [
-        f"{words} {bound}"
-        for words, bound in (("of at least", minimum), ("at most", maximum))
-        if bound is not None
-    ]
-    expected = " ".join(["a whole number", *[" and ".join(bounds)] * bool(bounds)])
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}") from None
-        is_low = minimum is not None and value < minimum
-        if is_low or (maximum is not None and value > maximum):
-            raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")
-        return value
-
-    return convert
+    return _within({"minimum": minimum, "maximum": maximum}, "a whole number", int)
 
 
 def interval(text: str) -> int | None:
@@ -46,33 +41,33 @@ def number(
 
     NaN and infinity would fail only in the middle of a run.
     """
-    bounds = [
-        f"{words} {bound:g}"
-        for words, bound in (
-            ("of at least", minimum),
-            ("above", above),
-            ("below", below),
-            ("at most", maximum),
-        )
-        if bound is not None
-    ]
-    expected = " ".join(["a finite number", *[" and ".join(bounds)] * bool(bounds)])
 
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        is_in_range = (
-            math.isfinite(value)
-            and (minimum is None or value >= minimum)
-            and (above is None or value > above)
-            and (below is None or value < below)
-            and (maximum is None or value <= maximum)
-        )
-        if not is_in_range:
-            raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")
+    def finite(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(text)
         return value
+
+    bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
+    return _within(bounds, "a finite number", finite)
+
+
+def _within(
+    bounds: Mapping[str, float | None], kind: str, parse: Callable[[str], Number]
+) -> Callable[[str], Number]:
+    """Make a converter for what `parse` reads, or refuses with a ValueError, within `bounds`."""
+    given = [
+        (words, holds, bound)
+        for name, (words, holds) in _BOUNDS.items()
+        if (bound := bounds.get(name)) is not None
+    ]
+    within = " and ".join(f"{words} {bound:.15g}" for words, _, bound in given)
+
+    def convert(text: str) -> Number:
+        with contextlib.suppress(ValueError):
+            value = parse(text)
+            if all(holds(value, bound) for _, holds, bound in given):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {f'{kind} {within}'.rstrip()}, not {text!r}")
 
     return convert
 

@@ -78,9 +78,9 @@ class AgreedError(UserError):
 
 
 class AgreedFailure(HeteroError):
-    """A failure after the start: a rank that ended, or failed in an Agreement's section.
+    """A failure after the start: another rank that ended, or one in an Agreement's section.
 
-    Known to all ranks, unless rank 0 itself ended.
+    `known_to_all`: all ranks raise it, and rank 0 exists and prints it.
     """
 
     def __init__(self, text: str, *, known_to_all: bool) -> None:

@@ -25,25 +25,19 @@ from hetero.plan import Plan
 CROSSING_BACKEND = "hetero"
 CONTROL_BACKEND = "gloo"
 
-_CARRIES_THE_MODEL = frozenset({"data", "data_context", "embedding"})
+_CARRIES_THE_MODEL = frozenset({"data", "embedding"})
 """Kinds whose groups reduce or gather gradients and weights, on the model's device."""
 
 _VARYING_COORDINATES: dict[str, frozenset[str]] = {
     "single": frozenset(),
     "tensor": frozenset({"tensor"}),
-    "context": frozenset(),
-    "tensor_context": frozenset({"tensor"}),
     "data": frozenset({"data"}),
-    "data_context": frozenset({"data"}),
-    "tensor_data_context": frozenset({"tensor", "data"}),
+    "tensor_data": frozenset({"tensor", "data"}),
     "pipeline": frozenset({"stage"}),
     "model": frozenset({"stage", "tensor"}),
     "world": frozenset({"stage", "tensor", "data"}),
 }
-"""The coordinates in which the ranks of a group differ; the others are equal.
-
-megatron-core asks for groups of context-parallel ranks too, of which each sequence has one.
-"""
+"""The coordinates in which the ranks of a group differ; the others are equal."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +64,20 @@ class Groups:
 
     single: dist.ProcessGroup
     tensor: dist.ProcessGroup
-    context: dist.ProcessGroup
-    tensor_context: dist.ProcessGroup
     data: dist.ProcessGroup
-    data_context: dist.ProcessGroup
-    tensor_data_context: dist.ProcessGroup
+    tensor_data: dist.ProcessGroup
     pipeline: dist.ProcessGroup | StageOrder
     model: dist.ProcessGroup
     world: dist.ProcessGroup
     embedding: dist.ProcessGroup | None
-    position_embedding: dist.ProcessGroup | None
 
     def data_links(self) -> list[Link]:
         """The links between replicas of different vendors."""
-        group = self.data_context
-        return group.links() if isinstance(group, HeteroProcessGroup) else []
+        return self.data.links() if isinstance(self.data, HeteroProcessGroup) else []
 
     def check(self) -> None:
         """Raise the error of a failed group across vendors. Call it after synchronising the GPU."""
-        for group in (self.data_context, self.embedding):
+        for group in (self.data, self.embedding):
             if isinstance(group, HeteroProcessGroup):
                 group.check()
 
@@ -111,8 +100,6 @@ def members(plan: Plan, rank: int, kind: str) -> tuple[int, ...]:
     """
     if kind == "embedding":
         return _embedding_members(plan, rank)
-    if kind == "position_embedding":
-        return (rank,) if plan.coordinate(rank).stage == 0 else ()
     if joins_meshes(plan):
         # Stages of different shapes have no corresponding ranks.
         if kind == "pipeline":

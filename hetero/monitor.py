@@ -97,12 +97,12 @@ class Monitor:
         return f"{who}{self.at}"
 
     def overdue(self, phase: Phase) -> dict[str, Any]:
-        """The outcome of a section at its timeout."""
+        """The outcome of a section that not all ranks have come to, or finished, in time."""
         absent = phase.absent()
         who = name_ranks(absent or phase.unfinished(), self.world_size)
         return failure(
             f"{who} did not {'come to' if absent else 'finish'} the {phase.what}{self.at} within "
-            f"{self.timeout:g} s; see its log, and whether it hangs",
+            f"{phase.seconds:.0f} s; see its log, and whether it hangs",
             agreed=0 not in absent,
         )
 

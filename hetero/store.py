@@ -64,13 +64,17 @@ class StoreUnresponsive(DistNetworkError):
 
 
 class BoundedStore:
-    """A store whose operations have a deadline each. StoreUnresponsive where one does not end."""
+    """A store whose operations have a deadline each. StoreUnresponsive where one does not end.
+
+    torch's client itself waits for ever if the host is stopped, its network is gone, or something
+    else listens there. So each operation has a thread, which is abandoned at the deadline.
+    """
 
     def __init__(self, store: Any, *, seconds: float) -> None:
         """`store` is one of torch's."""
         self._store: RendezvousStore = store
         self._seconds = seconds
-        self._call = BoundedCalls().call
+        self._last: StoreCall[Any] | None = None
 
     def set(self, key: str, value: str) -> None:
         self._call(self._seconds, lambda: self._store.set(key, value))
@@ -99,18 +103,7 @@ class BoundedStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._call(self._seconds, lambda: self._store.multi_get(keys))
 
-
-class BoundedCalls:
-    """Calls into torch's store client, each with a deadline.
-
-    The client itself waits for ever if the host is stopped, its network is gone, or something else
-    listens there. So each call has a thread, which is abandoned at the deadline.
-    """
-
-    def __init__(self) -> None:
-        self._last: StoreCall[Any] | None = None
-
-    def call(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
+    def _call(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
         """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""
         deadline = time.monotonic() + seconds
         if self._last is None or self._last.done.wait(seconds):

@@ -194,6 +194,11 @@ def listen(name: str) -> socket.socket:
     return listening
 
 
+def python_path() -> str:
+    """PYTHONPATH with this checkout; packages that lie in a folder of their own stay importable."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @functools.cache
 def address() -> str:
     """Where this process's server listens, which is started here and ends with this process.
@@ -205,10 +210,9 @@ def address() -> str:
     if FORKS_ITSELF in os.environ:
         _fork_server(listening)
         return name
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.Popen(
         [INTERPRETER, str(SERVER), str(listening.fileno())],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         pass_fds=[listening.fileno()],
         stdin=subprocess.PIPE,
     )

@@ -36,7 +36,6 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.liveness.liveness import RankLost
 from hetero.liveness.open_liveness import open_liveness
 from megatron.training.rendezvous import environment_rank, open_store, store_endpoint
 from tools import tool_command_line
@@ -143,20 +142,18 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
     except Exception as error:
         ending.set()
         if isinstance(error, DistError) and (cause := liveness.cause()) is not None:
-            raise RankLost(cause) from error
+            raise AgreedFailure(cause, known_to_all=False) from error
         if not isinstance(error, HeteroError):
-            agreement.announce_failure(error)
-        # Whoever has died will not leave; who waits in a link hears of that end within 5 s.
-        agreement.leave(seconds=6.0 if isinstance(error, AgreedFailure) else 10.0)
-        liveness.leave()
+            liveness.fail(str(error) or type(error).__name__)
+        # Who hangs does not leave; who waits in a link hears of this end within 5 s.
+        liveness.leave(seconds=6.0 if isinstance(error, AgreedFailure) else 10.0)
         raise
     ending.set()
-    agreement.leave()
-    liveness.leave()
+    liveness.leave(seconds=10.0)
     return report
 
 
-def _end(error: RankLost) -> None:
+def _end(error: AgreedFailure) -> None:
     """Another rank has ended, and the main thread waits where nothing tells it, as in a link."""
     print_error(str(error))
     write_error_file(str(error), printed=True)

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json-key", default="text", help="JSON Lines: key of the text")
     parser.add_argument(
         "--character-coverage",
-        type=number(above=0, below=1.0000001),
+        type=number(above=0, maximum=1),
         default=0.99995,
         help="share of the characters that get tokens of their own; the rest become bytes",
     )

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hetero.errors import UserError
 from hetero.formatting import spans
-from hetero.store import BoundedCalls, BoundedStore, StoreUnresponsive
+from hetero.store import BoundedStore, StoreCall, StoreUnresponsive
 from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
@@ -145,20 +145,23 @@ class LauncherRendezvous:
         else:
             self._await_listener()
             whom = f"{self._store_host()}, where something else may listen"
+        opening = StoreCall(
+            lambda: TCPStore(
+                host,
+                port,
+                None,
+                is_host,
+                timedelta(seconds=settings.timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        )
+        with self._reporting(whom):
+            has_ended = opening.done.wait(settings.timeout + _GRACE)
+        if not has_ended:
+            raise self._unreachable("it does not answer")
         try:
-            with self._reporting(whom):
-                return BoundedCalls().call(
-                    settings.timeout + _GRACE,
-                    lambda: TCPStore(
-                        host,
-                        port,
-                        None,
-                        is_host,
-                        timedelta(seconds=settings.timeout),
-                        wait_for_workers=False,
-                        multi_tenant=True,
-                    ),
-                )
+            return opening.result()
         except (DistError, ValueError, RuntimeError) as error:
             if is_host:
                 raise UserError(

@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.addresses import Route
-from hetero.errors import HeteroError
+from hetero.errors import AgreedFailure
 from hetero.formatting import ranks_on_hosts
 
 HEARTBEAT = b"\n"
@@ -31,10 +30,6 @@ _GRACE_SECONDS = 5.0
 _SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
 ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
-
-
-class RankLost(HeteroError):
-    """Another rank has failed before the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,10 @@ class RankFailure:
 class Liveness(ABC):
     """One rank's side: rank 0's is a LivenessServer, the others' are LivenessClients."""
 
-    route: Route | None = None
-    """The addresses of this rank's connection to rank 0; None for rank 0 itself."""
+    address = "127.0.0.1"
+    """This rank's end of its connection to rank 0."""
+    is_elsewhere = False
+    """Whether that connection leads to another host."""
     unreachable: str | None = None
     """Why this rank could not connect to rank 0, in a sentence."""
 
@@ -92,13 +89,13 @@ class Liveness(ABC):
             return self._names[ordered[0]]
         return ranks_on_hosts(ordered, self._hosts)
 
-    def on_failure(self, abort: Callable[[RankLost], None]) -> None:
+    def on_failure(self, abort: Callable[[AgreedFailure], None]) -> None:
         """Call `abort`, from a thread, if this process still runs 5 s after another's failure."""
 
         def wait() -> None:
             self._failed.wait()
             if not self._closed.wait(_GRACE_SECONDS) and (cause := self.cause(0)) is not None:
-                abort(RankLost(cause))
+                abort(AgreedFailure(cause, known_to_all=False))
 
         threading.Thread(target=wait, name="liveness abort", daemon=True).start()
 
@@ -158,8 +155,13 @@ class Liveness(ABC):
         """Tell the others why this rank ends."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Declare that this rank's end is no failure from here on: all have finished."""
+    def leave(self, seconds: float = 0.0) -> None:
+        """Declare that this rank's end is no failure: all have finished, or know one error.
+
+        Waits up to `seconds`: the others until rank 0 leaves, so that a launcher cannot kill it
+        before it has printed that error, and rank 0 until they have left or ended, because it may
+        host the store that they still read.
+        """
 
     @abstractmethod
     def _query_silent(self) -> dict[int, float]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetero.addresses import PORT_RANGE, Route, is_unreachable, keep_alive
+from hetero.addresses import PORT_RANGE, is_loopback, is_unreachable, keep_alive
 from hetero.errors import UserError
 from hetero.liveness.liveness import (
     ACK_SECONDS,
@@ -43,14 +43,16 @@ class LivenessClient(Liveness):
         self._last_poll = 0.0
         self._connect_tried, self._replied = threading.Event(), threading.Event()
         self._silent: dict[int, float] = {}
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(find_server,), name="liveness", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def fail(self, reason: str) -> None:
         self._send({"failed": reason})
 
-    def leave(self) -> None:
+    def leave(self, seconds: float = 0.0) -> None:
+        self._thread.join(seconds)  # It ends when rank 0 has left or ended, or cannot be reached.
         self._closed.set()
         self._send({"leave": True})
 
@@ -96,7 +98,7 @@ class LivenessClient(Liveness):
         self._connect_tried.set()
         if self._connection is not None:
             if self._closed.is_set():
-                self.leave()
+                self._send({"leave": True})
             self._receive_loop(self._connection)
 
     def _connect(self, server: ServerAddress) -> socket.socket:
@@ -113,7 +115,8 @@ class LivenessClient(Liveness):
             connection.close()
             raise ConnectionError("it was answered by something that is not this job's rank 0")
         self._hosts[0] = str(json.loads(reply)["host"])
-        self.route = Route(_normalized(local), _normalized(remote))
+        self.address = _normalized(local)
+        self.is_elsewhere = local != remote and not is_loopback(_normalized(remote))
         self._last_heard = time.monotonic()
         os.register_at_fork(after_in_child=connection.close)
         return connection

@@ -27,6 +27,7 @@ from hetero.liveness.liveness import (
 
 _LONGEST_GREETING = 1024
 _ACCEPT_PAUSE_SECONDS = 0.1
+_LEAVE_PAUSE_SECONDS = 0.01
 
 
 @dataclass
@@ -53,6 +54,10 @@ class LivenessServer(Liveness):
         """`present` returns the hosts of the ranks that have opened the store."""
         super().__init__(world_size)
         self._token, self._host, self._present = token, socket.gethostname(), present
+        self._others = world_size - 1
+        self._gone: set[int] = set()
+        """The ranks that have left or ended."""
+        self._stopped = threading.Event()
         self._first_seen: dict[int, float] = {}
         self._clients: dict[int, _Client] = {}
         self._last_poll = time.monotonic()
@@ -69,9 +74,13 @@ class LivenessServer(Liveness):
     def fail(self, reason: str) -> None:
         self._report(RankFailure(0, self._host, reason, clock(), 0.0))
 
-    def leave(self) -> None:
+    def leave(self, seconds: float = 0.0) -> None:
         self._closed.set()
         self._broadcast({"closed": True})
+        deadline = time.monotonic() + seconds
+        while len(self._gone) < self._others and time.monotonic() < deadline:
+            time.sleep(_LEAVE_PAUSE_SECONDS)
+        self._stopped.set()
         self._wake.send(b"x")
 
     def heartbeat_ages(self) -> dict[int, float]:
@@ -93,7 +102,7 @@ class LivenessServer(Liveness):
         return self.silent()
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self._stopped.is_set():
             polled = time.monotonic()
             for descriptor, _ in self._epoll.poll(self._interval, len(self._clients) + 2):
                 if descriptor == self._listener.fileno():
@@ -169,8 +178,11 @@ class LivenessServer(Liveness):
         with self._lock:
             try_send(client.connection, encode({"welcome": True, "host": self._host}))
             client.rank = rank
-        if self._failure is not None:  # it was broadcast before this rank connected
+        # What was broadcast before this rank connected.
+        if self._failure is not None:
             try_send(client.connection, encode({"failure": asdict(self._failure)}))
+        if self._closed.is_set():
+            try_send(client.connection, encode({"closed": True}))
 
     def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
         silent_for = time.monotonic() - client.last_heard
@@ -187,6 +199,8 @@ class LivenessServer(Liveness):
                 return
         self._epoll.unregister(client.connection.fileno())
         client.connection.close()
+        if client.rank is not None:
+            self._gone.add(client.rank)
 
     def _report(self, failure: RankFailure) -> None:
         super()._report(failure)

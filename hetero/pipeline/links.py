@@ -60,10 +60,6 @@ class PipelineLinks:
         """This rank's downstream links whose path was chosen from a family; peers chose alike."""
         return [link for link in _links_of(self.downstream) if link.passed_over is not None]
 
-    def passed_over(self) -> tuple[str, ...]:
-        """Why each faster path than those of `choices` was not taken."""
-        return tuple(why for link in self.choices() for why in link.passed_over or ())
-
     def by_side(self) -> dict[str, list[Link]]:
         """The "upstream" and the "downstream" links."""
         sides = {"upstream": self.upstream, "downstream": self.downstream}

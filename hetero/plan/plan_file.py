@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hetero.errors import Faults
 from hetero.formatting import counted
 from hetero.plan.limits import AT_LEAST_ONE
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
@@ -44,7 +46,7 @@ class _Entry:
 
     mesh: Mesh | None = None
     layers: list[tuple[int, ...]] | None = None
-    problems: list[str] = field(default_factory=list)
+    faults: Faults = field(default_factory=Faults)
 
 
 def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
@@ -55,7 +57,7 @@ def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
     problems = [f"unknown key {key!r}; the only one is 'meshes'" for key in unknown]
     entries = [_read_entry(entry, chunks=chunks) for entry in data["meshes"]]
     for index, entry in enumerate(entries):
-        problems += [f"mesh {index}: {sentence}" for sentence in entry.problems]
+        problems += [f"mesh {index}: {sentence}" for sentence in entry.faults.sentences]
     meshes = [entry.mesh for entry in entries if entry.mesh is not None]
     layers = [entry.layers for entry in entries if entry.layers is not None]
     if not entries:
@@ -63,57 +65,50 @@ def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
     return PlanFile(
         meshes=tuple(meshes) if len(meshes) == len(entries) else (),
         layers=tuple(chain(*layers)) if len(layers) == len(entries) else (),
-        # Stages that are alike have the same mistake, which is told once.
-        problems=tuple(f"{source}: {sentence}" for sentence in dict.fromkeys(problems)),
+        problems=tuple(f"{source}: {sentence}" for sentence in problems),
     )
 
 
 def _read_entry(entry: object, *, chunks: int) -> _Entry:
-    if not isinstance(entry, Mapping):
-        return _Entry(problems=[f"expected keys {', '.join(KEYS)}, not {entry!r}"])
     found = _Entry()
-    found.problems += [
+    faults = found.faults
+    if not isinstance(entry, Mapping):
+        faults.add([f"expected keys {', '.join(KEYS)}, not {entry!r}"])
+        return found
+    faults.add(
         f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
         for key in map(str, entry)
         if key not in (*KEYS, "context")
-    ]
-    missing = [key for key in ("vendor", "layers") if key not in entry]
-    found.problems += [f"the key {key!r} is missing" for key in missing]
+    )
+    faults.add(f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry)
     listed = entry.get("layers")
     if isinstance(listed, list) and listed:
-        _read_layers(found, listed, chunks=chunks)
+        # Stages that are alike have the same mistake, which is told once.
+        read = [faults.read(partial(_chunks_from_entry, item, chunks=chunks)) for item in listed]
+        if None not in read:
+            found.layers = [stage for stage in read if stage is not None]
     elif "layers" in entry:
-        found.problems.append("'layers' must list the layers of each stage, as in [15, 15]")
+        faults.add(["'layers' must list the layers of each stage, as in [15, 15]"])
     stages = len(listed) if isinstance(listed, list) and listed else None
     known = {key: value for key, value in entry.items() if key in _FIELDS}
-    try:
-        # Substitute valid values for missing keys, which are reported already.
-        mesh = Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known)
-    except PlanError as error:
-        found.problems += error.sentences
+    # Substitute valid values for missing keys, which are reported already.
+    mesh = faults.read(lambda: Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known))
+    if mesh is None:
         return found
     # Files may give the size of context parallelism, as long as there is none.
     if entry.get("context", 1) != 1:
-        found.problems.append("context parallelism is not available; leave 'context' out")
+        faults.add(["context parallelism is not available; leave 'context' out"])
     if stages not in (None, mesh.stages):
-        found.problems.append(
-            f"{counted(mesh.stages, 'stage')} but layers for {stages}; leave 'stages' out, or list "
-            f"the layers of {counted(mesh.stages, 'stage')}"
+        stated = counted(mesh.stages, "stage")
+        faults.add(
+            [
+                f"{stated} but layers for {stages}; leave 'stages' out, or list the layers of "
+                f"{stated}"
+            ]
         )
     elif "vendor" in entry and stages is not None:
         found.mesh = mesh
     return found
-
-
-def _read_layers(found: _Entry, listed: list[object], *, chunks: int) -> None:
-    layers = []
-    for item in listed:
-        try:
-            layers.append(_chunks_from_entry(item, chunks=chunks))
-        except PlanError as error:
-            found.problems += error.sentences
-    if len(layers) == len(listed):
-        found.layers = layers
 
 
 def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:

@@ -48,17 +48,17 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
     state._MODEL_PARALLEL_GROUP = groups.model
     state._MODEL_PARALLEL_GLOBAL_RANKS = _ranks(groups.model)
     state._EMBEDDING_GROUP = _core_embedding(groups)
-    state._POSITION_EMBEDDING_GROUP = groups.position_embedding
-    state._CONTEXT_PARALLEL_GROUP = groups.context
-    state._CONTEXT_PARALLEL_GLOBAL_RANKS = _ranks(groups.context)
+    state._POSITION_EMBEDDING_GROUP = _position_embedding(groups)
+    state._CONTEXT_PARALLEL_GROUP = groups.single
+    state._CONTEXT_PARALLEL_GLOBAL_RANKS = _ranks(groups.single)
     state._DATA_PARALLEL_GROUP = groups.data
     state._DATA_PARALLEL_GLOBAL_RANKS = _ranks(groups.data)
-    state._DATA_PARALLEL_GROUP_WITH_CP = groups.data_context
-    state._DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = _ranks(groups.data_context)
-    state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = groups.data_context
-    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tensor_context
-    state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tensor_data_context
-    state._TENSOR_AND_DATA_PARALLEL_GROUP = groups.tensor_data_context
+    state._DATA_PARALLEL_GROUP_WITH_CP = groups.data
+    state._DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = _ranks(groups.data)
+    state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = groups.data
+    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tensor
+    state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tensor_data
+    state._TENSOR_AND_DATA_PARALLEL_GROUP = groups.tensor_data
     state._EXPERT_MODEL_PARALLEL_GROUP = groups.single
     state._EXPERT_TENSOR_PARALLEL_GROUP = groups.tensor
     state._EXPERT_DATA_PARALLEL_GROUP = groups.data
@@ -107,18 +107,18 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
         pp=groups.pipeline,
         mp=groups.model,
         embd=_core_embedding(groups),
-        pos_embd=groups.position_embedding,
-        cp=groups.context,
-        tp_cp=groups.tensor_context,
+        pos_embd=_position_embedding(groups),
+        cp=groups.single,
+        tp_cp=groups.tensor,
         ep=groups.single,
         expt_tp=groups.tensor,
         tp_ep=groups.tensor,
         tp_ep_pp=groups.model,
-        tp_dp_cp=groups.tensor_data_context,
+        tp_dp_cp=groups.tensor_data,
         dp=groups.data,
-        dp_cp=groups.data_context,
+        dp_cp=groups.data,
         expt_dp=groups.data,
-        intra_dp_cp=groups.data_context,
+        intra_dp_cp=groups.data,
         intra_expt_dp=groups.data,
         intra_dist_opt=groups.world,
     )
@@ -130,6 +130,11 @@ def _core_embedding(groups: Groups) -> dist.ProcessGroup | None:
     Meshes may shard the embedding differently, so between them `finalize_grads.py` does it.
     """
     return groups.single if isinstance(groups.pipeline, StageOrder) else groups.embedding
+
+
+def _position_embedding(groups: Groups) -> dist.ProcessGroup | None:
+    """Only the first stage has one, and each of its ranks its own."""
+    return groups.single if groups.pipeline.rank() == 0 else None
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:

@@ -30,7 +30,7 @@ from hetero.errors import (
     write_error_file,
 )
 from hetero.groups import build_groups, joins_meshes
-from hetero.liveness.liveness import Liveness, RankLost
+from hetero.liveness.liveness import Liveness
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
@@ -128,7 +128,7 @@ class Initializer:
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.local_rank = 0, 1, 0
-        self.agreement: Agreement | None = None
+        self._agreement: Agreement  # since `initialize`
         self.liveness: Liveness | None = None
         self._lock: SaveLock | None = None
         self._own_address = "127.0.0.1"
@@ -165,7 +165,7 @@ class Initializer:
                 master=os.environ["MASTER_ADDR"],
             )
             self.liveness.on_failure(self._exit_on_remote_failure)
-        self.agreement = Agreement(
+        self._agreement = Agreement(
             store,
             rank=self.rank,
             world_size=self.world_size,
@@ -180,13 +180,13 @@ class Initializer:
             apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
-            self._own_address = agree_on_addresses(self.agreement, self.liveness, rank=self.rank)
-        self._lock = take_save_folder(args, self.agreement.exchange, rank=self.rank)
+            self._own_address = agree_on_addresses(self._agreement, self.liveness)
+        self._lock = take_save_folder(args, self._agreement.exchange, rank=self.rank)
         datasets = agree_on_data(
-            args, plan, self.agreement, rank=self.rank, local_rank=self.local_rank
+            args, plan, self._agreement, rank=self.rank, local_rank=self.local_rank
         )
         checkpoint = find_checkpoint(
-            args, self._require_agreement().exchange, rank=self.rank, world_size=self.world_size
+            args, self._agreement.exchange, rank=self.rank, world_size=self.world_size
         )
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 
@@ -212,9 +212,7 @@ class Initializer:
                 )
             except UserError as error:
                 problem = error
-        payloads = self._require_agreement().exchange(
-            "command lines", payload=payload, error=problem
-        )
+        payloads = self._agreement.exchange("command lines", payload=payload, error=problem)
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
@@ -237,11 +235,6 @@ class Initializer:
         if self._lock is not None:
             self._lock.release()
 
-    def _require_agreement(self) -> Agreement:
-        if self.agreement is None:
-            raise RuntimeError("the ranks have not met yet")
-        return self.agreement
-
     def _connect(
         self,
         args: argparse.Namespace,
@@ -263,9 +256,7 @@ class Initializer:
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
         if args.hetero_nics:
             os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
-        with self._require_agreement().section(
-            "process groups", on_failure=self._exit_on_remote_failure
-        ):
+        with self._agreement.section("process groups", on_failure=self._exit_on_remote_failure):
             open_world(
                 default,
                 store=dist.PrefixStore("hetero/default", store),
@@ -287,12 +278,10 @@ class Initializer:
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
-        job_name = self._require_agreement().exchange("job", payload=name)[0]["name"]
+        job_name = self._agreement.exchange("job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
-            with self._require_agreement().section(
-                "links", on_failure=self._exit_on_remote_failure
-            ):
+            with self._agreement.section("links", on_failure=self._exit_on_remote_failure):
                 links = open_links(
                     plan,
                     self.rank,
@@ -332,18 +321,8 @@ class Initializer:
         self._is_exiting = True
         return self.liveness.cause() if self.liveness is not None else None
 
-    def announce_failure(self, error: Exception) -> None:
-        """Send this rank's failure to all other ranks."""
-        if self.agreement is not None:
-            self.agreement.announce_failure(error)
-        self._announce_to_peers(str(error) or type(error).__name__)
-
-    def announce_interrupt(self) -> None:
-        """Tell all other ranks, which may be of a node whose user pressed nothing."""
-        self._announce_to_peers("it was interrupted (SIGINT)")
-
-    def _announce_to_peers(self, reason: str) -> None:
-        """Report a failure over liveness, unless an earlier one has been reported to all."""
+    def announce_failure(self, reason: str) -> None:
+        """Tell all other ranks why this one ends, unless they know of an earlier failure."""
         if self.liveness is not None and self.liveness.failure is None:
             self.liveness.fail(reason)
 
@@ -354,13 +333,11 @@ class Initializer:
         of its own.
         """
         self._is_exiting = True
-        if error.known_to_all and self.liveness is not None:
-            self.liveness.leave()
         consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
         if consequence and (cause := self.remote_cause()) is not None:
             error = LinkError(f"{error}; {cause}")
-        if not error.known_to_all and not isinstance(error, RankLost | AgreedFailure):
-            self._announce_to_peers(str(error))
+        if not error.known_to_all and not isinstance(error, AgreedFailure):
+            self.announce_failure(str(error))
         is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if is_logger:
             where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
@@ -370,11 +347,11 @@ class Initializer:
             str(error),
             printed=is_logger,
             known_to_all=error.known_to_all,
-            consequence=isinstance(error, LinkError | RankLost | AgreedFailure),
+            consequence=isinstance(error, LinkError | AgreedFailure),
         )
-        if error.known_to_all and self.agreement is not None:
-            # A rank that died never calls leave, so bound the wait.
-            self.agreement.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
+        if error.known_to_all and self.liveness is not None:
+            # A rank that hangs never leaves.
+            self.liveness.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
 
 
 def _as_json(value: Any) -> Any:

@@ -85,7 +85,8 @@ def _pretrain(
         initializer.report(error)
         return _exit(error.exit_code)
     except KeyboardInterrupt:
-        initializer.announce_interrupt()
+        # They may be of a node whose user pressed nothing.
+        initializer.announce_failure("it was interrupted (SIGINT)")
         return _exit(130)
     except Exception as error:
         _report_exception(initializer, error)
@@ -120,7 +121,7 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
             "another rank has probably ended: its own message says why"
         )
         sentence = f"a collective failed ({_short_cause(text)}); {cause}"
-        initializer.announce_failure(HeteroError(sentence))
+        initializer.announce_failure(sentence)
         print_error(f"rank {rank}: {sentence}")
         write_error_file(sentence, printed=True, consequence=True)
         return
@@ -132,7 +133,7 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
             )
         )
         return
-    initializer.announce_failure(error)
+    initializer.announce_failure(text or type(error).__name__)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
     write_error_file(f"{type(error).__name__}: {error}", printed=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from hetero.addresses import Route, interface_with, own_address, unusable_interfaces
+from hetero.addresses import interface_with, reachable_address, unusable_interfaces
 from hetero.errors import AgreedError, UserError
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import await_listener
@@ -85,7 +84,7 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     return dist.PrefixStore(f"hetero/attempt {attempt}", store)
 
 
-def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -> str:
+def agree_on_addresses(agreement: Agreement, liveness: Liveness) -> str:
     """The local address through which other hosts reach this rank. Collective.
 
     Also makes gloo use its interface, unless GLOO_SOCKET_IFNAME is set: by default gloo takes the
@@ -98,16 +97,14 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness, *, rank: int) -
         error = failure
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     payload = {
-        "route": None if liveness.route is None else asdict(liveness.route),
+        "address": liveness.address,
+        "is elsewhere": liveness.is_elsewhere,
         "gloo": [unusable_interfaces(named, several_hosts=several) for several in (False, True)],
     }
-    payloads = agreement.exchange("routes to rank 0", payload=payload, error=error)
-    routes = [
-        None if payload["route"] is None else Route(**payload["route"]) for payload in payloads
-    ]
-    several_hosts = any(route is not None and route.own != route.rank_0 for route in routes)
+    payloads = agreement.exchange("addresses", payload=payload, error=error)
+    several_hosts = any(payload["is elsewhere"] for payload in payloads)
     _check_gloo_interfaces([payload["gloo"][several_hosts] for payload in payloads], liveness)
-    own = own_address(routes, rank)
+    own = reachable_address(liveness.address, [payload["address"] for payload in payloads])
     interface = interface_with(own)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

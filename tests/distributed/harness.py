@@ -50,15 +50,40 @@ class RankOutcome:
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a run that ended well left behind."""
+class Numbers:
+    """What runs that compute the same have in common, to the last bit."""
 
     losses: list[float]
     grad_norms: list[float | None]
     skipped: list[bool]
     weights: str
+
+
+@dataclass(frozen=True)
+class Training(Numbers):
+    """What a run that ended well left behind."""
+
     report: dict
     stdout: str
+
+    @classmethod
+    def read(cls, metrics: Path, report: Path, stdout: str) -> Training:
+        rows = read_rows(metrics)
+        summary = json.loads(report.read_text())
+        return cls(
+            losses=[row["loss"] for row in rows],
+            grad_norms=[row["grad_norm"] for row in rows],
+            skipped=[row["skipped"] for row in rows],
+            weights=summary["weights"]["sha256"],
+            report=summary,
+            stdout=stdout,
+        )
+
+    def numbers(self, *, since: int = 0) -> Numbers:
+        """Of all its iterations, or of those after the first so many."""
+        return Numbers(
+            self.losses[since:], self.grad_norms[since:], self.skipped[since:], self.weights
+        )
 
 
 @functools.cache
@@ -89,9 +114,8 @@ def start(
 ) -> list[Started]:
     """Start every rank; `scripts` and `flags_by_rank` replace a single rank's own."""
     port = free_port()
-    # Packages that lie in a folder of their own stay importable.
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environ or {})}
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": preloaded.python_path()}
+    shared = {**os.environ, **fixed, **(environ or {})}
     processes = []
     for rank in range(nproc):
         own = {
@@ -182,16 +206,7 @@ def train(
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
     own = {rank: [*words, *written] for rank, words in (flags_by_rank or {}).items()}
     said = launch_well([*flags, *written], nproc, flags_by_rank=own, **how)
-    rows = read_rows(metrics)
-    summary = json.loads(report.read_text())
-    return Training(
-        losses=[row["loss"] for row in rows],
-        grad_norms=[row["grad_norm"] for row in rows],
-        skipped=[row["skipped"] for row in rows],
-        weights=summary["weights"]["sha256"],
-        report=summary,
-        stdout=said[0],
-    )
+    return Training.read(metrics, report, said[0])
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float, what: str) -> None:

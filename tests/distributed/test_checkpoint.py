@@ -108,10 +108,7 @@ def test_a_resumed_run_computes_the_same_bits(run: Run, corpus, tmp_path: Path) 
     resumed = train([*flags, *again], run.nproc, tmp_path / "resumed", environ=run.environ)
 
     assert len(straight.losses) == run.steps
-    assert resumed.losses == straight.losses[half:]
-    assert resumed.grad_norms == straight.grad_norms[half:]
-    assert resumed.skipped == straight.skipped[half:]
-    assert resumed.weights == straight.weights
+    assert resumed.numbers() == straight.numbers(since=half)
     assert resumed.report["consumed_samples"] == straight.report["consumed_samples"]
     assert _evaluations(straight.stdout)[-2:] == _evaluations(resumed.stdout)[-2:]
     assert any(straight.skipped) == ("--initial-loss-scale" in run.flags)
@@ -189,8 +186,7 @@ def test_a_run_that_types_nothing_of_the_model_goes_on_with_the_same_losses(
     data = corpus.flags[corpus.flags.index("--data-path") :]
     resume = ["--load", str(tmp_path / "checkpoints"), "--ckpt-step", "2", "--use-checkpoint-args"]
     resumed = train([*RECIPE, *MIXED, *data, *resume], 2, tmp_path / "resumed", environ=SIMULATED)
-    assert resumed.losses == straight.losses[2:]
-    assert resumed.weights == straight.weights
+    assert resumed.numbers() == straight.numbers(since=2)
     (taken,) = [line for line in resumed.stdout.splitlines() if line.startswith("taken from ")]
     for flag in (*MODEL[:4], "--norm-epsilon 0.001", "--hidden-dropout 0.2", "--num-layers 4"):
         assert flag in taken
@@ -263,32 +259,3 @@ def _everything(folder: Path) -> dict[str, torch.Tensor]:
         assert reader.run["iteration"] == 3
         assert reader.run["optimizer_step"] == 3
         return {name: reader.tensor(name) for name in names}
-
-
-@slow
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(0, 2), (2, 0), (0, 3), (3, 8), (7, 4), (8, 7)],
-    ids=lambda index: str(LAYOUTS[index]),
-)
-def test_training_goes_on_closely_where_the_order_of_sums_changes(
-    first: int, then: int, corpus, tmp_path: Path
-) -> None:
-    """Another TP or DP adds in another order; the loss curve is the same to float32's rounding."""
-    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "10"]
-    flags += ["--make-vocab-size-divisible-by", "256"]
-    folder = tmp_path / "checkpoints"
-    one, other = LAYOUTS[first], LAYOUTS[then]
-    straight = train(
-        [*flags, *one.flags.split(), "--save", str(folder), "--save-interval", "5"],
-        one.nproc,
-        tmp_path / "one",
-        environ=one.environ,
-    )
-    moved = train(
-        [*flags, *other.flags.split(), "--load", str(folder), "--ckpt-step", "5"],
-        other.nproc,
-        tmp_path / "other",
-        environ=other.environ,
-    )
-    assert moved.losses == pytest.approx(straight.losses[5:], rel=1e-4)

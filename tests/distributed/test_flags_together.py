@@ -39,8 +39,7 @@ def test_a_script_with_three_flags_more_is_the_run_it_was(corpus, tmp_path: Path
     # The same without what is said to do nothing, one stage after the other on one vendor.
     flags[flags.index("--pipeline-model-parallel-size") + 1] = "2"
     plain = train(flags[: flags.index("--use-persistent-ckpt-worker")], 2, tmp_path / "plain")
-    assert mixed.losses == plain.losses
-    assert mixed.weights == plain.weights
+    assert mixed.numbers() == plain.numbers()
     assert _evaluations(mixed.stdout) == _evaluations(plain.stdout)
     assert len(_evaluations(mixed.stdout)) == 4
     rows = read_rows(tmp_path / "mixed/metrics.jsonl")

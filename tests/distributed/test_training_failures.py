@@ -132,10 +132,7 @@ def test_a_rank_that_is_stopped_in_a_save_is_named_after_the_timeout(
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize(
-    ("victim", "step"),
-    [(0, "build_groups"), (1, "build_groups"), (0, "find_checkpoint"), (1, "find_checkpoint")],
-)
+@pytest.mark.parametrize(("victim", "step"), [(0, "build_groups"), (1, "find_checkpoint")])
 def test_a_rank_killed_while_they_agree_or_build_groups_is_named_by_the_others(
     corpus, tmp_path: Path, victim: int, step: str
 ) -> None:

@@ -11,13 +11,12 @@ import pytest
 
 from hetero import addresses
 from hetero.addresses import (
-    Route,
     address_leading_to,
     address_towards,
     interface_address,
     interface_with,
     lead_gloo_towards,
-    own_address,
+    reachable_address,
 )
 
 INTERFACES = {
@@ -37,27 +36,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: table)
 
 
-def test_a_rank_elsewhere_has_the_address_that_it_reached_rank_0_from() -> None:
-    assert own_address([None, Route("10.0.0.2", "10.0.0.1")], rank=1) == "10.0.0.2"
-
-
-def test_rank_0_has_the_address_that_others_reached_it_at() -> None:
-    """Whatever its own host resolves MASTER_ADDR to."""
-    routes = [None, Route("127.0.0.1", "127.0.1.1"), Route("10.0.0.2", "10.0.0.1")]
-    assert own_address(routes, rank=0) == "10.0.0.1"
-    assert own_address(routes, rank=1) == "10.0.0.1"
-
-
-def test_behind_a_translation_of_addresses_it_is_the_one_that_leads_to_the_others(
+def test_only_a_rank_that_shares_the_hosts_with_what_all_reach_needs_another_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its host may resolve the name of what all reach, as MASTER_ADDR, to a loopback address."""
     monkeypatch.setattr(addresses, "address_towards", {"10.0.0.2": "10.0.0.1"}.get)
-    assert own_address([None, Route("10.0.0.2", "192.0.2.1")], rank=0) == "10.0.0.1"
-
-
-def test_on_one_host_it_is_the_loopback_address() -> None:
-    routes = [None, Route("127.0.0.1", "127.0.0.1")]
-    assert [own_address(routes, rank) for rank in range(2)] == ["127.0.0.1"] * 2
+    several = ["127.0.0.1", "10.0.0.2"]
+    assert [reachable_address(own, several) for own in several] == ["10.0.0.1", "10.0.0.2"]
+    assert reachable_address("127.0.0.1", ["127.0.0.1"] * 2) == "127.0.0.1"
 
 
 def test_an_address_has_its_interface() -> None:

@@ -1,6 +1,5 @@
 """How ranks agree: every rank's answer reaches all, and one rank's error ends all."""
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +8,7 @@ from typing import Any
 import pytest
 
 from hetero.agreement import Agreement
-from hetero.errors import AgreedError, AgreedFailure, UserError
-from hetero.phase import Phase
+from hetero.errors import AgreedError, UserError
 from tools.start_up.counting import DictStore, count_phase
 
 Side = Callable[[Agreement], Any]
@@ -43,6 +41,7 @@ def _refuses(text: str) -> Side:
 def test_every_rank_hears_every_rank_in_rank_order() -> None:
     everyone = [{"n": 0}, {"n": 1}, {"n": 2}]
     assert _run(_says(n=0), _says(n=1), _says(n=2)) == [everyone] * 3
+    assert _run(_says(n=0)) == [[{"n": 0}]]
 
 
 def test_phases_do_not_mix() -> None:
@@ -115,65 +114,6 @@ def test_a_rank_in_error_does_not_wait_for_ranks_that_were_never_started(
 def test_an_error_without_a_text_is_an_error() -> None:
     for outcome in _run(_says(), _refuses("")):
         assert isinstance(outcome, AgreedError)
-
-
-def test_the_others_stay_until_rank_0_leaves_and_rank_0_until_they_have() -> None:
-    """Rank 0 leaves when it has printed; it may host the store that the others still read."""
-    times: dict[str, float] = {}
-
-    def first(agreement: Agreement) -> None:
-        time.sleep(0.2)
-        times["printed"] = time.monotonic()
-        agreement.leave()
-        times["first left"] = time.monotonic()
-
-    def other(agreement: Agreement) -> None:
-        agreement.leave()
-        times["other left"] = time.monotonic()
-
-    def slow(agreement: Agreement) -> None:
-        time.sleep(0.4)
-        times["slow came"] = time.monotonic()
-        agreement.leave()
-
-    assert _run(first, other, slow) == [None, None, None]
-    assert times["other left"] >= times["printed"]
-    assert times["first left"] >= times["slow came"]
-
-
-@pytest.mark.parametrize("present", [0, 1])
-def test_nobody_waits_for_ever_for_a_rank_that_is_gone(present: int) -> None:
-    def leaves(agreement: Agreement) -> None:
-        agreement.leave(seconds=0.2)
-
-    sides: list[Side | None] = [None, None]
-    sides[present] = leaves
-    assert _run(*sides) == [None, None]
-
-
-def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason() -> None:
-    store = DictStore()
-    failing = Agreement(store, rank=1, world_size=2, timeout=30)
-    failing.announce_failure(ZeroDivisionError("division by zero"))
-    first = Agreement(store, rank=0, world_size=2, timeout=30)
-    with pytest.raises(AgreedFailure, match="rank 1 failed: division by zero"):
-        first.exchange("flags")
-    # Nor does rank 0 stay for a rank that has said that it ends: this would outlast the test.
-    first.leave(seconds=1000)
-
-
-def test_a_rank_ends_though_the_process_that_hosts_the_store_answers_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hetero.agreement._ANNOUNCE_SECONDS", 0.2)
-    resumed = threading.Event()
-    monkeypatch.setattr(Phase, "decide", lambda *_: resumed.wait(120))
-    failing = Agreement(DictStore(), rank=1, world_size=2, timeout=30)
-    telling = threading.Thread(target=failing.announce_failure, args=(ZeroDivisionError(),))
-    telling.start()
-    telling.join(120)
-    assert not telling.is_alive()
-    resumed.set()
 
 
 # What is said meanwhile.

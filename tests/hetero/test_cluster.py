@@ -94,6 +94,7 @@ def test_an_override_is_marked_as_simulated() -> None:
     def claim(value: str, planned: str = "amd") -> tuple[str, bool]:
         environ = {"HETERO_VENDOR": value}
         identity = identify(rank=1, local_rank=1, planned_vendor=planned, flags={}, environ=environ)
+        assert identity.torch_version == torch.__version__
         return identity.vendor, identity.simulated
 
     actual = running_vendor()
@@ -174,6 +175,13 @@ def test_a_rank_on_another_vendor_than_planned_is_refused_by_rank_host_and_stage
     sentence = _refusal(identities, MIXED)
     assert "rank 2 on mi325-7 is amd" in sentence
     assert "stage 1 on nvidia" in sentence
+
+
+def test_a_replica_on_another_vendor_than_planned_is_refused_by_its_number() -> None:
+    meshes = tuple(Mesh(vendor, stages=1, data=2) for vendor in ("nvidia", "amd"))
+    plan = Plan(meshes=meshes, layers=((1,),), whole_replicas=True)
+    sentence = _refusal(_identities(["nvidia"] * 4), plan)
+    assert "rank 2 on node is nvidia but the plan puts replica 2 on amd" in sentence
 
 
 def test_two_vendors_in_a_homogeneous_run_are_refused() -> None:

@@ -25,11 +25,8 @@ MINUTE = timedelta(seconds=60)
 KINDS: dict[str, Key] = {
     "single": lambda c: (c.rank,),
     "tensor": lambda c: (c.stage, c.data),
-    "context": lambda c: (c.rank,),
-    "tensor_context": lambda c: (c.stage, c.data),
     "data": lambda c: (c.stage, c.tensor),
-    "data_context": lambda c: (c.stage, c.tensor),
-    "tensor_data_context": lambda c: (c.stage,),
+    "tensor_data": lambda c: (c.stage,),
     "world": lambda c: (),
 }
 ALONG_THE_PIPELINE: dict[str, Key] = {
@@ -37,19 +34,6 @@ ALONG_THE_PIPELINE: dict[str, Key] = {
     "model": lambda c: (c.data,),
 }
 """Where all stages have the same ranks: in one mesh, or in whole replicas."""
-
-
-def _plan(vendors: list[tuple[str, int]], *, tensor: int = 1, data: int = 1) -> Plan:
-    meshes = tuple(Mesh(v, stages=s, tensor=tensor, data=data) for v, s in vendors)
-    return Plan(meshes=meshes, layers=((1,),) * sum(s for _, s in vendors))
-
-
-@st.composite
-def uniform_plans(draw: st.DrawFn) -> Plan:
-    size = st.integers(1, 2)
-    mesh = st.tuples(st.sampled_from(["amd", "nvidia"]), size)
-    vendors = draw(st.lists(mesh, min_size=1, max_size=3))
-    return _plan(vendors, tensor=draw(size), data=draw(size))
 
 
 @st.composite
@@ -65,20 +49,20 @@ def plans_of_replicas(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
-def any_plans(draw: st.DrawFn) -> Plan:
-    """Stages of one shape, or each mesh's of its own, or whole replicas."""
-    kind = draw(st.sampled_from(["uniform", "replicas", "any"]))
-    if kind == "uniform":
-        return draw(uniform_plans())
-    if kind == "replicas":
-        return draw(plans_of_replicas())
+def plans_of_stages(draw: st.DrawFn) -> Plan:
+    """Meshes of any shapes, of which some are alike."""
     size = st.integers(1, 3)
     mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size)
     meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
+    meshes *= draw(st.integers(1, 2))
     return Plan(meshes=meshes, layers=((1,),) * sum(mesh.stages for mesh in meshes))
 
 
-MIXED = _plan([("amd", 1), ("nvidia", 2)], tensor=2, data=2)
+any_plans = plans_of_stages() | plans_of_replicas()
+MIXED = Plan(
+    meshes=(Mesh("amd", 1, tensor=2, data=2), Mesh("nvidia", 2, tensor=2, data=2)),
+    layers=((1,),) * 3,
+)
 
 
 # Which ranks.
@@ -92,14 +76,14 @@ def _partition(plan: Plan, key: Key) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in sets.values()]
 
 
-@given(any_plans(), st.sampled_from(sorted(KINDS)))
+@given(any_plans, st.sampled_from(sorted(KINDS)))
 def test_each_rank_finds_its_own_group_of_a_kind_by_itself(plan: Plan, kind: str) -> None:
     for ranks in _partition(plan, KINDS[kind]):
         assert ranks == tuple(sorted(ranks))
         assert {members(plan, rank, kind) for rank in ranks} == {ranks}
 
 
-@given(any_plans(), st.sampled_from(sorted(ALONG_THE_PIPELINE)))
+@given(any_plans, st.sampled_from(sorted(ALONG_THE_PIPELINE)))
 def test_stages_of_several_meshes_have_no_group_of_one_rank_each(plan: Plan, kind: str) -> None:
     everyone = tuple(range(plan.world_size))
     if joins_meshes(plan):
@@ -110,7 +94,7 @@ def test_stages_of_several_meshes_have_no_group_of_one_rank_each(plan: Plan, kin
     assert {rank: members(plan, rank, kind) for rank in everyone} == expected
 
 
-@given(any_plans().filter(lambda plan: not plan.whole_replicas))
+@given(plans_of_stages())
 def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan) -> None:
     first, last = (plan.blocks_of_stage(s)[0].ranks for s in (0, plan.stages - 1))
     if joins_meshes(plan):
@@ -122,20 +106,13 @@ def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan)
         assert members(plan, rank, "embedding") == expected.get(rank, ())
 
 
-@given(uniform_plans())
-def test_only_the_first_stage_has_position_embeddings_each_rank_its_own(plan: Plan) -> None:
-    for rank in range(plan.world_size):
-        expected = (rank,) if plan.coordinate(rank).stage == 0 else ()
-        assert members(plan, rank, "position_embedding") == expected
-
-
 # Which library.
 
 
-CARRY_THE_MODEL = {"data", "data_context", "embedding"}
+CARRY_THE_MODEL = {"data", "embedding"}
 
 
-@given(any_plans())
+@given(any_plans)
 def test_a_group_inside_one_mesh_uses_the_vendors_library_and_none_that_crosses_does(
     plan: Plan,
 ) -> None:
@@ -151,17 +128,17 @@ def test_a_group_inside_one_mesh_uses_the_vendors_library_and_none_that_crosses_
 
 @given(plans_of_replicas())
 def test_of_whole_replicas_only_what_joins_replicas_crosses_vendors(plan: Plan) -> None:
-    inside = {"tensor", "context", "tensor_context", "pipeline", "model", "embedding"}
+    inside = {"tensor", "pipeline", "model", "embedding"}
     for rank in range(plan.world_size):
         planned = planned_groups(plan, rank, vendor_backend="nccl")
         assert not any(group.crosses for kind in inside if (group := planned[kind]) is not None)
-        for kind in ("data", "data_context", "tensor_data_context", "world"):
+        for kind in ("data", "tensor_data", "world"):
             group = planned[kind]
             assert group is not None
             assert group.crosses
 
 
-@given(any_plans())
+@given(any_plans)
 def test_gloo_may_be_asked_for_in_every_group(plan: Plan) -> None:
     for rank in range(plan.world_size):
         planned = planned_groups(plan, rank, vendor_backend="gloo", crossing_backend="gloo")
@@ -178,7 +155,7 @@ def _planned(plan: Plan, rank: int) -> list[GroupPlan]:
 
 
 @settings(max_examples=40)
-@given(any_plans())
+@given(any_plans)
 def test_all_members_of_a_group_create_it_under_one_name_each_once(plan: Plan) -> None:
     by_name: dict[str, list[tuple[int, GroupPlan]]] = {}
     for rank in range(plan.world_size):
@@ -194,7 +171,7 @@ def test_all_members_of_a_group_create_it_under_one_name_each_once(plan: Plan) -
 
 
 @settings(max_examples=40)
-@given(any_plans())
+@given(any_plans)
 def test_ranks_that_wait_for_each_others_groups_all_get_on(plan: Plan) -> None:
     """A group is there when all its members have come to it; each comes to one after another."""
     left = {rank: _planned(plan, rank) for rank in range(plan.world_size)}
@@ -236,15 +213,11 @@ def test_the_groups_of_one_rank_of_a_mixed_plan() -> None:
     assert found == {
         "single": (5,),
         "tensor": (4, 5),
-        "context": (5,),
-        "tensor_context": (4, 5),
         "data": (5, 7),
-        "data_context": (5, 7),
-        "tensor_data_context": (4, 5, 6, 7),
+        "tensor_data": (4, 5, 6, 7),
         "pipeline": None,
         "model": tuple(range(12)),
         "world": tuple(range(12)),
         "embedding": None,
-        "position_embedding": None,
     }
     assert list(planned) == [field.name for field in fields(Groups)]

@@ -85,6 +85,21 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(
         assert outcome.known_to_all == (lost > 0), "rank 0 is there and speaks for all"
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    _impatient(monkeypatch)
+    sides = _connected(3)
+    sides[failing][1].fail("division by zero")
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(sides[r][0].exchange, "flags") for r in {0, 1, 2} - {failing}]
+    what = f"rank {failing} on {HOST} failed while the ranks compared their flags: division by zero"
+    for future in ended:
+        assert isinstance(future.exception(), AgreedFailure)
+        assert str(future.exception()) == what
+
+
 def test_a_silent_rank_that_nobody_waits_for_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     _impatient(monkeypatch)
     sides = _connected(3)

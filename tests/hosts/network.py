@@ -61,10 +61,6 @@ def why_impossible() -> str | None:
     return f"this machine allows no network namespaces, bridges or shaping ({reason})"
 
 
-def _paths() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 class Place:
     """A set of namespaces, and the process that holds them."""
 
@@ -123,7 +119,7 @@ class Place:
         return subprocess.Popen(
             self.command([started.get("PYTHON_EXEC", preloaded.INTERPRETER), *words]),
             env=kept
-            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _paths()}
+            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": preloaded.python_path()}
             | started
             | dict(environ or {}),
             stdin=stdin,
@@ -139,7 +135,7 @@ class Place:
         environ = preloaded.as_interpreter(self._folder)
         server = subprocess.Popen(
             [environ["PYTHON_EXEC"], str(INSIDE), str(self.pid), name],
-            env=os.environ | environ | {"PYTHONPATH": _paths()},
+            env=os.environ | environ | {"PYTHONPATH": preloaded.python_path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import re
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.distributed.harness import Numbers, Training
 from tests.hosts.network import Host
 
 SECONDS = 150
@@ -40,15 +40,6 @@ class Outcome:
 
     code: int
     output: str
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What two runs that compute the same have in common, to the last bit."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    weights: str
 
 
 class Run:
@@ -124,12 +115,7 @@ class Run:
         """Of a run that ends well."""
         outcomes = self.end()
         assert [outcome.code for outcome in outcomes] == [0] * len(outcomes), self._said()
-        rows = [json.loads(line) for line in self._metrics.read_text().splitlines()]
-        return Numbers(
-            losses=[row["loss"] for row in rows],
-            grad_norms=[row["grad_norm"] for row in rows],
-            weights=json.loads(self._report.read_text())["weights"]["sha256"],
-        )
+        return Training.read(self._metrics, self._report, outcomes[0].output).numbers()
 
     def _kill_all(self) -> None:
         for process in self._processes:

@@ -103,26 +103,10 @@ def test_a_transport_that_cannot_run_here_is_a_line(outcome):
     assert line in outcome.stdout.splitlines()
 
 
-@dataclass
-class _Opened:
-    """What opening links gives, of one link."""
-
-    link: Link
-
-    def passed_over(self) -> tuple[str, ...]:
-        return ()
-
-    def all(self) -> list[Link]:
-        return [self.link]
-
-    def close(self) -> None:
-        self.link.close()
-
-
 class _Spoiling:
     """A link that changes a byte of messages of one size."""
 
-    transport = "shm"
+    transport, passed_over = "shm", None
 
     def __init__(self, link: Link, nbytes: int) -> None:
         self._link, self._nbytes = link, nbytes
@@ -138,17 +122,15 @@ class _Spoiling:
 
 def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
     """One of the two processes: tcp cannot be opened on rank 1, shm spoils the larger size."""
-    really_open = opened_links.open_links
+    really_open = opened_links.open_between_two
 
-    def faulty(plan, this_rank, what):
+    def faulty(this_rank, what):
         if what.boundary_transport == "tcp" and this_rank == 1:
             raise OSError("no network\nand more of it")
         if what.boundary_transport == "tcp":
-            return _Opened(really_open_gloo(what))
-        links = really_open(plan, this_rank, what)
-        if what.boundary_transport == "shm":
-            return _Opened(_Spoiling(links.all()[0], SIZES[1]))
-        return links
+            return really_open_gloo(what)
+        link = really_open(this_rank, what)
+        return _Spoiling(link, SIZES[1]) if what.boundary_transport == "shm" else link
 
     def really_open_gloo(what):
         from hetero.link.base import LinkDescription
@@ -157,7 +139,7 @@ def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
         description = LinkDescription(rank=0, peer=1, job=what.job, timeout=what.timeout)
         return GlooLink(description, send_tag=101, recv_tag=102)
 
-    opened_links.open_links = faulty
+    opened_links.open_between_two = faulty
     run_rank(rank, options, folder, out, ["bench"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets import indexed_dataset
 
 from hetero.errors import DataError
-from hetero.groups import Groups, build_groups
+from hetero.groups import Groups, StageOrder, build_groups
 from hetero.plan import Mesh, Plan
 from megatron.training.core_private import (
     clear_groups,
@@ -52,9 +52,10 @@ def test_registered_groups_are_what_megatron_core_finds_until_they_are_cleared(
     before = _globals()
     register_groups(groups, ALONE, 0)
     assert _globals() != before
-    for theirs in ("tensor_model", "pipeline_model", "data", "context"):
+    for theirs in ("tensor_model", "pipeline_model", "data"):
         found = getattr(parallel_state, f"get_{theirs}_parallel_group")()
         assert found is getattr(groups, theirs.removesuffix("_model")), theirs
+    assert parallel_state.get_context_parallel_group() is groups.single
     assert parallel_state.get_model_parallel_group() is groups.model
     assert parallel_state.get_embedding_group() is groups.embedding
     assert parallel_state.get_pipeline_model_parallel_world_size() == 1
@@ -78,10 +79,13 @@ def test_groups_are_built_and_registered_once_more(groups: Groups) -> None:
 
 def test_the_collection_names_every_group_by_megatron_cores_names(groups: Groups) -> None:
     collection = group_collection(groups)
-    names = "tp:tensor pp:pipeline mp:model dp:data dp_cp:data_context cp:context embd:embedding"
-    for pair in (*names.split(), "ep:single"):
+    names = "tp:tensor pp:pipeline mp:model dp:data dp_cp:data cp:single embd:embedding ep:single"
+    for pair in names.split():
         theirs, ours = pair.split(":")
         assert getattr(collection, theirs) is getattr(groups, ours), pair
+    assert collection.pos_embd is groups.single
+    later = replace(groups, pipeline=StageOrder(1, 2))
+    assert group_collection(later).pos_embd is None, "only the first stage has positions"
     given = {id(getattr(groups, f.name)) for f in fields(Groups)}
     assert {id(value) for value in vars(collection).values()} <= given
 

@@ -88,5 +88,5 @@ def test_who_ends_because_another_has_ended_says_nothing_of_itself(
     other.fail("out of memory")
     assert server.cause(10.0) is not None
     initializer.report(LinkError("receiving failed"))
-    initializer.announce_failure(LinkError("receiving failed"))
+    initializer.announce_failure("receiving failed")
     assert other.cause(10.0) == f"rank 1 on {socket.gethostname()} failed: out of memory"

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hetero.link.base import Link
 from hetero.link.open import ChannelOptions
-from hetero.pipeline.links import LinkOptions, PipelineLinks, open_links
+from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Mesh, Plan
 from tools.link_bench.bench_record import LinkFacts, Options
 from tools.link_bench.measured_paths import LinkPath
@@ -45,17 +46,17 @@ class Opener:
             self._pair.together(self._require_gpu)
         before = self._pair.together(self._memory)
         begin = time.monotonic()
-        opened: list[PipelineLinks] = []
+        opened: list[Link] = []
         try:
-            self._pair.together(lambda: opened.append(self._links(name)))
+            self._pair.together(lambda: opened.append(self._link(name)))
             seconds = time.monotonic() - begin
-            path = LinkPath(name, opened[0].all()[0], self._device)
+            path = LinkPath(name, opened[0], self._device)
             for _ in range(3):
                 # Half of a direction's ring each: every slot has been used afterwards.
                 self._meter.check(path, self._messages)
         except StepFailed:
-            for links in opened:
-                links.close()
+            for link in opened:
+                link.close()
             raise
         host, device = _growth(before, self._pair.together(self._memory))
         facts = LinkFacts(
@@ -64,7 +65,7 @@ class Opener:
             host_bytes=host,
             device_bytes=device,
             open_seconds=seconds,
-            passed_over=opened[0].passed_over(),
+            passed_over=opened[0].passed_over or (),
         )
         return path, facts
 
@@ -73,7 +74,7 @@ class Opener:
         if self._device.type != "cuda":
             raise RuntimeError("it needs two GPUs, one for each process")
 
-    def _links(self, name: str) -> PipelineLinks:
+    def _link(self, name: str) -> Link:
         opening = LinkOptions(
             boundary_transport=name,
             device=self._device,
@@ -97,9 +98,10 @@ class Opener:
         return _Memory(host, total - free)
 
 
-def open_between_two(rank: int, opening: LinkOptions) -> PipelineLinks:
+def open_between_two(rank: int, opening: LinkOptions) -> Link:
     """A link between two processes that are one stage each. Collective between them."""
-    return open_links(_PLAN, rank, opening)
+    (link,) = open_links(_PLAN, rank, opening).all()
+    return link
 
 
 def host_bytes(rollup: Path = Path("/proc/self/smaps_rollup")) -> int | None:

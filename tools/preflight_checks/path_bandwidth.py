@@ -16,10 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hetero.link.base import Link
 from hetero.link.names import PATHS
 from hetero.link.open import ChannelOptions
 from hetero.link.rdma_ports import rdma_missing
-from hetero.pipeline.links import LinkOptions, PipelineLinks
+from hetero.pipeline.links import LinkOptions
 from tools.launching.interrupts import children_ignore_interrupts
 from tools.link_bench.bare_limits import BareCopy, rate
 from tools.link_bench.bench_record import FROM_PINNED, TO_PINNED, Options
@@ -134,10 +135,9 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
     passed_over: tuple[str, ...] = ()
     try:
         with ExitStack() as closing:
-            links = _open(end, way)
-            closing.callback(links.close)
-            passed_over = links.passed_over()
-            (link,) = links.all()
+            link = _open(end, way)
+            closing.callback(link.close)
+            passed_over = link.passed_over or ()
             if link.transport == "gloo":
                 raise RuntimeError(f"no path works ({'; '.join(passed_over)})")
             if way.transport == "auto":
@@ -155,7 +155,7 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
         return PathResult(label, 0.0, 0.0, 0.0, 0.0, error=reason), passed_over
 
 
-def _open(end: End, way: _Way) -> PipelineLinks:
+def _open(end: End, way: _Way) -> Link:
     opening = LinkOptions(
         boundary_transport=way.transport,
         device=end.device,
