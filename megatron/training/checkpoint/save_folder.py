@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import socket
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hetero.errors import UserError
+from hetero.errors import AgreedError, UserError
+from hetero.formatting import ranks_on_hosts
 from megatron.training.checkpoint.find_checkpoint import Exchange, require_visible
-from megatron.training.checkpoint.folder import iterations
+from megatron.training.checkpoint.folder import SAVING, folder_name, iterations
 from megatron.training.checkpoint.lock import LOCK_FILE, SaveLock
 
 _SECONDS_TO_SEE_IT = 5.0
@@ -18,10 +23,11 @@ _SECONDS_TO_SEE_IT = 5.0
 
 
 def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int) -> SaveLock | None:
-    """Rank 0 locks --save, and every rank has to see that lock. Collective.
+    """Rank 0 locks --save; every rank has to see that lock and to write beside it. Collective.
 
     Returns the lock, on rank 0 alone; None where the run saves nothing. A rank with a folder of its
-    own could else not be told from the others until the first checkpoint fails. Raises AgreedError.
+    own, or of another user, would else be told by the first checkpoint that fails, after hours of
+    training. Raises AgreedError.
     """
     if args.save is None or args.skip_train:
         return None
@@ -36,9 +42,10 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
         except UserError as error:
             problem = error
     try:
-        token = "" if lock is None else lock.token
-        token = exchange("save folder", payload={"token": token}, error=problem)[0]["token"]
-        _require_shared(save, exchange, token=token)
+        with _trial_folder(save, made=lock is not None):
+            token = "" if lock is None else lock.token
+            token = exchange("save folder", payload={"token": token}, error=problem)[0]["token"]
+            _require_shared(save, exchange, token=token, rank=rank)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -46,14 +53,40 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
     return lock
 
 
-def _require_shared(save: Path, exchange: Exchange, *, token: str) -> None:
-    payload = {"visible": _sees(save, token), "host": socket.gethostname()}
+@contextmanager
+def _trial_folder(save: Path, *, made: bool) -> Iterator[None]:
+    """A folder like that of a checkpoint being written; it is there meanwhile, where it is `made`.
+
+    The next save removes what a killed run left of it. Where it cannot be made, the ranks say so.
+    """
+    if made:
+        with suppress(OSError):
+            _trial(save).mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        if made:
+            shutil.rmtree(_trial(save), ignore_errors=True)
+
+
+def _trial(save: Path) -> Path:
+    return save / (folder_name(0) + SAVING)
+
+
+def _require_shared(save: Path, exchange: Exchange, *, token: str, rank: int) -> None:
+    deadline = time.monotonic() + _SECONDS_TO_SEE_IT
+    visible = _sees(save, token, deadline=deadline)
+    payload = {
+        "visible": visible,
+        "obstacle": _obstacle(_trial(save), rank, deadline=deadline) if visible else "",
+        "host": socket.gethostname(),
+    }
     records = exchange("lock on the save folder", payload=payload)
     require_visible(records, f"{save / LOCK_FILE}, which rank 0 has made", flag="--save")
+    _require_written(records, save)
 
 
-def _sees(save: Path, token: str) -> bool:
-    deadline = time.monotonic() + _SECONDS_TO_SEE_IT
+def _sees(save: Path, token: str, *, deadline: float) -> bool:
     while True:
         try:
             if token in (save / LOCK_FILE).read_text():
@@ -63,6 +96,34 @@ def _sees(save: Path, token: str) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
+
+
+def _obstacle(trial: Path, rank: int, *, deadline: float) -> str:
+    """Why this rank cannot write a file in a folder that rank 0 has made; empty where it can."""
+    probe = trial / f"rank_{rank:05d}"
+    while True:
+        try:
+            probe.touch()
+            probe.unlink()
+            return ""
+        except FileNotFoundError as error:
+            if time.monotonic() > deadline:
+                return error.strerror or str(error)
+        except OSError as error:
+            return error.strerror or str(error)
+        time.sleep(0.2)
+
+
+def _require_written(records: Sequence[Mapping[str, Any]], save: Path) -> None:
+    """Raise AgreedError if a rank's record, with its host, names an obstacle to writing."""
+    hosts = {rank: record["host"] for rank, record in enumerate(records)}
+    barred = [rank for rank, record in enumerate(records) if record["obstacle"]]
+    if barred:
+        raise AgreedError(
+            f"{ranks_on_hosts(barred, hosts)} cannot write in a folder that rank 0 on {hosts[0]} "
+            f"has made in --save {save} ({records[barred[0]]['obstacle']}); start every rank as "
+            "the user of the same number, also in containers"
+        )
 
 
 def _warning_of_other_checkpoints(args: argparse.Namespace, save: Path) -> str | None:
