@@ -218,8 +218,6 @@ def as_table(record: dict[str, Any]) -> str:
 
 
 def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
-    words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=LLAMA3_8B.name, help="as of reproduce_table.py")
     parser.add_argument(
@@ -252,7 +250,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
         help="seconds for one run, start-up included",
     )
     parser.add_argument("--out", required=True, help="folder for the results")
-    given = parser.parse_args(words[:cut])
+    given, extra = parser.parse_with_run_flags(argv)
     setting = model_setting(given.model)
     options = Options(
         setting=setting,
@@ -269,7 +267,7 @@ def parse_options(argv: Sequence[str] | None) -> tuple[Options, list[float]]:
         deadline=given.deadline,
         resume=False,
         out=Path(given.out).absolute(),
-        extra=tuple(words[cut + 1 :]),
+        extra=tuple(extra),
     )
     for row in (HOMOGENEOUS, given.transport):
         parsed_row(options, row)

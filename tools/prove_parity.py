@@ -27,6 +27,7 @@ if __name__ == "__main__":
     begin_script()
 
 from hetero.converters import integer
+from hetero.errors import UserError
 from megatron.training.arguments import parse_args
 from tools import tool_command_line
 from tools.reports.page import write_whole
@@ -54,9 +55,15 @@ def flags_of_runs(options: argparse.Namespace) -> dict[str, list[str]]:
 def prove(options: argparse.Namespace) -> bool:
     """Run all and compare them; whether every mixed run computed what the homogeneous one did."""
     flags = flags_of_runs(options)
-    for words in flags.values():
+    for name, words in flags.items():
         # A launcher would answer bad flags with an exit code and pages of its own.
-        parse_args(words, world_size=options.nproc)
+        args = parse_args(words, world_size=options.nproc)
+        if name == HOMOGENEOUS and (args.hetero_pipeline or args.hetero_data_parallel):
+            raise UserError(
+                "the flags behind -- would make the homogeneous run a mixed one; leave "
+                "--hetero-pipeline, --hetero-data-parallel and what belongs to them out: "
+                "--vendors, --sizes and --layers shape the mixed runs"
+            )
     out = tool_command_line.make_results_folder(options.out)
     runs = {
         name: run_to_end(
@@ -156,12 +163,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--transports", nargs="+", default=["auto"], help="of the mixed runs, one run for each"
     )
     parser.add_argument("--out", default="runs/parity", help="folder for the results and the logs")
-    given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index("--") if "--" in given else len(given)
-    options = parser.parse_args(given[:cut])
-    if cut + 1 >= len(given):
+    options, flags = parser.parse_with_run_flags(argv)
+    if not flags:
         parser.error("put the flags of pretrain_gpt.py behind --")
-    options.flags = given[cut + 1 :]
+    options.flags = flags
     return options
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -40,6 +40,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description, prog=prog, allow_abbrev=False, formatter_class=HelpFormatter
         )
+
+    def parse_with_run_flags(
+        self, argv: Sequence[str] | None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """The tool's own flags, and those of pretrain_gpt.py, which stand behind `--`."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        cut = words.index("--") if "--" in words else len(words)
+        self.epilog = "What stands behind -- are flags of pretrain_gpt.py, for every run."
+        return self.parse_args(words[:cut]), words[cut + 1 :]
 
     def error(self, message: str) -> NoReturn:
         sentence = f"{message}; --help lists the flags"

@@ -83,6 +83,15 @@ MODEL = (
         (f"--out {__file__}/x -- {MODEL}", f"--out {__file__}/x cannot be made"),
         (f"-- {MODEL} --no-such-flag", "--no-such-flag"),
         (f"-- {MODEL} --train-iters many", "--train-iters"),
+        # Else it would compare a mixed run with a mixed one, and call them identical.
+        (
+            f"-- {MODEL} --hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1",
+            "would make the homogeneous run a mixed one",
+        ),
+        (
+            f"--nproc 4 -- {MODEL} --global-batch-size 2 --hetero-data-parallel amd:1,nvidia:1",
+            "would make the homogeneous run a mixed one",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import UserError
-from tools.tool_command_line import run
+from tools.tool_command_line import Parser, run
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = (errno.ENOSPC, "No space left on device")
@@ -68,3 +68,16 @@ def test_a_reader_who_leaves_ends_it_without_a_word(tmp_path, command, environ) 
     os.close(writer)
     assert ended.stderr == ""
     assert ended.returncode in (128 + signal.SIGPIPE, -signal.SIGPIPE)
+
+
+def test_what_stands_behind_the_dashes_is_pretrain_gpts_and_the_help_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = Parser("Does nothing.")
+    parser.add_argument("--out")
+    own, others = parser.parse_with_run_flags(["--out", "here", "--", "--bf16", "--", "x"])
+    assert (own.out, others) == ("here", ["--bf16", "--", "x"])
+    assert parser.parse_with_run_flags(["--out", "here"])[1] == []
+    with pytest.raises(SystemExit):
+        parser.parse_with_run_flags(["--help"])
+    assert "behind -- are flags of pretrain_gpt.py" in capsys.readouterr().out

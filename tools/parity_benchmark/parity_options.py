@@ -73,9 +73,7 @@ class Options:
 
 def parse_options(argv: Sequence[str], *, description: str) -> Options:
     """Read the command line. Exits with 2 and one sentence on bad input, as does what it calls."""
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
-    given = _parser(description).parse_args(words[:cut])
+    given, extra = _parser(description).parse_with_run_flags(argv)
     setting = SETTINGS[given.model]
     gpus = tuple(gpu_names())
     default_transports = setting.transports if gpus else CPU_TRANSPORTS
@@ -83,7 +81,6 @@ def parse_options(argv: Sequence[str], *, description: str) -> Options:
     kernels = tuple(dict.fromkeys(given.kernels or setting.kernels))
     processes = _processes(given.processes, gpus)
     iterations = _chosen(given.iterations, setting.iterations)
-    extra = tuple(words[cut + 1 :])
     runs = tuple(planned_runs(kernels, transports))
     per_pair = _chosen(given.per_pair, setting.per_pair)
     deadline = _chosen(given.deadline, setting.deadline)
@@ -102,7 +99,7 @@ def parse_options(argv: Sequence[str], *, description: str) -> Options:
         deadline=deadline,
         minutes=given.minutes,
         out=out,
-        extra=extra,
+        extra=tuple(extra),
         arguments=arguments[0],
         is_changed_model=any(
             getattr(arguments[0], size) != getattr(unchanged, size) for size in MODEL_SIZES
@@ -127,7 +124,7 @@ def _processes(given: int | None, gpus: Sequence[str]) -> int:
     return processes
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+def _parser(description: str) -> tool_command_line.Parser:
     parser = tool_command_line.Parser(description)
     parser.add_argument(
         "--model", choices=tuple(SETTINGS), default=LLAMA_113M.name, help="what is trained"

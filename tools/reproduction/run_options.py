@@ -96,9 +96,7 @@ def parse_words(
 
     Raises UserError.
     """
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:cut])
+    given, extra = parser.parse_with_run_flags(argv)
     setting = model_setting(given.model)
     _check(given)
     return given, {
@@ -113,7 +111,7 @@ def parse_words(
         "deadline": given.deadline,
         "resume": given.resume,
         "out": Path(given.out).absolute(),
-        "extra": tuple(words[cut + 1 :]),
+        "extra": tuple(extra),
     }
 
 
