@@ -3,8 +3,11 @@
     torchrun --nproc-per-node 2 examples/two_stage/train.py    # each stage on a rank of its own
     python examples/two_stage/train.py                         # both stages in one process
 
-Both print the same losses and weights, bit for bit. On two hosts, start torchrun on each with
-`--nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT`; the two may have GPUs of two vendors.
+Both print the same losses and weights, bit for bit. On two hosts, which may have GPUs of two
+vendors, start it on each, with N 0 on the one whose address is HOST and 1 on the other:
+
+    torchrun --nnodes 2 --node-rank N --nproc-per-node 1 --master-addr HOST \\
+        examples/two_stage/train.py
 
 The model learns which byte follows 32 others in a text: this file, unless --text names another.
 """

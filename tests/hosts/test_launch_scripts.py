@@ -1,4 +1,4 @@
-"""The launch scripts over two nodes of one vendor and one of the other, each a host of its own."""
+"""What examples say of several nodes, each a host of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from examples.two_stage import train as two_stage
 from tests.hosts.network import ROOT, Network
 from tests.hosts.runs import Run
 
@@ -61,3 +62,19 @@ def test_two_nodes_of_one_vendor_and_one_of_the_other_train_and_name_whoever_is_
         assert "rank 2 on hostc was killed by SIGKILL" in outcome.output
     for outcome in outcomes[:2]:
         assert "rank 2 on hostc (stage 2) has ended without a word" in outcome.output
+
+
+def test_two_hosts_train_the_example_of_two_stages_as_it_says(
+    network: Network, tmp_path: Path
+) -> None:
+    examples = (two_stage.__doc__ or "").replace("\\\n", "").splitlines()
+    (command,) = [line for line in examples if "--nnodes" in line]
+    hosts, master = network.hosts[:2], network.hosts[0].address()
+    commands = []
+    for node in range(2):
+        places = {"N": str(node), "HOST": master, "torchrun": "torch.distributed.run"}
+        commands.append(["-m", *(places.get(word, word) for word in shlex.split(command))])
+    outcomes = Run(hosts, commands, tmp_path, environs=[{}, {}]).end()
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "stage 0: weights" in outcomes[0].output
+    assert "step 49: loss" in outcomes[1].output
