@@ -92,11 +92,6 @@ def test_the_shell_can_read_every_block(document: str) -> None:
         assert ended.returncode == 0, ended.stderr
 
 
-def test_every_file_that_the_first_page_links_to_is_there() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README):
-        assert (ROOT / target).exists(), target
-
-
 @pytest.mark.parametrize(
     ("start", "devices"),
     [("docker run --rm -it --gpus", {"--gpus"}), ("docker run --rm -it --device", {"--device"})],

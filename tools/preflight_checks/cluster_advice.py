@@ -82,7 +82,8 @@ def _versions(cards: Sequence[NodeCard]) -> Iterator[Advice]:
                 f"the nodes run different {what}: {sides}{consequence}; install one on all",
             )
     if sides := _sides(cards, lambda c: ".".join(c.python.split(".")[:2])):
-        yield Advice(Severity.WARNING, "versions", f"the nodes run different Pythons: {sides}")
+        text = f"the nodes run different Pythons: {sides}; a run does not need the same"
+        yield Advice(Severity.NOTE, "versions", text)
     for vendor in sorted({card.vendor for card in cards} - {"cpu"}):
         own = [card for card in cards if card.vendor == vendor]
         if sides := _sides(own, lambda c: c.collectives):

@@ -66,7 +66,7 @@ def test_nodes_that_can_work_together_are_told_nothing():
         ({"megatron_core": "0.15.0"}, Severity.PROBLEM, "versions of megatron-core"),
         ({"project": "0.2.0"}, Severity.PROBLEM, "versions of this project"),
         ({"collectives": "RCCL 2.22.3"}, Severity.PROBLEM, "different collective libraries"),
-        ({"python": "3.12.1"}, Severity.WARNING, "different Pythons"),
+        ({"python": "3.12.1"}, Severity.NOTE, "a run does not need the same"),
         ({"driver": "amdgpu 6.10.5"}, Severity.WARNING, "different drivers"),
         ({"gpus": ("AMD Instinct MI300X",) * 8}, Severity.WARNING, "8x AMD Instinct MI300X"),
         ({"mtus": {"eth0": 1500}}, Severity.WARNING, "different MTUs"),
