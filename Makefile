@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 GPU_DRIVER := $(or $(wildcard /proc/driver/nvidia),$(wildcard /dev/kfd))
-# A machine without an NVIDIA or AMD driver gets the CPU build of torch.
+# A machine without an NVIDIA or AMD driver gets the release of torch that the tests run on.
 CONSTRAINTS := $(if $(GPU_DRIVER),/dev/null,constraints-cpu.txt)
 COMMA := ,
 # pip's own torch is CUDA's: on a machine with AMD GPUs alone it would find none of them.
