@@ -10,6 +10,9 @@ COMMA := ,
 # pip's own torch is CUDA's: on a machine with AMD GPUs alone it would find none of them.
 ROCM_ALONE := $(if $(wildcard /proc/driver/nvidia),,$(wildcard /dev/kfd))
 NEEDS_ROCM := { echo "error: install PyTorch 2.11 to 2.13 for ROCm into $(VENV) (see pytorch.org), then run make again" >&2; exit 2; }
+# pip would download gigabytes before it says so.
+NEW_ENOUGH := import sys; sys.version_info >= (3, 11) or sys.exit("error: " + sys.executable + " is Python %d.%d, and 3.11 or \
+	later is needed; name one with PYTHON=, and remove $(VENV) if it is there" % sys.version_info[:2])
 # An image's Python brings its vendor's PyTorch, which a virtual environment sees where it is not in one itself.
 FROM_IMAGE := $(shell $(PYTHON) -c "import sys; from importlib.metadata import version; \
 	version('torch'); print('--system-site-packages' * (sys.prefix == sys.base_prefix))" 2>/dev/null)
@@ -37,6 +40,7 @@ IN_C := $(wildcard hetero/native/*.c hetero/native/*.h)
 ZIGLANG := $(if $(CC_FOUND),,ziglang)
 
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(IN_C)
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -c '$(NEW_ENOUGH)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(FROM_IMAGE) $(VENV)
 	@$(if $(wildcard $(STAMP)),,$(KEEP_TORCH))
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))

@@ -20,9 +20,11 @@ from pathlib import Path
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.megatron_imports import exit_unless_installed
     from tools.tool_command_line import leave_on_interrupt
 
     leave_on_interrupt()
+    exit_unless_installed("numpy")
 
 from hetero.converters import integer
 from hetero.errors import Faults, UserError

@@ -56,6 +56,26 @@ def test_the_mixed_command_for_one_machine_trains(tmp_path: Path) -> None:
     assert re.search(r"1 +amd \(simulated\)", said)
 
 
+def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    for name in ("requirements.txt", "constraints-cpu.txt", "pyproject.toml", "setup.py"):
+        (tmp_path / name).touch()
+    old = tmp_path / "python3.10"
+    pretends = "import sys; sys.version_info = (3, 10, 13, 0, 0); exec(sys.argv[2])"
+    old.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c '{pretends}' \"$@\"\n")
+    old.chmod(0o755)
+    ended = subprocess.run(
+        ["make", "-f", str(ROOT / "Makefile"), "setup", f"PYTHON={old}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "is Python 3.10, and 3.11 or later is needed; name one with PYTHON=" in ended.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
 def test_the_commands_that_make_token_files_work_one_after_the_other(tmp_path: Path) -> None:
     said = pasted(block("preprocess_data.py"), tmp_path).stdout
     assert "wrote tok.model and tok.vocab: vocabulary of 1024 tokens" in said

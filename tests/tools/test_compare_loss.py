@@ -152,3 +152,9 @@ def test_every_file_and_criterion_that_makes_no_sense_is_told_at_once(files, tmp
     )
     for one, line in zip(expected, said, strict=True):
         assert one in line
+
+
+def test_a_python_without_numpy_is_told_which_environment_to_take() -> None:
+    done = commands.ended("-S", TOOL, "a.jsonl", "b.jsonl", PYTHONPATH="")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: numpy is not installed for ")
