@@ -126,10 +126,9 @@ struct flow {
     bool is_outgoing;
 
     /* Maintained by C, 0 at first. */
-    uint64_t sequence; /* messages begun, by native_exchange or by Python */
+    uint64_t sequence; /* messages begun */
     uint64_t count;    /* entries enqueued */
-    uint64_t offset;  /* bytes enqueued of the message last given to native_progress */
-    uint64_t awaited; /* the highest value of the peer's counter that an entry depends on */
+    uint64_t awaited;  /* the highest value of the peer's counter that an entry depends on */
     failure failed;
     /* Of the sender, slots as byte counts that never wrap: where the next begins, where the oldest in
      * use begins. Entries freed, in flight, and the number of the oldest in flight; where each ends. */
@@ -139,37 +138,42 @@ struct flow {
     bool on_caller_stream;
 };
 
-enum progress { WAITING, ENQUEUED, NEEDS_EVENT, REFUSED, FAILED };
+/* How far a message is. WAITING while the peer has to move first; ENQUEUED once all its entries are; REFUSED
+ * if the next entry is not its own; FAILED if the driver was. */
+enum progress { WAITING, ENQUEUED, REFUSED, FAILED };
 
-/* Enqueue as many entries as possible of one message, which the flow sends or receives. ENQUEUED once all
- * are; WAITING while the peer has to move first; NEEDS_EVENT if it has to go to the link's streams and
- * has no event yet; REFUSED if the next entry is not the expected one. With `may_use_caller_stream` it
- * goes to `caller_stream` if order allows; else it waits for `event`, unless that is 0. */
-uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
-                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
-                         uint64_t caller_stream, bool may_use_caller_stream);
+/* What Python has filled in of a message's header: C completes it when the message is begun. */
+enum header_state { HEADER_OF_BYTES, HEADER_WITHOUT_NUMBERS, HEADER_COMPLETE };
 
-/* One of several messages of bytes that a caller sends and receives together. Python makes it. */
-struct exchange_part {
-    uint64_t flow; /* a struct flow, in which nothing waits but what the parts list, in their order */
+/* One message that a flow sends or receives. Python makes it; it stays where it is until it is complete. */
+struct transfer {
+    uint64_t flow;
     uint64_t address;
     uint64_t nbytes;
-    uint64_t event; /* what the message has to follow; 0 for what the caller's stream holds */
+    uint64_t caller_stream;
+    uint64_t event; /* what it has to follow, unless 0 */
     uint32_t tag;
+    /* It follows what the caller's stream was given so far. Only its caller, then, may begin it. */
+    uint32_t after_caller;
+    uint32_t header_state; /* enum header_state */
 
-    /* Maintained by C, 0 at first, and what it was in an earlier call after that. */
-    uint32_t has_header;
-    uint64_t offset; /* bytes enqueued */
-    uint64_t count;  /* entries that its flow has enqueued with it */
+    /* Maintained by C, 0 at first. */
     uint32_t progress;
-    uint32_t on_caller_stream;
+    uint32_t on_caller_stream;      /* all of it went there */
+    uint32_t completes_at_receiver; /* when the receiver's device has consumed it, not the sender's */
+    uint64_t offset;                /* bytes enqueued */
+    uint64_t count;                 /* entries that its flow has enqueued with it */
     uint8_t header[RING_HEADER_BYTES];
 };
 
-/* Enqueue messages of several flows, polling the peers for so many microseconds. `caller_stream` belongs to
- * the calling thread. ENQUEUED when all are and, if `caller_waits`, that stream waits for them; WAITING if
- * not, and each part has its progress; FAILED if the driver failed. */
-uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller_stream,
-                         uint32_t microseconds, bool caller_waits);
+/* Enqueue as many entries as possible of the first message of its flow that is not; returns its progress.
+ * `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order allows. */
+uint32_t native_progress(struct transfer *transfer, bool by_caller);
+
+/* The same of messages of several flows, in which nothing waits but these, in this order. Polls the peers
+ * for so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and,
+ * if `caller_waits`, that stream waits for them; else each has its progress. */
+uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
+                         bool caller_waits);
 
 #endif

@@ -21,7 +21,7 @@ RingControl = structure("ring_control")
 EntryPoints = structure("entry_points")
 Streams = structure("streams")
 Flow = structure("flow")
-ExchangePart = structure("exchange_part")
+Transfer = structure("transfer")
 HostGpu = structure("host_gpu")
 EngineOptions = structure("engine_options")
 VerbsEnd = structure("verbs_end")
@@ -32,6 +32,7 @@ Vendor = enumeration("vendor")
 Step = enumeration("step", prefix="STEP_")
 HostFailure = enumeration("host_failure", prefix="HOST_")
 Progress = enumeration("progress")
+HeaderState = enumeration("header_state", prefix="HEADER_")
 
 DRIVER_STEPS = (
     Step.COPY,

@@ -12,9 +12,11 @@ import torch
 
 from hetero.device.device import Event
 from hetero.link.handshake import Rendezvous
+from hetero.link.header import Header
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
+from hetero.link.ring_transfer import RingTransfer
 from hetero.link.same_host import open_same_host
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import JoinedEnds
@@ -76,6 +78,11 @@ def recv_from_held(pair: Pair) -> tuple[Any, Any]:
     receiving: Any = pair.receiver.recv(torch.zeros(LARGE))
     pair.receiver.progress_until_enqueued(receiving)
     return sending, receiving
+
+
+def number_of(transfer: RingTransfer) -> int:
+    """Of its message."""
+    return Header.unpack(transfer.header).sequence
 
 
 def cross(pair: Pair, sent: torch.Tensor) -> bool:

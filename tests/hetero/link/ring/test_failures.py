@@ -22,7 +22,7 @@ from hetero.link import ring_link as link_module
 from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
-from tests.hetero.link.ring.pair import LARGE, SHORT, cross, opened, recv_from_held
+from tests.hetero.link.ring.pair import LARGE, SHORT, cross, number_of, opened, recv_from_held
 from tests.hetero.link.test_handshake import both_well
 
 
@@ -309,7 +309,7 @@ def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> No
         with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 gave the link up"):
             pair.receiver.recv(torch.zeros(LARGE)).wait()
         # The copy may be under way for all that is known.
-        assert [transfer.sequence for transfer in pair.sender._out.aborted] == [0]
+        assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
 
 
 def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
@@ -327,7 +327,7 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
             pair.sender.send(torch.ones(LARGE))
         with pair.sender._lock:
             flow.abort()
-        assert [transfer.sequence for transfer in flow.aborted] == [0]
+        assert [number_of(transfer) for transfer in flow.aborted] == [0]
 
 
 def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
