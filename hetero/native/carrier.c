@@ -22,8 +22,8 @@
 #define LONG_SLEEP_NANOSECONDS 200000
 /* Between two polls of wait_until. */
 #define POLL_NANOSECONDS 200000
-/* Between two checks for overdue acknowledgements. */
-#define ACK_POLL_MILLISECONDS 250
+/* Between two checks of rails that raise no event: for overdue acknowledgements. */
+#define CHECK_MILLISECONDS 250
 
 bool set_reason(char *reason, const char *format, ...)
 {
@@ -66,14 +66,13 @@ static void take_event(struct carrier *carrier, struct rail *rail, short events)
     unlock(carrier);
 }
 
-/* Sleep until wake_fd is written, a rail has an event, or acknowledgements have to be checked. */
+/* Sleep until wake_fd is written, a rail has an event, or rails have to be checked. */
 static void sleep_until_event(struct carrier *carrier)
 {
     struct engine *engine = &carrier->engine;
     struct pollfd polled[1 + ENGINE_RAILS] = {{.fd = carrier->wake_fd, .events = POLLIN}};
     eventfd_t value;
-    int timeout = carrier->polls_for_acks ? ACK_POLL_MILLISECONDS : -1;
-    int count;
+    int timeout = -1, count;
 
     lock(carrier);
     for (int index = 0; index < engine->rail_count; index++) {
@@ -81,14 +80,11 @@ static void sleep_until_event(struct carrier *carrier)
 
         polled[1 + index] =
             (struct pollfd){.fd = rail->live ? rail->event_fd : -1, .events = POLLIN};
+        if (rail->live && rail->event_fd < 0)
+            timeout = CHECK_MILLISECONDS;
     }
     unlock(carrier);
     count = poll(polled, 1 + (nfds_t)engine->rail_count, timeout);
-    if (count == 0) {
-        lock(carrier);
-        carrier->polls_for_acks = watchdog_awaits_ack(engine);
-        unlock(carrier);
-    }
     if (count <= 0)
         return;
     if (polled[0].revents & POLLIN)
@@ -210,12 +206,6 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
     struct verbs_rail *rail = (struct verbs_rail *)carrier->engine.rails[index];
 
     return verbs_connect(rail, peer, route, own, error);
-}
-
-void carrier_expect_acks(struct carrier *carrier)
-{
-    if (!atomic_exchange(&carrier->polls_for_acks, true))
-        eventfd_write(carrier->wake_fd, 1);
 }
 
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)

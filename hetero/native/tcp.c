@@ -104,7 +104,6 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
         rail->busy_since = engine_now();
         if (get_tcp_info(rail, &info))
             start_measurement(rail, &info);
-        carrier_expect_acks(rail->carrier);
     }
     rail->queued_bytes += sizeof frame + frame.nbytes;
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
