@@ -82,9 +82,9 @@ static failure enqueue_on_caller_stream(struct flow *flow, const struct transfer
 
 /* Wait for an earlier entry on a caller's stream, and for what the caller enqueued before the message. */
 static failure enqueue_on_link_streams(struct flow *flow, const struct transfer *transfer,
-                                       const struct copy_step *step, bool is_idle)
+                                       struct copy_step *step, bool is_idle)
 {
-    bool is_part = step->nbytes < transfer->nbytes;
+    bool is_part = step->nbytes < transfer->nbytes, is_first = transfer->offset == 0;
     failure failed = 0;
 
     if (flow->on_caller_stream && !is_idle)
@@ -92,10 +92,9 @@ static failure enqueue_on_link_streams(struct flow *flow, const struct transfer 
                                    step->write.value - 1);
     flow->on_caller_stream = false;
     /* A calling thread's work is complete; only a stream's is not. */
-    if (!failed && transfer->offset == 0 && transfer->after_caller && flow->streams.caller_can_wait)
+    if (!failed && is_first && transfer->after_caller && flow->streams.caller_can_wait)
         failed = streams_wait_stream(&flow->streams, flow->streams.copies, transfer->caller_stream);
-    else if (!failed && transfer->offset == 0 && transfer->event)
-        failed = streams_wait_event(&flow->streams, flow->streams.copies, transfer->event);
+    step->event = is_first ? transfer->event : 0;
     return failed ? failed : streams_enqueue(&flow->streams, step, is_part || !is_idle);
 }
 

@@ -21,18 +21,8 @@
 #define POLLS_BEFORE_SLEEP 1024
 #define POLLS_PER_YIELD 64
 
-enum kind { COPY, APPEND_CHECKSUM, VERIFY_CHECKSUM, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE };
-
-struct request {
-    enum kind kind;
-    uint64_t target;
-    uint64_t source;
-    uint64_t nbytes;
-    uint32_t value;
-};
-
-/* A queue of requests and the thread that executes them. The lock guards all that is neither atomic nor
- * set before the first request. */
+/* A queue of steps and the thread that executes them. The lock guards all that is neither atomic nor set
+ * before the first step. */
 struct host_stream {
     pthread_t thread;
     pthread_mutex_t lock;
@@ -46,7 +36,7 @@ struct host_stream {
     bool is_working;
     void (*on_write)(void *);
     void *argument;
-    struct request *requests; /* a ring of `capacity` */
+    struct copy_step *steps; /* a ring of `capacity` */
     size_t capacity, first, count;
 };
 
@@ -122,79 +112,81 @@ void host_ring_doorbell(uint32_t *doorbell)
     syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-static void write_word(struct host_stream *stream, uint32_t *word, uint32_t value)
+/* False where the stream has to end. */
+static bool wait_for_word(struct host_stream *stream, struct word word)
 {
-    host_write_word(word, value);
+    while (!host_wait_word((uint32_t *)(uintptr_t)word.address, word.value, SLICE_MILLISECONDS))
+        if (stream != NULL && atomic_load(&stream->stopping))
+            return false;
+    return true;
+}
+
+static void write_word(struct host_stream *stream, struct word word)
+{
+    host_write_word((uint32_t *)(uintptr_t)word.address, word.value);
     if (stream != NULL && stream->on_write != NULL)
         stream->on_write(stream->argument);
 }
 
 /* Have the GPU's driver copy, and wait until it has; false if either failed. */
-static bool copy_by_gpu(const struct host_gpu *gpu, const struct request *request)
+static bool copy_by_gpu(const struct host_gpu *gpu, const struct copy_step *step)
 {
-    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_stream;
-    void *stream = (void *)(uintptr_t)gpu->stream;
+    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->driver.synchronize_stream;
 
-    return driver_copy(gpu->vendor, gpu->copy, request->target, request->source, request->nbytes,
-                       stream) == 0 &&
-           synchronize(stream) == 0;
+    return driver_copy(&gpu->driver, gpu->stream, step) == 0 &&
+           synchronize((void *)(uintptr_t)gpu->stream) == 0;
+}
+
+static bool copy(struct host_stream *stream, const struct copy_step *step)
+{
+    if (stream != NULL && stream->has_gpu)
+        return copy_by_gpu(&stream->gpu, step);
+    memcpy((void *)(uintptr_t)step->target, (const void *)(uintptr_t)step->source, step->nbytes);
+    return true;
 }
 
 static bool wait_for_event(const struct host_gpu *gpu, uint64_t event)
 {
-    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_event;
+    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->driver.synchronize_event;
 
     return synchronize((void *)(uintptr_t)event) == 0;
 }
 
-static bool verify(const struct request *request)
+static bool verify(uint64_t bytes, size_t nbytes)
 {
     uint32_t expected;
 
-    memcpy(&expected, (const uint8_t *)(uintptr_t)request->target + request->nbytes,
-           sizeof expected);
-    return checksum((const void *)(uintptr_t)request->target, request->nbytes) == expected;
+    memcpy(&expected, (const uint8_t *)(uintptr_t)bytes + nbytes, sizeof expected);
+    return checksum((const void *)(uintptr_t)bytes, nbytes) == expected;
 }
 
-static void append(const struct request *request)
+static void append(uint64_t bytes, size_t nbytes)
 {
-    uint32_t found = checksum((const void *)(uintptr_t)request->target, request->nbytes);
+    uint32_t found = checksum((const void *)(uintptr_t)bytes, nbytes);
 
-    memcpy((uint8_t *)(uintptr_t)request->target + request->nbytes, &found, sizeof found);
+    memcpy((uint8_t *)(uintptr_t)bytes + nbytes, &found, sizeof found);
 }
 
 /* `stream` is NULL for HOST_CALLING_THREAD. */
-static enum host_failure execute(struct host_stream *stream, const struct request *request)
+static enum host_failure execute(struct host_stream *stream, const struct copy_step *step)
 {
-    void *target = (void *)(uintptr_t)request->target;
-
-    switch (request->kind) {
-    case COPY:
-        if (stream != NULL && stream->has_gpu)
-            return copy_by_gpu(&stream->gpu, request) ? HOST_OK : HOST_GPU_FAILED;
-        memcpy(target, (const void *)(uintptr_t)request->source, request->nbytes);
-        break;
-    case APPEND_CHECKSUM:
-        append(request);
-        break;
-    case VERIFY_CHECKSUM:
-        return verify(request) ? HOST_OK : HOST_WRONG_CHECKSUM;
-    case WAIT_EVENT:
-        return wait_for_event(&stream->gpu, request->target) ? HOST_OK : HOST_GPU_FAILED;
-    case WAIT_VALUE:
-        while (!host_wait_word(target, request->value, SLICE_MILLISECONDS))
-            if (stream != NULL && atomic_load(&stream->stopping))
-                break;
-        break;
-    case WRITE_VALUE:
-        write_word(stream, target, request->value);
-        break;
-    }
+    if (step->event && !wait_for_event(&stream->gpu, step->event))
+        return HOST_GPU_FAILED;
+    if (step->wait.address && !wait_for_word(stream, step->wait))
+        return HOST_OK;
+    if (step->checksum == VERIFY_SOURCE && !verify(step->source, step->nbytes))
+        return HOST_WRONG_CHECKSUM;
+    if (step->nbytes && !copy(stream, step))
+        return HOST_GPU_FAILED;
+    if (step->checksum == APPEND_BEHIND_TARGET)
+        append(step->target, step->nbytes);
+    if (step->write.address)
+        write_word(stream, step->write);
     return HOST_OK;
 }
 
-/* Wait for the next request; false when the stream has to end. Call with the lock. */
-static bool dequeue(struct host_stream *stream, struct request *request)
+/* Wait for the next step; false when the stream has to end. Call with the lock. */
+static bool dequeue(struct host_stream *stream, struct copy_step *step)
 {
     stream->is_working = false;
     if (stream->count == 0)
@@ -203,7 +195,7 @@ static bool dequeue(struct host_stream *stream, struct request *request)
         pthread_cond_wait(&stream->has_work, &stream->lock);
     if (atomic_load(&stream->stopping))
         return false;
-    *request = stream->requests[stream->first];
+    *step = stream->steps[stream->first];
     stream->first = (stream->first + 1) % stream->capacity;
     stream->count--;
     stream->is_working = true;
@@ -212,23 +204,25 @@ static bool dequeue(struct host_stream *stream, struct request *request)
 
 static bool make_current(const struct host_gpu *gpu)
 {
-    if (gpu->vendor == HIP)
-        return ((int (*)(int))(uintptr_t)gpu->set_current)((int)gpu->context) == 0;
-    return ((int (*)(void *))(uintptr_t)gpu->set_current)((void *)(uintptr_t)gpu->context) == 0;
+    uintptr_t set_current = gpu->driver.set_current;
+
+    if (gpu->driver.vendor == HIP)
+        return ((int (*)(int))set_current)((int)gpu->context) == 0;
+    return ((int (*)(void *))set_current)((void *)(uintptr_t)gpu->context) == 0;
 }
 
 static void *run(void *argument)
 {
     struct host_stream *stream = argument;
-    struct request request;
+    struct copy_step step;
 
     if (stream->has_gpu && !make_current(&stream->gpu))
         atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);
-    while (dequeue(stream, &request)) {
+    while (dequeue(stream, &step)) {
         pthread_mutex_unlock(&stream->lock);
         if (atomic_load(&stream->failure) == HOST_OK)
-            atomic_store(&stream->failure, execute(stream, &request));
+            atomic_store(&stream->failure, execute(stream, &step));
         pthread_mutex_lock(&stream->lock);
     }
     pthread_mutex_unlock(&stream->lock);
@@ -239,68 +233,35 @@ static void *run(void *argument)
 static bool grow(struct host_stream *stream)
 {
     size_t capacity = stream->capacity ? 2 * stream->capacity : INITIAL_CAPACITY;
-    struct request *requests = malloc(capacity * sizeof *requests);
+    struct copy_step *steps = malloc(capacity * sizeof *steps);
 
-    if (requests == NULL)
+    if (steps == NULL)
         return false;
     for (size_t index = 0; index < stream->count; index++)
-        requests[index] = stream->requests[(stream->first + index) % stream->capacity];
-    free(stream->requests);
-    stream->requests = requests;
+        steps[index] = stream->steps[(stream->first + index) % stream->capacity];
+    free(stream->steps);
+    stream->steps = steps;
     stream->capacity = capacity;
     stream->first = 0;
     return true;
 }
 
-static int enqueue(void *handle, struct request request)
+int host_enqueue(void *handle, const struct copy_step *step)
 {
     struct host_stream *stream = handle;
 
     if (handle == HOST_CALLING_THREAD)
-        return (int)execute(NULL, &request);
+        return (int)execute(NULL, step);
     pthread_mutex_lock(&stream->lock);
     if (stream->count == stream->capacity && !grow(stream)) {
         pthread_mutex_unlock(&stream->lock);
         return ENOMEM;
     }
-    stream->requests[(stream->first + stream->count) % stream->capacity] = request;
+    stream->steps[(stream->first + stream->count) % stream->capacity] = *step;
     if (stream->count++ == 0)
         pthread_cond_signal(&stream->has_work);
     pthread_mutex_unlock(&stream->lock);
     return 0;
-}
-
-int host_copy(uint64_t target, uint64_t source, size_t nbytes, void *stream)
-{
-    return enqueue(stream, (struct request){COPY, target, source, nbytes, 0});
-}
-
-int host_append_checksum(uint64_t bytes, size_t nbytes, void *stream)
-{
-    return enqueue(stream, (struct request){APPEND_CHECKSUM, bytes, 0, nbytes, 0});
-}
-
-int host_verify_checksum(uint64_t bytes, size_t nbytes, void *stream)
-{
-    return enqueue(stream, (struct request){VERIFY_CHECKSUM, bytes, 0, nbytes, 0});
-}
-
-int host_wait_event(void *stream, void *event, unsigned flags)
-{
-    (void)flags;
-    return enqueue(stream, (struct request){WAIT_EVENT, (uint64_t)(uintptr_t)event, 0, 0, 0});
-}
-
-int host_wait_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
-{
-    (void)flags;
-    return enqueue(stream, (struct request){WAIT_VALUE, word, 0, 0, value});
-}
-
-int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
-{
-    (void)flags;
-    return enqueue(stream, (struct request){WRITE_VALUE, word, 0, 0, value});
 }
 
 static void initialize(struct host_stream *stream)
@@ -320,7 +281,7 @@ static void deinitialize(struct host_stream *stream)
     pthread_cond_destroy(&stream->became_idle);
     pthread_cond_destroy(&stream->has_work);
     pthread_mutex_destroy(&stream->lock);
-    free(stream->requests);
+    free(stream->steps);
     free(stream);
 }
 

@@ -26,20 +26,6 @@ void native_spin(const uint32_t *word, uint32_t expected, const uint32_t *other,
 int64_t spin_clock(void);
 void spin_pause(void);
 
-enum vendor { CUDA, HIP };
-
-/* Addresses of the functions of a GPU's driver that enqueue work. */
-struct entry_points {
-    uint64_t vendor;
-    /* The first value that its streams cannot wait for. */
-    uint64_t counter_limit;
-    uint64_t copy;
-    uint64_t wait_value;
-    uint64_t write_value;
-    uint64_t record_event;
-    uint64_t wait_event;
-};
-
 /* Upper half: the enum step that failed; lower half: what the driver returned. 0 for success. */
 typedef uint64_t failure;
 
@@ -49,8 +35,7 @@ enum step {
     STEP_WRITE_VALUE,
     STEP_RECORD_EVENT,
     STEP_WAIT_EVENT,
-    STEP_COUNTER_LIMIT,
-    STEP_CHECKSUM
+    STEP_COUNTER_LIMIT
 };
 
 /* Where copies go and, joined with it by an event, the waits and writes of messages of several chunks. All
@@ -67,27 +52,8 @@ struct streams {
     bool last_write_on_side;
 };
 
-/* A word of registered host memory, by the device's address, and a value. No word if the address is 0. */
-struct word {
-    uint64_t address;
-    uint32_t value;
-};
-
-enum checksums { NO_CHECKSUM, APPEND_BEHIND_TARGET, VERIFY_SOURCE };
-
-/* One entry's work for a stream: wait for a word, copy, write a word. */
-struct copy_step {
-    enum checksums checksum; /* for streams of the host alone */
-    struct word wait;
-    uint64_t target;
-    uint64_t source;
-    uint64_t nbytes;
-    struct word write;
-};
-
-/* The driver's asynchronous copy, whose arguments differ by vendor; returns the driver's code. */
-int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t source, size_t nbytes,
-                void *stream);
+/* A GPU's asynchronous copy; returns the driver's code. */
+int driver_copy(const struct entry_points *driver, uint64_t stream, const struct copy_step *step);
 
 /* `on_side_stream` for an entry that others of its message precede or follow. */
 failure streams_enqueue(struct streams *streams, const struct copy_step *step, bool on_side_stream);
@@ -96,7 +62,6 @@ failure native_wait_value(const struct entry_points *driver, uint64_t stream, ui
                           uint32_t value);
 failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
                            uint32_t value);
-failure streams_wait_event(const struct streams *streams, uint64_t stream, uint64_t event);
 /* Make a stream wait for all work enqueued on another so far. */
 failure streams_wait_stream(const struct streams *streams, uint64_t stream, uint64_t other);
 

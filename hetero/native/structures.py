@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
-from typing import Any
-
 from hetero.native.headers import constant, enumeration, structure
 
 CHECKSUM_BYTES = constant("HOST_CHECKSUM_BYTES")
@@ -22,6 +18,7 @@ EntryPoints = structure("entry_points")
 Streams = structure("streams")
 Flow = structure("flow")
 Transfer = structure("transfer")
+CopyStep = structure("copy_step")
 HostGpu = structure("host_gpu")
 EngineOptions = structure("engine_options")
 VerbsEnd = structure("verbs_end")
@@ -33,21 +30,3 @@ Step = enumeration("step", prefix="STEP_")
 HostFailure = enumeration("host_failure", prefix="HOST_")
 Progress = enumeration("progress")
 HeaderState = enumeration("header_state", prefix="HEADER_")
-
-DRIVER_STEPS = (
-    Step.COPY,
-    Step.WAIT_VALUE,
-    Step.WRITE_VALUE,
-    Step.RECORD_EVENT,
-    Step.WAIT_EVENT,
-)
-"""Those of `struct entry_points`."""
-
-
-def entry_points(functions: Mapping[Any, Any], *, vendor: int, counter_limit: int) -> Any:
-    """`struct entry_points` of ctypes functions, which the caller has to keep alive."""
-    addresses = {
-        step.name.lower(): ctypes.cast(function, ctypes.c_void_p).value
-        for step, function in functions.items()
-    }
-    return EntryPoints(vendor=vendor, counter_limit=counter_limit, **addresses)

@@ -22,7 +22,7 @@ from tests.hip_on_cuda.library import COMPILER, LACKING
 
 ROOT = Path(__file__).resolve().parents[3]
 STRUCTURES = (
-    "entry_points streams flow transfer host_gpu ring_control ring_direction ring_record "
+    "entry_points streams copy_step flow transfer host_gpu ring_control ring_direction ring_record "
     "ring_end ring_word engine_options verbs_end verbs_route verbs_port"
 ).split()
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")

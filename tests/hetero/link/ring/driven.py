@@ -22,7 +22,7 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
-from hetero.native.structures import DRIVER_STEPS, HeaderState, Streams
+from hetero.native.structures import EntryPoints, HeaderState, Streams
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
@@ -41,7 +41,7 @@ class Recorder:
         self.driver._functions = functions = {
             symbol.name: self._function(symbol)
             for symbol in SYMBOLS[vendor]
-            if symbol.name in {vendor.calls[step.name.lower()] for step in DRIVER_STEPS}
+            if symbol.alias in dict(EntryPoints._fields_)
         }
         self.driver._texts = lambda code: (f"error {code}", "")
         functions["hipGetLastError"] = int
