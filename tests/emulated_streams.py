@@ -154,7 +154,6 @@ class _StreamsForC(DeviceStreams):
             waits=waits,
             writes=writes,
             join_event=driver.know_event(threading.Event()).handle,
-            caller_can_wait=True,
         )
 
     def failure(self, failed: int, purpose: str) -> LinkError:

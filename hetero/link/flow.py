@@ -135,11 +135,7 @@ class Flow:
 
     def unblock(self) -> None:
         """Unblock streams that wait for the peer's counter, after setting the error flag."""
-        direction = self._direction
-        unblock = (
-            direction.unblock_sender if self._state.is_outgoing else direction.unblock_receiver
-        )
-        unblock(self._state.awaited)
+        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
 
     def broken(self) -> str | None:
         """Why the streams have failed; None while they have not."""

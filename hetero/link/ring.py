@@ -78,16 +78,10 @@ class Direction:
         begin = self._records + number % ENTRIES * sizeof(RingRecord)
         return RingRecord.from_buffer_copy(self._bytes, begin)
 
-    def unblock_receiver(self, value: int) -> None:
-        """Unblock a stream that waits for `produced`, after setting the error flag."""
-        self._write(RingDirection.produced.offset, value)
-
-    def unblock_sender(self, value: int) -> None:
-        """Unblock a stream that waits for `consumed`, after setting the error flag."""
-        self._write(RingDirection.consumed.offset, value)
-
-    def _write(self, word: int, value: int) -> None:
-        native().host_write_word(self.address + word, value & COUNTER_MASK)
+    def unblock(self, value: int, *, sender: bool) -> None:
+        """Unblock a stream of the sender, or of the receiver, after setting the error flag."""
+        word = RingDirection.consumed if sender else RingDirection.produced
+        native().host_write_word(self.address + word.offset, value & COUNTER_MASK)
 
 
 class EndState:
@@ -127,7 +121,8 @@ class EndState:
 
     def sleep(self, expected: int, seconds: float) -> None:
         """Sleep until this end's doorbell rings, without the GIL."""
-        self._library.host_wait_doorbell(self.doorbell_address, expected, int(seconds * 1000))
+        milliseconds = int(seconds * 1000)
+        self._library.host_wait_word(self.doorbell_address, expected + 1, milliseconds)
 
     @property
     def is_closed(self) -> bool:

@@ -334,22 +334,6 @@ bool carrier_flush_credits(struct carrier *carrier, double seconds)
     return wait_until(carrier, has_flushed_credits, seconds);
 }
 
-/* Stop all rails before freeing any: their threads use all of them. */
-static void stop_rails(struct carrier *carrier)
-{
-    struct engine *engine = &carrier->engine;
-
-    lock(carrier);
-    for (int index = 0; index < engine->rail_count; index++)
-        if (engine->rails[index]->live) {
-            engine->rails[index]->live = false;
-            engine->rails[index]->operations->stop(engine->rails[index]);
-        }
-    unlock(carrier);
-    for (int index = 0; index < engine->rail_count; index++)
-        engine->rails[index]->operations->join(engine->rails[index]);
-}
-
 void carrier_free(struct carrier *carrier)
 {
     atomic_store(&carrier->stopping, true);
@@ -357,7 +341,9 @@ void carrier_free(struct carrier *carrier)
         eventfd_write(carrier->wake_fd, 1);
         pthread_join(carrier->thread, NULL);
     }
-    stop_rails(carrier);
+    /* Stop all rails before freeing any: their threads use all of them. */
+    for (int index = 0; index < carrier->engine.rail_count; index++)
+        carrier_stop_rail(carrier, index);
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier->engine.rails[index]->operations->close(carrier->engine.rails[index]);
     if (carrier->wake_fd >= 0)

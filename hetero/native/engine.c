@@ -353,7 +353,8 @@ bool engine_is_drained(struct engine *engine)
     for (int index = 0; index < engine->rail_count; index++) {
         const struct rail *rail = engine->rails[index];
 
-        if (rail->operations->is_drained != NULL && !rail->operations->is_drained(rail))
+        /* Its connection ends, and with it the rail, behind all that the peer sent. */
+        if (rail->live && !rail->confirms_delivery)
             return false;
     }
     return !engine_progress(engine) && !awaits_read_back(engine);

@@ -91,8 +91,7 @@ static failure enqueue_on_link_streams(struct flow *flow, const struct transfer 
         failed = native_wait_value(&flow->streams.driver, flow->streams.copies, step->write.address,
                                    step->write.value - 1);
     flow->on_caller_stream = false;
-    /* A calling thread's work is complete; only a stream's is not. */
-    if (!failed && is_first && transfer->after_caller && flow->streams.caller_can_wait)
+    if (!failed && is_first && transfer->after_caller && caller_can_wait(&flow->streams))
         failed = streams_wait_stream(&flow->streams, flow->streams.copies, transfer->caller_stream);
     step->event = is_first ? transfer->event : 0;
     return failed ? failed : streams_enqueue(&flow->streams, step, is_part || !is_idle);
@@ -213,7 +212,7 @@ static enum progress recv_chunk(struct flow *flow, struct transfer *transfer, bo
         return REFUSED;
     is_produced = reached(ring_load(&direction->produced), flow->count + 1);
     on_caller_stream = by_caller && record.nbytes == transfer->nbytes &&
-                       (is_produced || flow->streams.caller_can_wait) &&
+                       (is_produced || caller_can_wait(&flow->streams)) &&
                        can_use_caller_stream(flow, transfer, is_idle);
     zero_copy = claim_for_zero_copy(flow, transfer, flow->count);
     flow->count++;
@@ -319,7 +318,7 @@ static uint32_t make_caller_wait(struct transfer *const *transfers, uint32_t cou
 
         if (transfer->on_caller_stream)
             continue;
-        if (!flow->streams.caller_can_wait)
+        if (!caller_can_wait(&flow->streams))
             return WAITING;
         flow->failed = native_wait_value(
             &flow->streams.driver, transfer->caller_stream,

@@ -62,7 +62,8 @@ static bool spin_on_word(const uint32_t *word, uint32_t value)
     return false;
 }
 
-void host_wait_doorbell(uint32_t *word, uint32_t expected, uint32_t milliseconds)
+/* Sleep while a word has this value. */
+static void sleep_on_word(uint32_t *word, uint32_t expected, uint32_t milliseconds)
 {
     struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
 
@@ -83,7 +84,7 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
         /* Count before the last poll: a writer whose value that poll misses then sees the count. */
         __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
         if (!has_reached(word, value, &seen))
-            host_wait_doorbell(word, seen, (uint32_t)left);
+            sleep_on_word(word, seen, (uint32_t)left);
         __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
     }
     return true;
@@ -109,7 +110,7 @@ void host_wake_word(uint32_t *word)
 void host_ring_doorbell(uint32_t *doorbell)
 {
     __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    host_wake_word(doorbell);
 }
 
 /* False where the stream has to end. */

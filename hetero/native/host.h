@@ -86,9 +86,7 @@ void host_acquire(void);
 void host_write_word(uint32_t *word, uint32_t value);
 /* Wake them alone, after a sequentially consistent store. */
 void host_wake_word(uint32_t *word);
-/* Increment a doorbell and wake the threads that sleep on it, which are not counted. */
+/* Increment a word, and wake the threads that sleep on it. */
 void host_ring_doorbell(uint32_t *doorbell);
-/* Sleep while a doorbell has this value, for so many milliseconds at most. */
-void host_wait_doorbell(uint32_t *doorbell, uint32_t expected, uint32_t milliseconds);
 
 #endif

@@ -46,14 +46,19 @@ struct streams {
     uint64_t waits;
     uint64_t writes;
     uint64_t join_event;
-    /* Whether a caller's stream can wait for a word: not where it is the calling thread. */
-    bool caller_can_wait;
     /* Whether the last write went to the side stream: one among the copies must then follow it. */
     bool last_write_on_side;
 };
 
 /* A GPU's asynchronous copy; returns the driver's code. */
 int driver_copy(const struct entry_points *driver, uint64_t stream, const struct copy_step *step);
+
+/* Whether a caller's stream can wait for a word: not where it is the calling thread, whose work is complete
+ * when a call returns. */
+static inline bool caller_can_wait(const struct streams *streams)
+{
+    return streams->driver.vendor != HOST;
+}
 
 /* `on_side_stream` for an entry that others of its message precede or follow. */
 failure streams_enqueue(struct streams *streams, const struct copy_step *step, bool on_side_stream);

@@ -41,9 +41,6 @@ struct rail_operations {
      * retransmissions included. NULL where `is_late` alone means that the rail is lost. */
     double (*last_ack)(const struct rail *rail);
     double (*last_send)(const struct rail *rail);
-    /* Whether nothing more can arrive after the peer has ended. NULL where what was acknowledged has
-     * arrived, so nothing can. */
-    bool (*is_drained)(const struct rail *rail);
     /* Report what has happened to the engine (engine_send_completed and so on); whether anything did. */
     bool (*poll)(struct rail *rail, struct engine *engine);
     /* Make event_fd readable at the next event, 0 or an errno; clear it, false if that fails. NULL without

@@ -263,11 +263,6 @@ static bool is_late(const struct rail *base, double before, char *reason)
     return true;
 }
 
-static bool is_drained(const struct rail *base)
-{
-    return ((const struct tcp_rail *)base)->peer_has_ended || !base->live;
-}
-
 /* Its threads report to the engine themselves. */
 static bool poll_nothing(struct rail *base, struct engine *engine)
 {
@@ -336,7 +331,6 @@ static const struct rail_operations operations = {
     .is_late = is_late,
     .last_ack = last_ack,
     .last_send = last_send,
-    .is_drained = is_drained,
     .poll = poll_nothing,
     .start = start,
     .stop = stop,

@@ -41,9 +41,8 @@ struct tcp_rail {
     /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
     uint64_t acked_at_start, busy_at_start;
     double measured_at;
-    double busy_since;   /* when it was last idle */
-    bool peer_has_ended; /* nothing more will arrive */
-    char *scratch;       /* the receiver's */
+    double busy_since; /* when it was last idle */
+    char *scratch;     /* the receiver's */
 };
 
 /* NULL, with the reason in `error`, on failure. */

@@ -64,7 +64,6 @@ class _Streams(GpuStreams):
             waits=waits,
             writes=writes,
             join_event=JOIN,
-            caller_can_wait=True,
         )
 
 
@@ -186,5 +185,4 @@ class World:
         direction = self.direction
         limit = direction.posted if word == "produced" else direction.retired
         now = min(getattr(direction, word) + by, limit)
-        release = direction.unblock_receiver if word == "produced" else direction.unblock_sender
-        release(now)
+        direction.unblock(now, sender=word == "consumed")

@@ -101,5 +101,5 @@ def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Directi
     for direction in directions:
         for index in (direction._posted, direction._retired):
             direction._words[index] = count
-        direction.unblock_receiver(count)
-        direction.unblock_sender(count)
+        for sender in (False, True):
+            direction.unblock(count, sender=sender)
