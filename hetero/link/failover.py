@@ -71,9 +71,7 @@ class RailMonitor:
         self._peer = peer
         self._sending = threading.Lock()
         self._peer_has_ended = self._stopping = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._handlers = selectors.DefaultSelector()
-        self._register(self._wake_fd, lambda: None)
         for descriptor in control.filenos():
             self._register(descriptor, partial(self._handle_control, descriptor))
         self._register(carrier.loss_fd, self._handle_losses)
@@ -96,12 +94,11 @@ class RailMonitor:
     def close(self) -> None:
         """End the thread and the control connections, which tells the peer that this end has."""
         self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        os.eventfd_write(self._carrier.loss_fd, 1)  # wakes the thread
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
         self._control.close()
         self._handlers.close()
-        os.close(self._wake_fd)
 
     def _register(self, descriptor: int, handler: Callable[[], None]) -> None:
         self._handlers.register(descriptor, selectors.EVENT_READ, handler)

@@ -322,6 +322,8 @@ class RingLink(RingLinkBase):
         self._device.use()
         last_busy = time.monotonic()
         while not self._closed:
+            # Before the lock: a message that comes after it then requests progress.
+            self._is_asleep = time.monotonic() - last_busy > _IDLE_SECONDS
             bell = self._ends.local.doorbell
             with self._lock_or_unblock():
                 self._enqueue()
@@ -330,23 +332,11 @@ class RingLink(RingLinkBase):
                 is_idle = self._is_idle()
             if not is_idle:
                 last_busy = time.monotonic()
+                self._is_asleep = False
             if waiting and not self._waiters:
                 self._ends.local.sleep(bell, WATCH_SECONDS)
-            elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
-                if self._progress_requested.wait(WATCH_SECONDS):
-                    self._progress_requested.clear()
-                    # Give a caller that waits immediately a head start over this thread.
-                    time.sleep(_HEAD_START_SECONDS)
-            else:
-                self._sleep_until_requested()
+            elif self._progress_requested.wait(None if self._is_asleep else WATCH_SECONDS):
                 last_busy = time.monotonic()
-
-    def _sleep_until_requested(self) -> None:
-        """Sleep until progress is requested."""
-        self._is_asleep = True
-        with self._lock_or_unblock():
-            is_idle = self._is_idle()
-        if is_idle and not self._closed:
-            self._progress_requested.wait()
-        self._is_asleep = False
-        self._progress_requested.clear()
+                self._progress_requested.clear()
+                # Give a caller that waits immediately a head start over this thread.
+                time.sleep(_HEAD_START_SECONDS)
