@@ -56,17 +56,16 @@ class RailMonitor:
         control: Control,
         *,
         rails: Sequence[str],
-        peer_state: EndState,
-        wake_link: Callable[[], None],
+        local: EndState,
+        remote: EndState,
         name: str,
         peer: int,
     ) -> None:
-        """An error flag set in `peer_state` breaks the link; `wake_link` makes it check that."""
+        """An error flag set in `remote`, this end's copy of the peer's, breaks the link."""
         self._carrier = carrier
         self._control = control
         self._rails = [RailState(name) for name in rails]
-        self._peer_state = peer_state
-        self._wake_link = wake_link
+        self._local, self._remote = local, remote
         self._name = name
         self._peer = peer
         self._sending = threading.Lock()
@@ -156,7 +155,7 @@ class RailMonitor:
                 self._unregister(known)
             self._drain()
             self._peer_has_ended = True
-            self._wake_link()
+            self._local.ring()
             return
         if descriptor not in self._control.filenos():
             self._unregister(descriptor)
@@ -222,6 +221,6 @@ class RailMonitor:
             self._control.send(message)
 
     def _fail(self, reason: str) -> None:
-        if not self._peer_state.has_failed:
-            self._peer_state.fail(reason)
-        self._wake_link()
+        if not self._remote.has_failed:
+            self._remote.fail(reason)
+        self._local.ring()

@@ -6,6 +6,7 @@ Write words that the other end reads only through C, which orders them after ear
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import sizeof
 from typing import Any
 
@@ -102,6 +103,8 @@ class EndState:
         self._fault = offset + RingEnd.fault.offset
         self._library = native()
         self.wake = wake or (self._library.host_ring_doorbell, self.doorbell_address)
+        self.tell_peer: Callable[[str], None] = lambda reason: None
+        """Called with this end's error, where the peer does not see this memory."""
         self._acquire = acquire_fence()
 
     @property
@@ -150,3 +153,4 @@ class EndState:
         data = reason.encode()[:RING_FAULT_BYTES]
         self._bytes[self._fault : self._fault + len(data)] = data
         self._library.host_write_word(self._address + RingEnd.fault_bytes.offset, len(data))
+        self.tell_peer(reason)
