@@ -20,6 +20,7 @@ from hetero.errors import LinkError
 from hetero.native.binding import native
 from hetero.native.structures import (
     CHECKSUM_BYTES,
+    SPIN_MICROSECONDS,
     EntryPoints,
     HostFailure,
     Streams,
@@ -89,7 +90,8 @@ class CallingThread(CurrentStream):
 
     def wait_value(self, word: Word) -> None:
         # In slices, so that signals are handled in between. A link that fails unblocks the word.
-        while not self._library.host_wait_word(word.address, word.value, _SLICE_MILLISECONDS):
+        wait = self._library.host_wait_word
+        while not wait(word.address, word.value, SPIN_MICROSECONDS, _SLICE_MILLISECONDS):
             pass
 
 

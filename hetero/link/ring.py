@@ -48,7 +48,6 @@ class Direction:
         self.address = control.address + offset
         self.produced_word = device_base + offset + RingDirection.produced.offset
         self.consumed_word = device_base + offset + RingDirection.consumed.offset
-        self.posted_address = self.address + RingDirection.posted.offset
         buffers = RingControl.user_buffers.offset + number * _USER_BUFFERS_BYTES
         self.user_buffers_address = control.address + buffers
         self._words, self._bytes = control.words, control.bytes
@@ -122,10 +121,11 @@ class EndState:
         function, argument = self.wake
         function(argument)
 
-    def sleep(self, expected: int, seconds: float) -> None:
-        """Sleep until this end's doorbell rings, without the GIL."""
-        milliseconds = int(seconds * 1000)
-        self._library.host_wait_word(self.doorbell_address, expected + 1, milliseconds)
+    def sleep(self, expected: int, seconds: float, *, spin_seconds: float = 0.0) -> None:
+        """Poll for so long, then sleep until this end's doorbell rings, without the GIL."""
+        microseconds, milliseconds = int(spin_seconds * 1e6), int(seconds * 1e3)
+        wait = self._library.host_wait_word
+        wait(self.doorbell_address, expected + 1, microseconds, milliseconds)
 
     @property
     def is_closed(self) -> bool:

@@ -30,7 +30,6 @@ from hetero.link.header import job_token
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
-from hetero.native.binding import native
 from hetero.native.structures import Transfer
 
 _IDLE_SECONDS = 1.0
@@ -59,8 +58,6 @@ class RingLink(RingLinkBase):
         self.transport = options.transport
         self._device = options.device
         self._ring_bytes = options.ring_bytes
-        self._doorbell_address = ends.local.doorbell_address
-        self._spin = native().native_spin
         self._progress_requested = threading.Event()
         """Wakes the link's thread: something waits, and maybe no caller will make progress."""
         self._is_asleep = False
@@ -278,21 +275,17 @@ class RingLink(RingLinkBase):
     def _progress(self, transfer: RingTransfer, *, receiver: CurrentStream | None) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
         while True:
-            bell, posted = self._ends.local.doorbell, self._ends.incoming.posted
+            bell = self._ends.local.doorbell
             with self._lock:
                 self._enqueue(receiver=receiver, awaited=transfer)
             if transfer.end_count is not None or transfer.error is not None:
                 return
-            spin_seconds = spin_until - time.monotonic()
-            if spin_seconds > 0:
-                # Spin first: a wake-up costs more. An entry is posted before the doorbell rings.
-                posted_at = self._ends.incoming.posted_address
-                microseconds = int(spin_seconds * 1e6)
-                self._spin(self._doorbell_address, bell, posted_at, posted, microseconds)
-                continue
-            self._ends.local.sleep(bell, WATCH_SECONDS)
-            with self._lock:
-                self._check_progress()
+            # Spin first: a wake-up costs more.
+            spin_seconds = max(0.0, spin_until - time.monotonic())
+            self._ends.local.sleep(bell, WATCH_SECONDS, spin_seconds=spin_seconds)
+            if time.monotonic() > spin_until:
+                with self._lock:
+                    self._check_progress()
 
     def _enqueue(
         self,

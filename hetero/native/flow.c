@@ -108,27 +108,17 @@ static bool find_slot(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint6
     if (*begin % size + length > size)
         *begin += size - *begin % size;
     *end = *begin + length;
-    while (*end - flow->tail > size || flow->in_flight >= RING_ENTRIES) {
-        if (flow->in_flight == 0) {
+    while (*end - flow->tail > size || flow->count - flow->freed >= RING_ENTRIES) {
+        if (flow->count == flow->freed) {
             /* Only the unused gap at the end of the ring is in the way. */
             flow->tail = *begin;
             continue;
         }
         if (!reached(ring_load(&direction_of(flow)->retired), flow->freed + 1))
             return false;
-        flow->tail = flow->ends[flow->oldest % RING_ENTRIES];
-        flow->oldest++;
-        flow->in_flight--;
-        flow->freed++;
+        flow->tail = flow->ends[flow->freed++ % RING_ENTRIES];
     }
     return true;
-}
-
-static void take_slot(struct flow *flow, uint64_t end)
-{
-    flow->ends[(flow->oldest + flow->in_flight) % RING_ENTRIES] = end;
-    flow->in_flight++;
-    flow->head = end;
 }
 
 static void post(struct flow *flow, const struct transfer *transfer, uint64_t nbytes, uint64_t slot)
@@ -157,7 +147,7 @@ static enum progress send_chunk(struct flow *flow, struct transfer *transfer, bo
     must_wait = !reached(ring_load(&direction->consumed), flow->freed);
     /* Never make a caller's stream, which has compute to do, wait until the peer has made room. */
     on_caller_stream = by_caller && !must_wait && can_use_caller_stream(flow, transfer, is_idle);
-    take_slot(flow, end);
+    flow->head = flow->ends[flow->count % RING_ENTRIES] = end;
     zero_copy = is_zero_copy(flow, transfer->nbytes);
     if (flow->user_buffers)
         *user_buffer_of(flow, flow->count) =

@@ -17,27 +17,23 @@
 
 #define INITIAL_CAPACITY 64
 #define SLICE_MILLISECONDS 100
-/* Polls of a word before a thread sleeps on it, and between two yields of its core. */
-#define POLLS_BEFORE_SLEEP 1024
-#define POLLS_PER_YIELD 64
-
 /* A queue of steps and the thread that executes them. The lock guards all that is neither atomic nor set
  * before the first step. */
 struct host_stream {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t has_work;
-    pthread_cond_t became_idle;
     atomic_bool stopping;
     struct host_gpu gpu;
     bool has_gpu;
     pid_t process; /* that has the thread */
     _Atomic uint32_t failure;
-    bool is_working;
     void (*on_write)(void *);
     void *argument;
     struct copy_step *steps; /* a ring of `capacity` */
     size_t capacity, first, count;
+    uint32_t enqueued;          /* steps */
+    struct ring_word completed; /* of them */
 };
 
 /* Sequentially consistent, for host_wait_word. */
@@ -47,18 +43,20 @@ static bool has_reached(const uint32_t *word, uint32_t value, uint32_t *seen)
     return (int32_t)(*seen - value) >= 0;
 }
 
-static bool spin_on_word(const uint32_t *word, uint32_t value)
+/* Yields the core between batches of polls: another thread may have to run before the word can change. */
+static bool spin_on_word(const uint32_t *word, uint32_t value, uint32_t microseconds)
 {
+    int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t seen;
 
-    for (int poll = 1; poll <= POLLS_BEFORE_SLEEP; poll++) {
-        if (has_reached(word, value, &seen))
-            return true;
-        if (poll % POLLS_PER_YIELD == 0)
-            sched_yield();
-        else
+    do {
+        for (int poll = 0; poll < SPIN_POLLS; poll++) {
+            if (has_reached(word, value, &seen))
+                return true;
             spin_pause();
-    }
+        }
+        sched_yield();
+    } while (spin_clock() < end);
     return false;
 }
 
@@ -70,12 +68,13 @@ static void sleep_on_word(uint32_t *word, uint32_t expected, uint32_t millisecon
     syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, NULL, 0);
 }
 
-bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
+bool host_wait_word(uint32_t *word, uint32_t value, uint32_t spin_microseconds,
+                    uint32_t milliseconds)
 {
     uint32_t *sleepers = word + 1, seen;
     int64_t left, end = spin_clock() / 1000000 + milliseconds;
 
-    if (spin_on_word(word, value))
+    if (spin_on_word(word, value, spin_microseconds))
         return true;
     while (!has_reached(word, value, &seen)) {
         left = end - spin_clock() / 1000000;
@@ -116,7 +115,9 @@ void host_ring_doorbell(uint32_t *doorbell)
 /* False where the stream has to end. */
 static bool wait_for_word(struct host_stream *stream, struct word word)
 {
-    while (!host_wait_word((uint32_t *)(uintptr_t)word.address, word.value, SLICE_MILLISECONDS))
+    uint32_t *address = (uint32_t *)(uintptr_t)word.address;
+
+    while (!host_wait_word(address, word.value, HOST_SPIN_MICROSECONDS, SLICE_MILLISECONDS))
         if (stream != NULL && atomic_load(&stream->stopping))
             return false;
     return true;
@@ -189,9 +190,6 @@ static enum host_failure execute(struct host_stream *stream, const struct copy_s
 /* Wait for the next step; false when the stream has to end. Call with the lock. */
 static bool dequeue(struct host_stream *stream, struct copy_step *step)
 {
-    stream->is_working = false;
-    if (stream->count == 0)
-        pthread_cond_broadcast(&stream->became_idle);
     while (stream->count == 0 && !atomic_load(&stream->stopping))
         pthread_cond_wait(&stream->has_work, &stream->lock);
     if (atomic_load(&stream->stopping))
@@ -199,7 +197,6 @@ static bool dequeue(struct host_stream *stream, struct copy_step *step)
     *step = stream->steps[stream->first];
     stream->first = (stream->first + 1) % stream->capacity;
     stream->count--;
-    stream->is_working = true;
     return true;
 }
 
@@ -216,6 +213,7 @@ static void *run(void *argument)
 {
     struct host_stream *stream = argument;
     struct copy_step step;
+    uint32_t completed = 0;
 
     if (stream->has_gpu && !make_current(&stream->gpu))
         atomic_store(&stream->failure, HOST_GPU_FAILED);
@@ -224,6 +222,7 @@ static void *run(void *argument)
         pthread_mutex_unlock(&stream->lock);
         if (atomic_load(&stream->failure) == HOST_OK)
             atomic_store(&stream->failure, execute(stream, &step));
+        host_write_word(&stream->completed.value, ++completed);
         pthread_mutex_lock(&stream->lock);
     }
     pthread_mutex_unlock(&stream->lock);
@@ -259,27 +258,15 @@ int host_enqueue(void *handle, const struct copy_step *step)
         return ENOMEM;
     }
     stream->steps[(stream->first + stream->count) % stream->capacity] = *step;
+    stream->enqueued++;
     if (stream->count++ == 0)
         pthread_cond_signal(&stream->has_work);
     pthread_mutex_unlock(&stream->lock);
     return 0;
 }
 
-static void initialize(struct host_stream *stream)
-{
-    pthread_condattr_t monotonic;
-
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_mutex_init(&stream->lock, NULL);
-    pthread_cond_init(&stream->has_work, NULL);
-    pthread_cond_init(&stream->became_idle, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-}
-
 static void deinitialize(struct host_stream *stream)
 {
-    pthread_cond_destroy(&stream->became_idle);
     pthread_cond_destroy(&stream->has_work);
     pthread_mutex_destroy(&stream->lock);
     free(stream->steps);
@@ -305,7 +292,8 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu, void (*on_wri
     stream->on_write = on_write;
     stream->argument = argument;
     stream->process = getpid();
-    initialize(stream);
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->has_work, NULL);
     if (pthread_create(&stream->thread, NULL, run, stream) == 0)
         return stream;
     deinitialize(stream);
@@ -326,21 +314,10 @@ void host_stream_destroy(struct host_stream *stream)
 
 bool host_stream_synchronize(struct host_stream *stream, uint32_t milliseconds)
 {
-    struct timespec end;
-    bool is_idle;
-    int code = 0;
+    uint32_t enqueued;
 
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += milliseconds / 1000;
-    end.tv_nsec += milliseconds % 1000 * 1000000L;
-    if (end.tv_nsec >= 1000000000L) {
-        end.tv_sec++;
-        end.tv_nsec -= 1000000000L;
-    }
     pthread_mutex_lock(&stream->lock);
-    while ((stream->count > 0 || stream->is_working) && code == 0)
-        code = pthread_cond_timedwait(&stream->became_idle, &stream->lock, &end);
-    is_idle = stream->count == 0 && !stream->is_working;
+    enqueued = stream->enqueued;
     pthread_mutex_unlock(&stream->lock);
-    return is_idle;
+    return host_wait_word(&stream->completed.value, enqueued, 0, milliseconds);
 }

@@ -8,6 +8,8 @@
 
 /* The calling thread as a stream: its work is complete when the call returns. */
 #define HOST_CALLING_THREAD ((void *)1)
+/* How long a stream polls a word before its thread sleeps on it. */
+#define HOST_SPIN_MICROSECONDS 40
 /* Room for a checksum behind an entry's bytes. */
 #define HOST_CHECKSUM_BYTES 8
 
@@ -78,8 +80,9 @@ int host_enqueue(void *stream, const struct copy_step *step);
 
 /* A word that threads sleep on is followed by a count of those threads (struct ring_word). */
 
-/* Whether a word has come to a value or, wrapping, past it, within so many milliseconds. */
-bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds);
+/* Poll a word for so long, then sleep on it; whether it has come to the value or, wrapping, past it in time. */
+bool host_wait_word(uint32_t *word, uint32_t value, uint32_t spin_microseconds,
+                    uint32_t milliseconds);
 /* Called after a plain load, as Python's, it makes that a load-acquire. */
 void host_acquire(void);
 /* Write a word, and wake the threads that sleep on it in any process. */

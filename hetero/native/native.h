@@ -15,11 +15,6 @@
 /* A checksum of the sources that the library was built from (setup.py). */
 uint32_t native_version(void);
 
-/* Poll until either word differs from its expected value, or for so many microseconds. Yields the core
- * between batches of polls: another thread may have to run before a word can change. */
-void native_spin(const uint32_t *word, uint32_t expected, const uint32_t *other,
-                 uint32_t other_expected, uint32_t microseconds);
-
 /* For loops that spin: a monotonic clock in nanoseconds, a pause between two polls, and the number of
  * polls between two system calls. */
 #define SPIN_POLLS 32
@@ -101,9 +96,8 @@ struct flow {
     uint64_t awaited;  /* the highest value of the peer's counter that an entry depends on */
     failure failed;
     /* Of the sender, slots as byte counts that never wrap: where the next begins, where the oldest in
-     * use begins. Entries freed, in flight, and the number of the oldest in flight; where each ends. */
-    uint64_t head, tail, freed, in_flight, oldest;
-    uint64_t ends[RING_ENTRIES];
+     * use begins, where each ends. And the entries whose slots are free again. */
+    uint64_t head, tail, ends[RING_ENTRIES], freed;
     uint64_t caller_stream; /* of the last entry, if it went to a caller's */
     bool on_caller_stream;
 };

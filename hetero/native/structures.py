@@ -5,6 +5,7 @@ from __future__ import annotations
 from hetero.native.headers import constant, enumeration, structure
 
 CHECKSUM_BYTES = constant("HOST_CHECKSUM_BYTES")
+SPIN_MICROSECONDS = constant("HOST_SPIN_MICROSECONDS")
 TEXT_BYTES = constant("RAIL_TEXT_BYTES")
 RING_ENTRIES = constant("RING_ENTRIES")
 RING_FAULT_BYTES = constant("RING_FAULT_BYTES")

@@ -91,7 +91,7 @@ static bool is_zero_copy(int side, uint32_t number)
 /* Whether a word has come to a value; false if everything is given up. */
 static bool await(struct ring_word *awaited, uint32_t value)
 {
-    for (int waited = 0; !host_wait_word(&awaited->value, value, SLICE_MS); waited += SLICE_MS) {
+    for (int waited = 0; !host_wait_word(&awaited->value, value, 40, SLICE_MS); waited += SLICE_MS) {
         if (IS_ABANDONED)
             return false;
         REQUIRE(waited < PATIENCE_MS);

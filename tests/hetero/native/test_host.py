@@ -47,7 +47,7 @@ class Words:
         return int.from_bytes(self.memory.bytes[64 * number + 4 : 64 * number + 8], "little")
 
     def wait(self, value: int, number: int = 0, *, milliseconds: int = 20_000) -> bool:
-        return bool(LIBRARY.host_wait_word(self.address(number), value, milliseconds))
+        return bool(LIBRARY.host_wait_word(self.address(number), value, 40, milliseconds))
 
     def write(self, value: int, number: int = 0) -> None:
         LIBRARY.host_write_word(self.address(number), value)

@@ -120,7 +120,7 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
         work = pair.receiver.recv(torch.zeros(10))
         entered, leave = threading.Event(), threading.Event()
 
-        def held(*seen: int) -> None:
+        def held(*seen: object, **spin: float) -> None:
             entered.set()
             leave.wait(120)
 
@@ -128,7 +128,7 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
             with pytest.raises(LinkError):
                 work.wait()
 
-        monkeypatch.setattr(pair.receiver, "_spin", held)
+        monkeypatch.setattr(pair.receiver._ends.local, "sleep", held)
         with meanwhile(wait):
             assert entered.wait(120)
             both_well(pair.receiver.close, pair.sender.close)
@@ -144,12 +144,12 @@ def test_a_link_that_another_thread_closes_ends_the_wait_with_its_error(
         work = pair.receiver.recv(torch.zeros(10))
         real, asleep = pair.receiver._ends.local.sleep, threading.Event()
 
-        def wake_late(expected: int, seconds: float) -> None:
+        def wake_late(expected: int, seconds: float, **spin: float) -> None:
             if threading.current_thread() is threading.main_thread():
                 asleep.set()
                 time.sleep(0.5)
             else:
-                real(expected, seconds)
+                real(expected, seconds, **spin)
 
         def close() -> None:
             assert asleep.wait(120)
