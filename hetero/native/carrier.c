@@ -261,10 +261,10 @@ int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ende
     lock(carrier);
     eventfd_read(engine->loss_fd, &value);
     for (int index = 0; index < engine->rail_count && found < 0; index++)
-        if (engine->rails[index]->has_unreported_loss) {
+        if (engine->rails[index]->loss[0] != '\0') {
             memcpy(reason, engine->rails[index]->loss, RAIL_TEXT_BYTES);
             *may_have_ended = engine->rails[index]->may_have_ended;
-            engine->rails[index]->has_unreported_loss = false;
+            engine->rails[index]->loss[0] = '\0';
             found = index;
         }
     unlock(carrier);
@@ -277,7 +277,7 @@ void carrier_stop_rail(struct carrier *carrier, int index)
 
     lock(carrier);
     engine_lose_rail(&carrier->engine, rail, "");
-    rail->has_unreported_loss = false;
+    rail->loss[0] = '\0';
     unlock(carrier);
     rail->operations->join(rail);
     /* Discard what was being received while it was stopped. */

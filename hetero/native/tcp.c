@@ -281,11 +281,11 @@ static void join(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    if (rail->is_started && !rail->is_joined) {
+    if (rail->has_sender)
         pthread_join(rail->sender, NULL);
+    if (rail->has_receiver)
         pthread_join(rail->receiver, NULL);
-        rail->is_joined = true;
-    }
+    rail->has_sender = rail->has_receiver = false;
 }
 
 static void close_rail(struct rail *base)
@@ -307,18 +307,10 @@ static int start(struct rail *base)
     base->live = true;
     pthread_mutex_unlock(&rail->carrier->lock);
     code = pthread_create(&rail->sender, NULL, send_loop, rail);
-    if (code != 0)
-        return code;
-    code = pthread_create(&rail->receiver, NULL, tcp_receive_loop, rail);
-    if (code == 0) {
-        rail->is_started = true;
-        return 0;
-    }
-    pthread_mutex_lock(&rail->carrier->lock);
-    base->live = false;
-    stop(base);
-    pthread_mutex_unlock(&rail->carrier->lock);
-    pthread_join(rail->sender, NULL);
+    rail->has_sender = code == 0;
+    if (code == 0)
+        code = pthread_create(&rail->receiver, NULL, tcp_receive_loop, rail);
+    rail->has_receiver = rail->has_sender && code == 0;
     return code;
 }
 

@@ -32,7 +32,7 @@ struct tcp_rail {
     struct carrier *carrier; /* whose lock guards all that its threads share */
     int fd;                  /* connected, blocking; the caller's */
     pthread_t sender, receiver;
-    bool is_started, is_joined;
+    bool has_sender, has_receiver;
     /* Guarded by the carrier's lock, as is `rail`. */
     pthread_cond_t has_messages;
     struct queued_message queue[TCP_ROOM]; /* a ring; sendmsg has the first of them */
