@@ -101,7 +101,8 @@ class EndState:
         self._fault_bytes = (offset + RingEnd.fault_bytes.offset) // 4
         self._fault = offset + RingEnd.fault.offset
         self._library = native()
-        self.wake = wake or (self._library.host_ring_doorbell, self.doorbell_address)
+        self._doorbell_address = self._address + RingEnd.doorbell.offset
+        self.wake = wake or (self._library.host_ring_doorbell, self._doorbell_address)
         self.tell_peer: Callable[[str], None] = lambda reason: None
         """Called with this end's error, where the peer does not see this memory."""
         self._acquire = acquire_fence()
@@ -112,10 +113,6 @@ class EndState:
         self._acquire()
         return bell
 
-    @property
-    def doorbell_address(self) -> int:
-        return self._address + RingEnd.doorbell.offset
-
     def ring(self) -> None:
         """Wake this end."""
         function, argument = self.wake
@@ -125,7 +122,7 @@ class EndState:
         """Poll for so long, then sleep until this end's doorbell rings, without the GIL."""
         microseconds, milliseconds = int(spin_seconds * 1e6), int(seconds * 1e3)
         wait = self._library.host_wait_word
-        wait(self.doorbell_address, expected + 1, microseconds, milliseconds)
+        wait(self._doorbell_address, expected + 1, microseconds, milliseconds)
 
     @property
     def is_closed(self) -> bool:

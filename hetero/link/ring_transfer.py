@@ -37,8 +37,8 @@ class RingEnds:
     close: Callable[[], None]
 
 
-BYTES_TRANSFER = struct.Struct("<5Q6I2Q")
-"""`struct transfer` of bytes, whose header C makes."""
+BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
+"""`struct transfer` of bytes, whose header, the last member, C makes."""
 _TENSOR_TRANSFER = struct.Struct(f"{BYTES_TRANSFER.format}{Transfer.header.size}s")
 _UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
 _BEGUN = Progress.ENQUEUED, Progress.FAILED

@@ -341,14 +341,6 @@ bool engine_needs_polling(struct engine *engine)
            ring_load(&engine->in->retired) != ring_load(&engine->in->consumed);
 }
 
-static bool awaits_read_back(const struct engine *engine)
-{
-    for (int index = 0; index < engine->rail_count; index++)
-        if (incoming_awaits_read_back(&engine->incoming, (uint8_t)index))
-            return true;
-    return false;
-}
-
 bool engine_is_drained(struct engine *engine)
 {
     for (int index = 0; index < engine->rail_count; index++) {
@@ -358,7 +350,7 @@ bool engine_is_drained(struct engine *engine)
         if (rail->live && !rail->confirms_delivery)
             return false;
     }
-    return !engine_progress(engine) && !awaits_read_back(engine);
+    return !engine_progress(engine) && !incoming_awaits_read_back(&engine->incoming);
 }
 
 bool engine_has_sent_credits(struct engine *engine)

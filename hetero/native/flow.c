@@ -260,13 +260,13 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller)
         transfer->progress = flow->is_outgoing ? send_chunk(flow, transfer, by_caller)
                                               : recv_chunk(flow, transfer, by_caller);
     } while (transfer->progress == WAITING && flow->count != before);
+    if (flow->count != first)
+        wake_peer(flow);
     transfer->count = flow->count;
     /* Zero-copy: until the peer has consumed it, it may be retransmitted from the tensor. */
     bool zero_copy = is_zero_copy(flow, transfer->nbytes);
     transfer->completes_at_receiver = !flow->is_outgoing || zero_copy;
     transfer->on_caller_stream = flow->on_caller_stream && !zero_copy;
-    if (flow->count != first)
-        wake_peer(flow);
     return transfer->progress;
 }
 

@@ -345,3 +345,23 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
         target = torch.zeros(20 * LARGE)
         pair.receiver.recv(target).wait()
         assert torch.equal(target, torch.ones(20 * LARGE))
+
+
+def test_a_message_that_an_exception_hid_arrives_once() -> None:
+    with opened() as pair:
+        flow = pair.sender._out
+        real = flow._call
+
+        def interrupted(*arguments: object) -> None:
+            flow._call = real
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        flow._call = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            pair.sender.send(torch.ones(10))
+        pair.sender.send(torch.full((10,), 2.0))
+        for sent in (1.0, 2.0):
+            target = torch.zeros(10)
+            pair.receiver.recv(target).wait()
+            assert torch.equal(target, torch.full((10,), sent))
