@@ -26,12 +26,7 @@ from hetero.device.device import (
     Word,
 )
 from hetero.errors import LinkError
-from hetero.native.structures import (
-    Step,
-    Streams,
-    Vendor,
-    entry_points,
-)
+from hetero.native.structures import EntryPoints, Step, Streams, Vendor
 
 _POLL_SECONDS = 50e-6
 ANY_VALUE = 2**32
@@ -110,7 +105,11 @@ class _DriverForC:
         self._callbacks = {step: _FUNCTIONS[step](self._called(step)) for step in _FUNCTIONS}
 
     def entry_points(self) -> Any:
-        return entry_points(self._callbacks, vendor=Vendor.CUDA, counter_limit=ANY_VALUE)
+        addresses = {
+            step.name.lower(): ctypes.cast(callback, c_void_p).value
+            for step, callback in self._callbacks.items()
+        }
+        return EntryPoints(Vendor.CUDA, ANY_VALUE, **addresses)
 
     def know_queue(self, work: _Queue) -> int:
         return self._handle(self._queues, work)
@@ -155,7 +154,6 @@ class _StreamsForC(DeviceStreams):
             waits=waits,
             writes=writes,
             join_event=driver.know_event(threading.Event()).handle,
-            caller_can_wait=True,
         )
 
     def failure(self, failed: int, purpose: str) -> LinkError:

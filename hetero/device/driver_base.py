@@ -10,14 +10,14 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import byref, c_char, c_uint64
+from ctypes import byref, c_char, c_uint64, c_void_p, cast
 from functools import cached_property
 from typing import Any, ClassVar
 
 from hetero.device.vendor_library import Function
 from hetero.errors import LinkError
 from hetero.native.binding import native
-from hetero.native.structures import DRIVER_STEPS, HostGpu, Step, entry_points
+from hetero.native.structures import EntryPoints, HostGpu, Step
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
@@ -81,9 +81,11 @@ class GpuDriver(ABC):
 
     @cached_property
     def entry_points(self) -> Any:
-        """Addresses of the functions that enqueue work, for C."""
-        functions = {step: self._functions[self.calls[step.name.lower()]] for step in DRIVER_STEPS}
-        return entry_points(functions, vendor=self._vendor_in_c, counter_limit=self.counter_limit)
+        """`struct entry_points`: addresses of the functions that C calls."""
+        names = [name for name, _ in EntryPoints._fields_ if name in self.calls]
+        pointers: dict[str, Any] = {name: self._functions[self.calls[name]] for name in names}
+        addresses = {name: cast(pointer, c_void_p).value for name, pointer in pointers.items()}
+        return EntryPoints(self._vendor_in_c, self.counter_limit, **addresses)
 
     def step_failure(self, failed: int, purpose: str) -> LinkError:
         """The error for a `failure` of native.h."""
@@ -98,10 +100,7 @@ class GpuDriver(ABC):
 
     def host_gpu(self, device: int, stream: int) -> Any:
         """For a stream of the host that copies to and from a device, on a stream of the device."""
-        names = ("copy", "synchronize_stream", "synchronize_event", "set_current")
-        pointers: list[Any] = [self._functions[self.calls[name]] for name in names]
-        addresses = [ctypes.cast(pointer, ctypes.c_void_p).value for pointer in pointers]
-        return HostGpu(self._vendor_in_c, *addresses, self._context(device), stream)
+        return HostGpu(self.entry_points, self._context(device), stream)
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
         """Make a stream wait until the 32-bit word at `address` is at least `value`.

@@ -72,7 +72,6 @@ class GpuStreams(DeviceStreams):
             waits=waits.cuda_stream,
             writes=writes.cuda_stream,
             join_event=self._join_event.cuda_event,
-            caller_can_wait=True,
         )
 
     def is_idle(self) -> bool:

@@ -6,6 +6,7 @@ link with checksums, which only a CPU computes.
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from ctypes import CDLL, byref
@@ -19,16 +20,15 @@ from hetero.errors import LinkError
 from hetero.native.binding import native
 from hetero.native.structures import (
     CHECKSUM_BYTES,
+    SPIN_MICROSECONDS,
+    EntryPoints,
     HostFailure,
-    Step,
     Streams,
     Vendor,
-    entry_points,
 )
 
 _CALLER, _ELSEWHERE = 1, 0
 """HOST_CALLING_THREAD of host.h, and a stream that C cannot use."""
-_COUNTER_LIMIT = 2**32
 _SLICE_MILLISECONDS = 100
 
 
@@ -54,21 +54,14 @@ class HostStreams(DeviceStreams):
             raise LinkError("no thread could be started for a link; raise the limit (ulimit -u)")
         # Not at the interpreter's exit: links still in use end with the process.
         weakref.finalize(self, library.host_stream_destroy, self._handle).atexit = False
-        functions = {
-            Step.COPY: library.host_copy,
-            Step.WAIT_VALUE: library.host_wait_value,
-            Step.WRITE_VALUE: library.host_write_value,
-            Step.WAIT_EVENT: library.host_wait_event,
-        }
+        enqueue = ctypes.cast(library.host_enqueue, ctypes.c_void_p).value
         self.streams = Streams(
-            driver=entry_points(functions, vendor=Vendor.CUDA, counter_limit=_COUNTER_LIMIT),
+            driver=EntryPoints(vendor=Vendor.HOST, copy=enqueue),
             copies=self._handle,
-            waits=self._handle,
-            writes=self._handle,
         )
 
     def failure(self, failed: int, purpose: str) -> LinkError:
-        if Step(failed >> 32) is Step.CHECKSUM:
+        if failed & 0xFFFFFFFF == HostFailure.WRONG_CHECKSUM:
             return LinkError("a wrong checksum in its bytes")
         return LinkError(f"memory ran out in a stream of the host, to {purpose}")
 
@@ -97,7 +90,8 @@ class CallingThread(CurrentStream):
 
     def wait_value(self, word: Word) -> None:
         # In slices, so that signals are handled in between. A link that fails unblocks the word.
-        while not self._library.host_wait_word(word.address, word.value, _SLICE_MILLISECONDS):
+        wait = self._library.host_wait_word
+        while not wait(word.address, word.value, SPIN_MICROSECONDS, _SLICE_MILLISECONDS):
             pass
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hetero.device.device import Device
@@ -43,20 +43,21 @@ def make_ends(
 ) -> RingEnds:
     """The ends of a link, which own what is on the stack from here on. Start the carrier first."""
     side, description = rendezvous.side, rendezvous.description
+    local = EndState(memory.control, side)
     # What is here of the peer's end is a copy; the carrier brings it the entries.
     remote = EndState(memory.control, 1 - side, wake=carrier.wake)
     monitor = RailMonitor(
         carrier,
         control,
         rails=rails,
-        peer_state=remote,
-        wake_link=EndState(memory.control, side).ring,
+        local=local,
+        remote=remote,
         name=f"{options.transport} {description.rank}-{description.peer}",
         peer=description.peer,
     )
     stack.callback(monitor.close)
     monitor.start()
-    local = LocalEnd(memory.control, side, monitor.send_fault)
+    local.tell_peer = monitor.send_fault
     stack.callback(_flush_credits, carrier, monitor, local, remote)
     return RingEnds(
         outgoing=Direction(memory.control, side, memory.control_on_device),
@@ -76,15 +77,3 @@ def _flush_credits(
     """Send the last credits before this end closes: the peer's sends wait for them."""
     if not (local.has_failed or remote.has_failed or monitor.peer_has_ended()):
         carrier.flush_credits(_CREDIT_SECONDS)
-
-
-class LocalEnd(EndState):
-    """This end, whose error flag is also sent over the control connections."""
-
-    def __init__(self, control: SharedMemory, side: int, send_fault: Callable[[str], None]) -> None:
-        super().__init__(control, side)
-        self._send_fault = send_fault
-
-    def fail(self, reason: str) -> None:
-        super().fail(reason)
-        self._send_fault(reason)

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from hetero.addresses import address_towards, family_of, reachable_address
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Rendezvous
+from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
@@ -74,22 +73,27 @@ def connect(
     except StoreUnresponsive as error:
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
-    watched = AbortableStore(dist.PrefixStore(_PREFIX, store), check_abort)
-    job, theirs = _exchange_addresses(
-        watched, name, rank=rank, peer=peer, timeout=timeout, host=host_of(store)
+    rendezvous = Rendezvous(
+        store=AbortableStore(dist.PrefixStore(_PREFIX, store), check_abort),
+        description=LinkDescription(rank=rank, peer=peer, job=name, timeout=timeout),
+        name=name,
+        listens=rank < peer,
+        secret=b"",
+        timeout=timeout,
     )
-    own = reachable_address(address_towards(host_of(store)), [theirs])
+    # The address is the one from which the peer reaches the store's host.
+    mine = {"address": address_towards(host_of(store)), "secret": secrets.token_hex(16)}
+    theirs = exchange(rendezvous, "address", mine)
+    secret = (mine if rendezvous.listens else theirs)["secret"]
+    own = reachable_address(mine["address"], [theirs["address"]])
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
     )
-    rendezvous = Rendezvous(
-        store=watched,
-        description=LinkDescription(rank=rank, peer=peer, job=job, timeout=timeout),
-        name=name,
-        listens=rank < peer,
-        secret=job.encode(),
-        timeout=timeout,
+    rendezvous = replace(
+        rendezvous,
+        description=replace(rendezvous.description, job=secret),
+        secret=secret.encode(),
     )
     link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:
@@ -128,24 +132,3 @@ def host_of(store: dist.Store) -> str:
     if isinstance(store, dist.TCPStore):
         return str(store.host)
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def _exchange_addresses(
-    store: AbortableStore, prefix: str, *, rank: int, peer: int, timeout: float, host: str
-) -> tuple[str, str]:
-    """Wait for the peer; returns the secret that authenticates both ends, and the peer's address.
-
-    The address is the one from which the peer reaches `host`, the store's.
-    """
-    job, theirs = f"{prefix}/job", f"{prefix}/address of {peer}"
-    if rank < peer:
-        store.set(job, secrets.token_hex(16))
-    store.set(f"{prefix}/address of {rank}", address_towards(host))
-    try:
-        store.wait([job, theirs], timedelta(seconds=timeout))
-    except dist.DistStoreError as error:
-        raise LinkError(
-            f"link rank {rank} - rank {peer} could not be opened: rank {peer} did not come within "
-            f"{timeout:g} s; have both ranks call connect(), and see the log of rank {peer}"
-        ) from error
-    return store.get(job).decode(), store.get(theirs).decode()

@@ -56,24 +56,21 @@ class RailMonitor:
         control: Control,
         *,
         rails: Sequence[str],
-        peer_state: EndState,
-        wake_link: Callable[[], None],
+        local: EndState,
+        remote: EndState,
         name: str,
         peer: int,
     ) -> None:
-        """An error flag set in `peer_state` breaks the link; `wake_link` makes it check that."""
+        """An error flag set in `remote`, this end's copy of the peer's, breaks the link."""
         self._carrier = carrier
         self._control = control
         self._rails = [RailState(name) for name in rails]
-        self._peer_state = peer_state
-        self._wake_link = wake_link
+        self._local, self._remote = local, remote
         self._name = name
         self._peer = peer
         self._sending = threading.Lock()
         self._peer_has_ended = self._stopping = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._handlers = selectors.DefaultSelector()
-        self._register(self._wake_fd, lambda: None)
         for descriptor in control.filenos():
             self._register(descriptor, partial(self._handle_control, descriptor))
         self._register(carrier.loss_fd, self._handle_losses)
@@ -96,12 +93,11 @@ class RailMonitor:
     def close(self) -> None:
         """End the thread and the control connections, which tells the peer that this end has."""
         self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        os.eventfd_write(self._carrier.loss_fd, 1)  # wakes the thread
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
         self._control.close()
         self._handlers.close()
-        os.close(self._wake_fd)
 
     def _register(self, descriptor: int, handler: Callable[[], None]) -> None:
         self._handlers.register(descriptor, selectors.EVENT_READ, handler)
@@ -159,7 +155,7 @@ class RailMonitor:
                 self._unregister(known)
             self._drain()
             self._peer_has_ended = True
-            self._wake_link()
+            self._local.ring()
             return
         if descriptor not in self._control.filenos():
             self._unregister(descriptor)
@@ -225,6 +221,6 @@ class RailMonitor:
             self._control.send(message)
 
     def _fail(self, reason: str) -> None:
-        if not self._peer_state.has_failed:
-            self._peer_state.fail(reason)
-        self._wake_link()
+        if not self._remote.has_failed:
+            self._remote.fail(reason)
+        self._local.ring()

@@ -9,13 +9,15 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Sequence
-from ctypes import addressof, byref
+from ctypes import addressof
 from itertools import islice
 from typing import Any
 
+import torch
+
 from hetero.device.device import CurrentStream, Word
 from hetero.errors import LinkError
-from hetero.link.header import bytes_header, difference
+from hetero.link.header import Header, difference, unnumbered_header
 from hetero.link.ring import COUNTER_MASK, HALF_RANGE, ahead
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer
@@ -27,6 +29,7 @@ _SMALL_BYTES = 256 << 10
 """The largest message for the caller's stream: through pinned host memory it takes 5 us there."""
 _SMALL_BYTES_OF_DEVICE = 1 << 20
 """The same where the data lie in device memory: 4 us from one H200 to another."""
+_ENQUEUED, _REFUSED, _FAILED = map(int, list(Progress)[1:])
 
 
 class UnexpectedEntry(Exception):
@@ -41,6 +44,7 @@ class Flow:
     ) -> None:
         """`job`: its token, for headers."""
         device = options.device
+        self.job = job
         self.waiting: deque[RingTransfer] = deque()
         self.in_flight: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
@@ -70,11 +74,9 @@ class Flow:
             wake_argument=wake_argument,
             is_outgoing=is_outgoing,
         )
-        self._state.bytes_header[:] = bytes_header(job)
-        self._does_zero_copy = self._state.user_buffers != 0
-        self._reference = byref(self._state)
+        self._state.bytes_header[:] = unnumbered_header(job, torch.uint8, (0,))
         self.address = addressof(self._state)
-        """Address of the state, for `native_exchange`."""
+        """Address of the state, for messages."""
         self._call = native().native_progress
         self._acquire = acquire_fence()
 
@@ -83,14 +85,9 @@ class Flow:
         """Entries enqueued."""
         return int(self._state.count)
 
-    @property
-    def sequence(self) -> int:
-        """The number of the next message. An exchange counts its messages itself."""
-        return int(self._state.sequence)
-
-    @sequence.setter
-    def sequence(self, number: int) -> None:
-        self._state.sequence = number
+    def number_from_0(self) -> None:
+        """Call it while no message is under way."""
+        self._state.sequence = 0
 
     def is_idle(self) -> bool:
         """Whether there is no message that is not complete."""
@@ -138,11 +135,7 @@ class Flow:
 
     def unblock(self) -> None:
         """Unblock streams that wait for the peer's counter, after setting the error flag."""
-        direction = self._direction
-        unblock = (
-            direction.unblock_sender if self._state.is_outgoing else direction.unblock_receiver
-        )
-        unblock(self._state.awaited)
+        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
 
     def broken(self) -> str | None:
         """Why the streams have failed; None while they have not."""
@@ -195,88 +188,45 @@ class Flow:
 
         `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
         """
-        state = self._state
-        while self.waiting:
-            transfer = self.waiting[0]
+        while (transfer := self.take_enqueued()) is not None:
             # Never let a message after the awaited one block the caller's stream.
             if awaited is not None and awaited.end_count is not None:
                 stream = None
-            if not self._progress_transfer(transfer, stream):
-                break
-            self.note_enqueued(state.count, on_caller_stream=state.on_caller_stream)
+            by_caller = (
+                stream is not None
+                and stream.key == transfer.state.caller_stream
+                and stream.is_current_device()
+            )
+            progress = self._call(addressof(transfer.state), by_caller)
+            if progress == _FAILED:
+                raise self.driver_error(transfer)
+            if progress == _REFUSED:
+                entry = self._direction.record(self.count)
+                raise UnexpectedEntry(describe_mismatch(entry, transfer))
+            if progress != _ENQUEUED:
+                return
 
-    def note_enqueued(self, count: int, *, on_caller_stream: bool) -> None:
-        """The first waiting transfer has been enqueued; its last entry is number `count`."""
-        transfer = self.waiting.popleft()
-        # Zero-copy: until the peer has consumed it, it may be retransmitted from the tensor.
-        zero_copy = self._does_zero_copy and transfer.nbytes > self._small_bytes
-        transfer.completes_at_receiver = transfer.is_receive or zero_copy
-        transfer.is_on_caller_stream = bool(on_caller_stream) and not zero_copy
-        transfer.end_count = count
-        self.in_flight.append(transfer)
-
-    def _progress_transfer(self, transfer: RingTransfer, stream: CurrentStream | None) -> bool:
-        """Enqueue as much of one message as possible; whether that is all of it."""
-        may_use_caller_stream = (
-            stream is not None
-            and stream.key == transfer.caller_stream
-            and stream.is_current_device()
-        )
-        # Set it before the call: a signal handler may raise before the result is stored.
-        transfer.has_begun = True
-        progress = self._call_progress(transfer, may_use_caller_stream=may_use_caller_stream)
-        if progress == Progress.NEEDS_EVENT:
-            transfer.ready = self.device.record_event()
-            progress = self._call_progress(transfer, may_use_caller_stream=False)
-        if progress == Progress.ENQUEUED:
-            return True
-        transfer.offset = self._state.offset
-        transfer.has_begun = transfer.offset > 0 or progress == Progress.FAILED
-        if progress == Progress.FAILED:
-            raise self.driver_error(transfer)
-        if progress == Progress.REFUSED:
-            raise UnexpectedEntry(describe_mismatch(self._direction.record(self.count), transfer))
-        return False
-
-    def note_exchange(self, transfer: RingTransfer, part: Any) -> None:
-        """What an exchange has done with a transfer, the first that waits or one enqueued before.
-
-        If only part of it is enqueued, it goes on without the caller.
-        """
-        if transfer.end_count is not None:
-            return
-        if part.progress == Progress.ENQUEUED:
-            self.note_enqueued(part.count, on_caller_stream=part.on_caller_stream)
-            return
-        transfer.offset = part.offset
-        transfer.has_begun = part.offset > 0 or part.progress == Progress.FAILED
-        if transfer.ready is None:
-            transfer.ready = self.device.record_event()
+    def take_enqueued(self) -> RingTransfer | None:
+        """Messages that C has enqueued no longer wait; the first one that does."""
+        while self.waiting:
+            transfer = self.waiting[0]
+            if transfer.state.progress != _ENQUEUED:
+                return transfer
+            transfer.end_count = transfer.state.count
+            self.in_flight.append(self.waiting.popleft())
+        return None
 
     def driver_error(self, transfer: RingTransfer) -> LinkError:
         """The driver's last failure."""
-        return self._streams.failure(self._state.failed, f"carry message {transfer.sequence}")
-
-    def _call_progress(self, transfer: RingTransfer, *, may_use_caller_stream: bool) -> int:
-        ready = transfer.ready
-        progress: int = self._call(
-            self._reference,
-            transfer.header,
-            transfer.address,
-            transfer.nbytes,
-            transfer.offset,
-            0 if ready is None else ready.handle,
-            ready is not None,
-            transfer.caller_stream,
-            may_use_caller_stream,
-        )
-        return progress
+        number = Header.unpack(transfer.header).sequence
+        return self._streams.failure(self._state.failed, f"carry message {number}")
 
 
 def describe_mismatch(entry: Any, transfer: RingTransfer) -> str:
     """How an entry differs from the one that the transfer expects next."""
-    left = transfer.nbytes - transfer.offset
+    offset = transfer.state.offset
+    left = transfer.state.nbytes - offset
     return difference(bytes(entry.header), transfer.header) or (
         f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} bytes "
-        f"at {transfer.offset} are missing"
+        f"at {offset} are missing"
     )

@@ -196,7 +196,7 @@ def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
         raise rendezvous.failure(
             f"rank {rendezvous.description.peer} said nothing about its {what} within "
             f"{rendezvous.timeout:g} s",
-            "see its log",
+            "see its log, and whether it opens this link too",
         ) from error
     return dict(json.loads(rendezvous.store.get(key)))
 

@@ -10,7 +10,6 @@ from functools import lru_cache
 
 import torch
 
-from hetero.native.headers import constant
 from hetero.version import PROTOCOL_VERSION
 
 MAX_DIMENSIONS = 8
@@ -18,10 +17,6 @@ _MAGIC = b"HTRO"
 _FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}QI")
 
 HEADER_BYTES = _FORMAT.size
-_SEQUENCE = struct.Struct("<Q")
-_SEQUENCE_OFFSET = constant("RING_HEADER_SEQUENCE")
-_TAG = struct.Struct("<I")
-_TAG_OFFSET = constant("RING_HEADER_TAG")
 
 # The numbers are part of the protocol: append, never reorder.
 _DTYPES = (
@@ -100,12 +95,6 @@ class Header:
         )
 
 
-def sequence_of(packed: bytes) -> int:
-    """The sequence number in a header, faster than `Header.unpack`."""
-    number: int = _SEQUENCE.unpack_from(packed, _SEQUENCE_OFFSET)[0]
-    return number
-
-
 DIFFERENCE_REMEDY = "have both ends send and receive alike: same model, batch, calls"
 
 
@@ -122,21 +111,6 @@ def difference(arrived: bytes, expected: bytes) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _packed(job: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """A message's header but for its numbers: a pipeline's messages repeat it."""
+def unnumbered_header(job: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """A message's header with sequence and tag 0: a pipeline's messages repeat it."""
     return Header(job, 0, dtype, tuple(shape), math.prod(shape) * dtype.itemsize).pack()
-
-
-def bytes_header(job: int) -> bytes:
-    """The header of a message of bytes, but for its numbers, which C fills in."""
-    return _packed(job, torch.uint8, (0,))
-
-
-def pack_header(
-    job: int, dtype: torch.dtype, shape: tuple[int, ...], *, sequence: int, tag: int = 0
-) -> bytes:
-    """`Header.pack`, faster."""
-    packed = bytearray(_packed(job, dtype, shape))
-    _SEQUENCE.pack_into(packed, _SEQUENCE_OFFSET, sequence)
-    _TAG.pack_into(packed, _TAG_OFFSET, tag)
-    return bytes(packed)

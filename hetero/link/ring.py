@@ -6,6 +6,7 @@ Write words that the other end reads only through C, which orders them after ear
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import sizeof
 from typing import Any
 
@@ -47,7 +48,6 @@ class Direction:
         self.address = control.address + offset
         self.produced_word = device_base + offset + RingDirection.produced.offset
         self.consumed_word = device_base + offset + RingDirection.consumed.offset
-        self.posted_address = self.address + RingDirection.posted.offset
         buffers = RingControl.user_buffers.offset + number * _USER_BUFFERS_BYTES
         self.user_buffers_address = control.address + buffers
         self._words, self._bytes = control.words, control.bytes
@@ -78,16 +78,10 @@ class Direction:
         begin = self._records + number % ENTRIES * sizeof(RingRecord)
         return RingRecord.from_buffer_copy(self._bytes, begin)
 
-    def unblock_receiver(self, value: int) -> None:
-        """Unblock a stream that waits for `produced`, after setting the error flag."""
-        self._write(RingDirection.produced.offset, value)
-
-    def unblock_sender(self, value: int) -> None:
-        """Unblock a stream that waits for `consumed`, after setting the error flag."""
-        self._write(RingDirection.consumed.offset, value)
-
-    def _write(self, word: int, value: int) -> None:
-        native().host_write_word(self.address + word, value & COUNTER_MASK)
+    def unblock(self, value: int, *, sender: bool) -> None:
+        """Unblock a stream of the sender, or of the receiver, after setting the error flag."""
+        word = RingDirection.consumed if sender else RingDirection.produced
+        native().host_write_word(self.address + word.offset, value & COUNTER_MASK)
 
 
 class EndState:
@@ -107,7 +101,10 @@ class EndState:
         self._fault_bytes = (offset + RingEnd.fault_bytes.offset) // 4
         self._fault = offset + RingEnd.fault.offset
         self._library = native()
-        self.wake = wake or (self._library.host_ring_doorbell, self.doorbell_address)
+        self._doorbell_address = self._address + RingEnd.doorbell.offset
+        self.wake = wake or (self._library.host_ring_doorbell, self._doorbell_address)
+        self.tell_peer: Callable[[str], None] = lambda reason: None
+        """Called with this end's error, where the peer does not see this memory."""
         self._acquire = acquire_fence()
 
     @property
@@ -116,18 +113,16 @@ class EndState:
         self._acquire()
         return bell
 
-    @property
-    def doorbell_address(self) -> int:
-        return self._address + RingEnd.doorbell.offset
-
     def ring(self) -> None:
         """Wake this end."""
         function, argument = self.wake
         function(argument)
 
-    def sleep(self, expected: int, seconds: float) -> None:
-        """Sleep until this end's doorbell rings, without the GIL."""
-        self._library.host_wait_doorbell(self.doorbell_address, expected, int(seconds * 1000))
+    def sleep(self, expected: int, seconds: float, *, spin_seconds: float = 0.0) -> None:
+        """Poll for so long, then sleep until this end's doorbell rings, without the GIL."""
+        microseconds, milliseconds = int(spin_seconds * 1e6), int(seconds * 1e3)
+        wait = self._library.host_wait_word
+        wait(self._doorbell_address, expected + 1, microseconds, milliseconds)
 
     @property
     def is_closed(self) -> bool:
@@ -155,3 +150,4 @@ class EndState:
         data = reason.encode()[:RING_FAULT_BYTES]
         self._bytes[self._fault : self._fault + len(data)] = data
         self._library.host_write_word(self._address + RingEnd.fault_bytes.offset, len(data))
+        self.tell_peer(reason)

@@ -7,8 +7,7 @@ which nothing is left to do once C has returned gets no handle.
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +15,15 @@ import torch
 from hetero.device.device import CurrentStream
 from hetero.link.base import Link, Work, as_bytes
 from hetero.link.ring_link import RingLink
-from hetero.link.ring_transfer import RingTransfer
+from hetero.link.ring_transfer import BYTES_TRANSFER, RingTransfer
+from hetero.native import structures
 from hetero.native.binding import native
-from hetero.native.structures import ExchangePart, Progress
+from hetero.native.structures import HeaderState, Progress
 
-_NEW = struct.Struct("<4QII2QII")
-_STARTED = struct.Struct(f"{_NEW.format}{ExchangePart.header.size}s")
-_SIZE = ctypes.sizeof(ExchangePart)
-_ENQUEUED = int(Progress.ENQUEUED)
+_SIZE = ctypes.sizeof(structures.Transfer)
+_ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
+_NEW_STATE = True, int(HeaderState.OF_BYTES), 0, 0, 0, 0, 0
+"""What `struct transfer` has after the tag: it follows what the caller's stream was given."""
 
 
 Message = tuple[Link, torch.Tensor, int, int, bool]
@@ -42,7 +42,7 @@ def begin(message: Message, *, tag: int) -> Work:
 
 
 class RingExchange:
-    """Enqueues messages for one thread at a time; keeps the array of parts for C."""
+    """Enqueues messages for one thread at a time; keeps the memory in which it tells C of them."""
 
     def __init__(self) -> None:
         self._call = native().native_exchange
@@ -50,11 +50,11 @@ class RingExchange:
         self._reserve(2)
 
     def _reserve(self, count: int) -> None:
-        """Have room for so many parts."""
+        """Have room for so many messages."""
         if count > self._capacity:
             self._capacity = count
-            self._parts = (ExchangePart * count)()
-            self._address = ctypes.addressof(self._parts)
+            self._new = (structures.Transfer * count)()
+            self._addresses = _addresses(self._new)
 
     def order(self, messages: Sequence[Message], *, tag: int, microseconds: int) -> Sequence[Work]:
         """Enqueue the messages and make the caller's stream wait for them.
@@ -76,15 +76,14 @@ class RingExchange:
         locked: list[RingLink] = []
         try:
             stream = self._lock({work.link: None for work in works}, locked, works)
-            if stream is None or any(work.caller_stream != stream.key for work in works):
+            if stream is None or any(work.state.caller_stream != stream.key for work in works):
                 return False
-            self._fill_started(works)
+            addresses = _addresses(work.state for work in works)
             is_over = False
             try:
-                is_over = self._exchange(len(works), locked, stream, microseconds)
+                is_over = self._exchange(addresses, len(works), locked, microseconds)
             finally:
-                self._note(works)
-                self._end(locked, caller_waits=True)
+                self._end(locked, works, caller_waits=True)
             if is_over:
                 for work in works:
                     work.tensor = None
@@ -100,17 +99,17 @@ class RingExchange:
         locked: list[RingLink] = []
         try:
             if (stream := self._lock(links, locked, None)) is not None:
-                self._fill_new(messages, tag)
-                is_over, works = False, []
+                self._fill(messages, tag, stream.key)
+                count, is_over, works = len(messages), False, []
                 try:
                     is_over = self._exchange(
-                        len(messages), locked, stream, microseconds, caller_waits=caller_waits
+                        self._addresses, count, locked, microseconds, caller_waits=caller_waits
                     )
                 finally:
                     # Also where a signal handler's exception hides what C has done.
                     if not (is_over and caller_waits):
-                        works = self._add_transfers(messages, stream)
-                    self._end(locked, caller_waits=caller_waits)
+                        works = self._add_transfers(messages)
+                    self._end(locked, works, caller_waits=caller_waits)
                 return works
         finally:
             for link in locked:
@@ -134,71 +133,51 @@ class RingExchange:
             locked.append(link)
         return stream
 
-    def _fill_new(self, messages: Sequence[Any], tag: int) -> None:
-        """Describe messages to C, which numbers them and makes their headers."""
+    def _fill(self, messages: Sequence[Any], tag: int, caller_stream: int) -> None:
+        """Describe messages to C, which makes their headers."""
         self._reserve(len(messages))
-        parts, place = self._parts, 0
+        new, place, pack = self._new, 0, BYTES_TRANSFER.pack_into
         for link, tensor, first, nbytes, is_receive in messages:
-            flow = link.flow_for(tensor, nbytes, is_receive=is_receive)
+            flow = link.flow_for(tensor, nbytes, is_receive=is_receive).address
             address = tensor.data_ptr() + first
-            _NEW.pack_into(parts, place, flow.address, address, nbytes, 0, tag, 0, 0, 0, 0, 0)
+            pack(new, place, flow, address, nbytes, caller_stream, 0, tag, *_NEW_STATE)
             place += _SIZE
-
-    def _fill_started(self, works: Sequence[RingTransfer]) -> None:
-        self._reserve(len(works))
-        for place, work in enumerate(works):
-            _STARTED.pack_into(
-                self._parts,
-                place * _SIZE,
-                work.flow.address,
-                work.address,
-                work.nbytes,
-                0 if work.ready is None else work.ready.handle,
-                0,
-                True,
-                work.offset,
-                work.end_count or 0,
-                0 if work.end_count is None else _ENQUEUED,
-                work.is_on_caller_stream,
-                work.header,
-            )
 
     def _exchange(
         self,
+        addresses: Any,
         count: int,
         links: Sequence[RingLink],
-        stream: CurrentStream,
         microseconds: int,
         *,
         caller_waits: bool = True,
     ) -> bool:
         """With the locks; whether all is enqueued, and waited for if `caller_waits`."""
-        progress = self._call(self._address, count, stream.key, microseconds, caller_waits)
+        progress = self._call(addresses, count, microseconds, caller_waits)
         for link in links:
             if link.peer_has_failed:
                 return False
         return bool(progress == _ENQUEUED)
 
-    def _add_transfers(self, messages: Sequence[Any], stream: CurrentStream) -> list[RingTransfer]:
+    def _add_transfers(self, messages: Sequence[Any]) -> list[RingTransfer]:
         """Make the handles of messages that C has begun."""
-        works = [
-            message[0].add_transfer(message, part, stream)
-            for message, part in zip(messages, self._parts, strict=False)
+        return [
+            link.add_transfer(tensor, new, is_receive=is_receive)
+            for (link, tensor, _, _, is_receive), new in zip(messages, self._new, strict=False)
         ]
-        self._note(works)
-        return works
-
-    def _note(self, works: Sequence[RingTransfer]) -> None:
-        """Store in the transfers what C has done. First for all, then handle failures."""
-        failed = []
-        for work, part in zip(works, self._parts, strict=False):
-            work.flow.note_exchange(work, part)
-            if part.progress == Progress.FAILED:
-                failed.append(work)
-        for work in failed:
-            work.link.handle_driver_failure(work)
 
     @staticmethod
-    def _end(links: Sequence[RingLink], *, caller_waits: bool) -> None:
+    def _end(
+        links: Sequence[RingLink], works: Sequence[RingTransfer], *, caller_waits: bool
+    ) -> None:
+        for work in works:
+            if work.state.progress == _FAILED:
+                work.link.handle_driver_failure(work)
         for link in links:
             link.end_exchange(caller_waits=caller_waits)
+
+
+def _addresses(states: Iterable[Any]) -> Any:
+    """Pointers to each `struct transfer`."""
+    found = [ctypes.addressof(state) for state in states]
+    return (ctypes.c_uint64 * len(found))(*found)

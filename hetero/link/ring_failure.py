@@ -98,7 +98,7 @@ class RingLinkBase(Link):
         self._ends.local.fail(f"rank {self.description.rank} refused a message: {difference}")
         expected = Header.unpack(transfer.header)
         return self.failure(
-            f"message {transfer.sequence} has {difference}",
+            f"message {expected.sequence} has {difference}",
             expected=f"{expected.dtype} of shape {expected.shape}",
             remedy=DIFFERENCE_REMEDY,
         )

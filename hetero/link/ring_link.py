@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hetero.device.device import CurrentStream, Event, Word
+from hetero.device.device import CurrentStream, Word
 from hetero.link.base import (
     LinkDescription,
     Work,
@@ -26,11 +26,11 @@ from hetero.link.base import (
     start_thread,
 )
 from hetero.link.flow import Flow, UnexpectedEntry
-from hetero.link.header import job_token, pack_header, sequence_of
+from hetero.link.header import job_token
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
-from hetero.link.ring_transfer import RingEnds, RingTransfer
-from hetero.native.binding import native
+from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
+from hetero.native.structures import Transfer
 
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -58,9 +58,6 @@ class RingLink(RingLinkBase):
         self.transport = options.transport
         self._device = options.device
         self._ring_bytes = options.ring_bytes
-        self._job = job
-        self._doorbell_address = ends.local.doorbell_address
-        self._spin = native().native_spin
         self._progress_requested = threading.Event()
         """Wakes the link's thread: something waits, and maybe no caller will make progress."""
         self._is_asleep = False
@@ -91,14 +88,16 @@ class RingLink(RingLinkBase):
         if self._is_asleep:
             self._progress_requested.set()
         # Without the lock: it may block on a stream that is full and waits for the peer.
-        ready = None if self._out.is_small(source.nbytes) else self._device.record_event()
+        may_use_caller_stream = self._out.is_small(source.nbytes) and stream.is_current_device()
+        event = None if may_use_caller_stream else self._device.record_event()
         with self._lock:
             self._require_open()
-            transfer = self._transfer(source, stream, ready=ready, tag=tag, is_receive=False)
+            transfer = new_transfer(self, self._out, source, stream.key, event, tag)
+            self._count(source.nbytes, is_receive=False)
             self._out.waiting.append(transfer)
             self._enqueue(sender=stream)
-            if transfer.ready is None and transfer.end_count is None:
-                transfer.ready = self._device.record_event()
+            if transfer.event is None and transfer.end_count is None:
+                transfer.follow(self._device.record_event())
             self._release_completed()
         if transfer.end_count is None:
             self._progress_requested.set()
@@ -108,13 +107,13 @@ class RingLink(RingLinkBase):
         self.check()
         self._require_here(tensor)
         require_contiguous(tensor)
-        stream, ready = self._device.current_stream(), self._device.record_event()
+        stream, event = self._device.current_stream(), self._device.record_event()
+        nbytes = tensor.nbytes
         with self._lock:
             self._require_open()
-            transfer = self._transfer(
-                tensor.detach(), stream, ready=ready, tag=tag, is_receive=True
-            )
-            if self._in.is_small(transfer.nbytes):
+            transfer = new_transfer(self, self._in, tensor.detach(), stream.key, event, tag)
+            self._count(nbytes, is_receive=True)
+            if self._in.is_small(nbytes):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
                 self._in.waiting.append(transfer)
@@ -123,7 +122,7 @@ class RingLink(RingLinkBase):
                 self._enqueue()
             self._release_completed()
         # For a small message leave the thread asleep: a caller that waits at once is faster.
-        is_large = transfer.nbytes > self._ring_bytes // 2
+        is_large = nbytes > self._ring_bytes // 2
         if self._is_asleep or (is_large and transfer.end_count is None):
             self._progress_requested.set()
         return transfer
@@ -131,7 +130,8 @@ class RingLink(RingLinkBase):
     def count_from_here(self) -> None:
         super().count_from_here()
         with self._lock:
-            self._out.sequence = self._in.sequence = 0
+            self._out.number_from_0()
+            self._in.number_from_0()
 
     def lock_for_exchange(
         self, started: Sequence[RingTransfer] | None = None
@@ -163,29 +163,15 @@ class RingLink(RingLinkBase):
         self._count(nbytes, is_receive=is_receive)
         return self._in if is_receive else self._out
 
-    def add_transfer(
-        self, message: tuple[object, torch.Tensor, int, int, bool], part: Any, stream: CurrentStream
-    ) -> RingTransfer:
-        """The handle of a `Message` that an exchange has begun as this `struct exchange_part`.
-
-        Call with the lock.
-        """
-        _, tensor, first, nbytes, is_receive = message
-        flow, header = self._in if is_receive else self._out, bytes(part.header)
-        transfer = RingTransfer(
-            self,
-            flow,
-            tensor,
-            None,
-            stream.key,
-            is_receive,
-            time.monotonic(),
-            sequence_of(header),
-            header,
-            nbytes,
-            tensor.data_ptr() + first,
-        )
+    def add_transfer(self, tensor: torch.Tensor, begun: Any, *, is_receive: bool) -> RingTransfer:
+        """The handle of a message that an exchange has begun. Call with the lock."""
+        flow = self._in if is_receive else self._out
+        transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
         flow.waiting.append(transfer)
+        flow.take_enqueued()
+        if transfer.end_count is None:
+            # It goes on without the caller.
+            transfer.follow(self._device.record_event())
         return transfer
 
     def handle_driver_failure(self, transfer: RingTransfer) -> None:
@@ -203,7 +189,8 @@ class RingLink(RingLinkBase):
 
         `caller_waits`: the caller will wait, and make progress.
         """
-        if self._is_asleep or (not caller_waits and (self._out.waiting or self._in.waiting)):
+        is_left = [flow.take_enqueued() is not None for flow in (self._out, self._in)]
+        if self._is_asleep or (not caller_waits and any(is_left)):
             self._progress_requested.set()
         self._release_completed()
 
@@ -278,7 +265,7 @@ class RingLink(RingLinkBase):
             self._waiters += 1
         try:
             with self.timed_wait():
-                self._progress(transfer, receiver=stream if transfer.is_receive else None)
+                self._progress(transfer, receiver=stream if transfer.flow is self._in else None)
         finally:
             with self._lock:
                 self._waiters -= 1
@@ -288,51 +275,17 @@ class RingLink(RingLinkBase):
     def _progress(self, transfer: RingTransfer, *, receiver: CurrentStream | None) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
         while True:
-            bell, posted = self._ends.local.doorbell, self._ends.incoming.posted
+            bell = self._ends.local.doorbell
             with self._lock:
                 self._enqueue(receiver=receiver, awaited=transfer)
             if transfer.end_count is not None or transfer.error is not None:
                 return
-            spin_seconds = spin_until - time.monotonic()
-            if spin_seconds > 0:
-                # Spin first: a wake-up costs more. An entry is posted before the doorbell rings.
-                posted_at = self._ends.incoming.posted_address
-                microseconds = int(spin_seconds * 1e6)
-                self._spin(self._doorbell_address, bell, posted_at, posted, microseconds)
-                continue
-            self._ends.local.sleep(bell, WATCH_SECONDS)
-            with self._lock:
-                self._check_progress()
-
-    def _transfer(
-        self,
-        tensor: torch.Tensor,
-        stream: CurrentStream,
-        *,
-        ready: Event | None,
-        tag: int,
-        is_receive: bool,
-    ) -> RingTransfer:
-        flow = self._in if is_receive else self._out
-        sequence, nbytes = flow.sequence, tensor.nbytes
-        header = pack_header(self._job, tensor.dtype, tensor.shape, sequence=sequence, tag=tag)
-        # Not before: a message that cannot be packed takes no number.
-        flow.sequence = sequence + 1
-        self._count(nbytes, is_receive=is_receive)
-        # Positional: keywords cost a microsecond.
-        return RingTransfer(
-            self,
-            flow,
-            tensor,
-            ready,
-            stream.key,
-            is_receive,
-            time.monotonic(),
-            sequence,
-            header,
-            nbytes,
-            tensor.data_ptr(),
-        )
+            # Spin first: a wake-up costs more.
+            spin_seconds = max(0.0, spin_until - time.monotonic())
+            self._ends.local.sleep(bell, WATCH_SECONDS, spin_seconds=spin_seconds)
+            if time.monotonic() > spin_until:
+                with self._lock:
+                    self._check_progress()
 
     def _enqueue(
         self,
@@ -362,6 +315,8 @@ class RingLink(RingLinkBase):
         self._device.use()
         last_busy = time.monotonic()
         while not self._closed:
+            # Before the lock: a message that comes after it then requests progress.
+            self._is_asleep = time.monotonic() - last_busy > _IDLE_SECONDS
             bell = self._ends.local.doorbell
             with self._lock_or_unblock():
                 self._enqueue()
@@ -370,23 +325,11 @@ class RingLink(RingLinkBase):
                 is_idle = self._is_idle()
             if not is_idle:
                 last_busy = time.monotonic()
+                self._is_asleep = False
             if waiting and not self._waiters:
                 self._ends.local.sleep(bell, WATCH_SECONDS)
-            elif waiting or time.monotonic() - last_busy < _IDLE_SECONDS:
-                if self._progress_requested.wait(WATCH_SECONDS):
-                    self._progress_requested.clear()
-                    # Give a caller that waits immediately a head start over this thread.
-                    time.sleep(_HEAD_START_SECONDS)
-            else:
-                self._sleep_until_requested()
+            elif self._progress_requested.wait(None if self._is_asleep else WATCH_SECONDS):
                 last_busy = time.monotonic()
-
-    def _sleep_until_requested(self) -> None:
-        """Sleep until progress is requested."""
-        self._is_asleep = True
-        with self._lock_or_unblock():
-            is_idle = self._is_idle()
-        if is_idle and not self._closed:
-            self._progress_requested.wait()
-        self._is_asleep = False
-        self._progress_requested.clear()
+                self._progress_requested.clear()
+                # Give a caller that waits immediately a head start over this thread.
+                time.sleep(_HEAD_START_SECONDS)

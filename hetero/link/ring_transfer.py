@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import struct
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hetero.device.device import Event
 from hetero.errors import LinkError
 from hetero.link.base import Work
+from hetero.link.header import unnumbered_header
 from hetero.link.ring import Direction, EndState
+from hetero.native.structures import HeaderState, Progress, Transfer
 
 if TYPE_CHECKING:
     from hetero.link.flow import Flow
@@ -33,6 +37,13 @@ class RingEnds:
     close: Callable[[], None]
 
 
+BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
+"""`struct transfer` of bytes, whose header, the last member, C makes."""
+_TENSOR_TRANSFER = struct.Struct(f"{BYTES_TRANSFER.format}{Transfer.header.size}s")
+_UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
+_BEGUN = Progress.ENQUEUED, Progress.FAILED
+
+
 @dataclass(eq=False, slots=True)
 class RingTransfer(Work):
     """A transfer of one tensor over a ring link."""
@@ -43,25 +54,29 @@ class RingTransfer(Work):
     tensor: torch.Tensor | None
     """None once the caller's stream waits for the transfer, or it is complete: then its memory may
     be used again in the order of that stream, long before the device has come there."""
-    ready: Event | None
+    state: Any
+    """Its `struct transfer`."""
+    event: Event | None = None
     """The end of the caller's earlier work; None while it may go to the same stream."""
-    caller_stream: int
-    is_receive: bool
-    begun_at: float
-    sequence: int
-    header: bytes
-    nbytes: int
-    address: int
-    offset: int = 0
-    has_begun: bool = False
+    begun_at: float = field(default_factory=time.monotonic)
     end_count: int | None = None
     """Its direction's entry count after its last entry; None until that is enqueued."""
-    completes_at_receiver: bool = False
-    """Whether it is complete when the receiver's device has consumed it, not the sender's."""
-    is_on_caller_stream: bool = False
-    """Whether all of it went to the caller's stream."""
     error: LinkError | None = None
     _is_completed: bool = False
+
+    @property
+    def header(self) -> bytes:
+        return bytes(self.state.header)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether streams may copy from or to the tensor."""
+        return self.state.offset > 0 or self.state.progress in _BEGUN
+
+    def follow(self, event: Event) -> None:
+        """Have the transfer follow an event, instead of what its caller's stream was given."""
+        self.event = event
+        self.state.event, self.state.after_caller = event.handle, False
 
     def is_completed(self) -> bool:
         """Stays true, also after the link is closed."""
@@ -71,7 +86,7 @@ class RingTransfer(Work):
             self.link.request_progress()
             return False
         self._is_completed = self.flow.has_completed(
-            self.end_count, consumed=self.completes_at_receiver
+            self.end_count, consumed=self.state.completes_at_receiver
         )
         return self._is_completed
 
@@ -86,13 +101,33 @@ class RingTransfer(Work):
             raise self.error
         assert self.end_count is not None
         current = self.flow.device.current_stream()
-        is_in_order = self.is_on_caller_stream and current.key == self.caller_stream
+        state = self.state
+        is_in_order = state.on_caller_stream and current.key == state.caller_stream
         if not is_in_order and not self.is_completed():
-            word = self.flow.completed_word(self.end_count, consumed=self.completes_at_receiver)
-            self.link.wait_value(current, word)
+            consumed = state.completes_at_receiver
+            self.link.wait_value(
+                current, self.flow.completed_word(self.end_count, consumed=consumed)
+            )
         # On a host device the thread has waited: check that no failure has unblocked it.
         if not self.is_completed():
             self.link.check()
         if self.error is not None:
             raise self.error
         self.tensor = None
+
+
+def new_transfer(
+    link: RingLink,
+    flow: Flow,
+    tensor: torch.Tensor,
+    caller_stream: int,
+    event: Event | None,
+    tag: int,
+) -> RingTransfer:
+    """A transfer of which nothing is enqueued yet. Positional: keywords cost a microsecond."""
+    header = unnumbered_header(flow.job, tensor.dtype, tensor.shape)
+    state, handle = Transfer(), 0 if event is None else event.handle
+    given = flow.address, tensor.data_ptr(), tensor.nbytes, caller_stream, handle, tag
+    after_caller = event is None
+    _TENSOR_TRANSFER.pack_into(state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header)
+    return RingTransfer(link, flow, tensor, state, event)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
-from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, difference, job_token, pack_header
+from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, Header, difference, job_token
 
 _JOIN_SECONDS = 1.0
 # The thread reaches the link's own deadline first, and has the better error.
@@ -202,8 +202,9 @@ class GlooLink(Link):
             self._finish(dist.isend(as_bytes(transfer.host), peer, tag=self._send_tag))
 
     def _header(self, transfer: _Transfer, sequence: int) -> bytes:
-        host, tag = transfer.host, transfer.tag
-        return pack_header(self._job, host.dtype, host.shape, sequence=sequence, tag=tag)
+        host = transfer.host
+        shape, tag = tuple(host.shape), transfer.tag
+        return Header(self._job, sequence, host.dtype, shape, host.nbytes, tag).pack()
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer

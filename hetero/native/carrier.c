@@ -22,8 +22,8 @@
 #define LONG_SLEEP_NANOSECONDS 200000
 /* Between two polls of wait_until. */
 #define POLL_NANOSECONDS 200000
-/* Between two checks for overdue acknowledgements. */
-#define ACK_POLL_MILLISECONDS 250
+/* Between two checks of rails that raise no event: for overdue acknowledgements. */
+#define CHECK_MILLISECONDS 250
 
 bool set_reason(char *reason, const char *format, ...)
 {
@@ -66,14 +66,13 @@ static void take_event(struct carrier *carrier, struct rail *rail, short events)
     unlock(carrier);
 }
 
-/* Sleep until wake_fd is written, a rail has an event, or acknowledgements have to be checked. */
+/* Sleep until wake_fd is written, a rail has an event, or rails have to be checked. */
 static void sleep_until_event(struct carrier *carrier)
 {
     struct engine *engine = &carrier->engine;
     struct pollfd polled[1 + ENGINE_RAILS] = {{.fd = carrier->wake_fd, .events = POLLIN}};
     eventfd_t value;
-    int timeout = carrier->polls_for_acks ? ACK_POLL_MILLISECONDS : -1;
-    int count;
+    int timeout = -1, count;
 
     lock(carrier);
     for (int index = 0; index < engine->rail_count; index++) {
@@ -81,14 +80,11 @@ static void sleep_until_event(struct carrier *carrier)
 
         polled[1 + index] =
             (struct pollfd){.fd = rail->live ? rail->event_fd : -1, .events = POLLIN};
+        if (rail->live && rail->event_fd < 0)
+            timeout = CHECK_MILLISECONDS;
     }
     unlock(carrier);
     count = poll(polled, 1 + (nfds_t)engine->rail_count, timeout);
-    if (count == 0) {
-        lock(carrier);
-        carrier->polls_for_acks = watchdog_awaits_ack(engine);
-        unlock(carrier);
-    }
     if (count <= 0)
         return;
     if (polled[0].revents & POLLIN)
@@ -212,12 +208,6 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
     return verbs_connect(rail, peer, route, own, error);
 }
 
-void carrier_expect_acks(struct carrier *carrier)
-{
-    if (!atomic_exchange(&carrier->polls_for_acks, true))
-        eventfd_write(carrier->wake_fd, 1);
-}
-
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
     struct rail *rail = has_room(carrier, error) ? tcp_open(carrier, fd, error) : NULL;
@@ -271,10 +261,10 @@ int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ende
     lock(carrier);
     eventfd_read(engine->loss_fd, &value);
     for (int index = 0; index < engine->rail_count && found < 0; index++)
-        if (engine->rails[index]->has_unreported_loss) {
+        if (engine->rails[index]->loss[0] != '\0') {
             memcpy(reason, engine->rails[index]->loss, RAIL_TEXT_BYTES);
             *may_have_ended = engine->rails[index]->may_have_ended;
-            engine->rails[index]->has_unreported_loss = false;
+            engine->rails[index]->loss[0] = '\0';
             found = index;
         }
     unlock(carrier);
@@ -287,7 +277,7 @@ void carrier_stop_rail(struct carrier *carrier, int index)
 
     lock(carrier);
     engine_lose_rail(&carrier->engine, rail, "");
-    rail->has_unreported_loss = false;
+    rail->loss[0] = '\0';
     unlock(carrier);
     rail->operations->join(rail);
     /* Discard what was being received while it was stopped. */
@@ -344,22 +334,6 @@ bool carrier_flush_credits(struct carrier *carrier, double seconds)
     return wait_until(carrier, has_flushed_credits, seconds);
 }
 
-/* Stop all rails before freeing any: their threads use all of them. */
-static void stop_rails(struct carrier *carrier)
-{
-    struct engine *engine = &carrier->engine;
-
-    lock(carrier);
-    for (int index = 0; index < engine->rail_count; index++)
-        if (engine->rails[index]->live) {
-            engine->rails[index]->live = false;
-            engine->rails[index]->operations->stop(engine->rails[index]);
-        }
-    unlock(carrier);
-    for (int index = 0; index < engine->rail_count; index++)
-        engine->rails[index]->operations->join(engine->rails[index]);
-}
-
 void carrier_free(struct carrier *carrier)
 {
     atomic_store(&carrier->stopping, true);
@@ -367,7 +341,9 @@ void carrier_free(struct carrier *carrier)
         eventfd_write(carrier->wake_fd, 1);
         pthread_join(carrier->thread, NULL);
     }
-    stop_rails(carrier);
+    /* Stop all rails before freeing any: their threads use all of them. */
+    for (int index = 0; index < carrier->engine.rail_count; index++)
+        carrier_stop_rail(carrier, index);
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier->engine.rails[index]->operations->close(carrier->engine.rails[index]);
     if (carrier->wake_fd >= 0)

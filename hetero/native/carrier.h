@@ -15,15 +15,11 @@ struct carrier {
     struct engine engine;
     int wake_fd;
     bool is_running;
-    atomic_bool polls_for_acks; /* wake up at intervals to check for overdue acknowledgements */
     atomic_bool stopping;
     atomic_int lock_waiters; /* the thread lets them go first: it would win the lock back every time */
     pthread_mutex_t lock;
     pthread_t thread;
 };
-
-/* Of a TCP rail that was idle and begins to send. Call with the lock. */
-void carrier_expect_acks(struct carrier *carrier);
 
 struct carrier *carrier_new(const struct engine_options *options, char *error);
 /* Of `made` the packet number is given; `by_dmabuf` is how the NIC addresses the rings. */

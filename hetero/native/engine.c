@@ -74,9 +74,8 @@ void engine_lose_rail(struct engine *engine, struct rail *rail, const char *reas
         return;
     rail->live = false;
     rail->operations->stop(rail);
-    rail->can_read_back = rail->is_reading_back = false;
+    rail->is_reading_back = false;
     incoming_discard(&engine->incoming, rail->index);
-    rail->has_unreported_loss = true;
     set_reason(rail->loss, "%s", reason);
     eventfd_write(engine->loss_fd, 1);
 }
@@ -132,9 +131,11 @@ void engine_record_arrived(struct engine *engine, uint32_t number)
 
 void engine_data_arrived(struct engine *engine, struct rail *rail, uint32_t number)
 {
-    /* A rail that has lost its read-back cannot make data visible: the peer retransmits them. */
-    if (rail->can_read_back == engine->options.reads_back)
-        incoming_data(&engine->incoming, number, rail->index, rail->can_read_back);
+    bool reads_back = engine->options.reads_back;
+
+    /* A lost rail cannot read back, and so make data visible: the peer retransmits them. */
+    if (rail->live || !reads_back)
+        incoming_data(&engine->incoming, number, rail->index, reads_back);
 }
 
 void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t released)
@@ -151,7 +152,7 @@ void engine_credit_arrived(struct engine *engine, struct rail *rail, uint32_t re
 void engine_read_back_completed(struct engine *engine, struct rail *rail)
 {
     rail->is_reading_back = false;
-    if (rail->can_read_back)
+    if (rail->live)
         incoming_read_back_completed(&engine->incoming, rail->index);
 }
 
@@ -279,7 +280,7 @@ static void read_back(struct engine *engine, struct rail *rail)
 {
     uint64_t last_byte;
 
-    if (rail->can_read_back && !rail->is_reading_back &&
+    if (engine->options.reads_back && rail->live && !rail->is_reading_back &&
         incoming_claim_read_back(&engine->incoming, rail->index, &last_byte) &&
         engine_check_post(engine, rail, rail->operations->post_read(rail, last_byte)))
         rail->is_reading_back = true;
@@ -340,23 +341,16 @@ bool engine_needs_polling(struct engine *engine)
            ring_load(&engine->in->retired) != ring_load(&engine->in->consumed);
 }
 
-static bool awaits_read_back(const struct engine *engine)
-{
-    for (int index = 0; index < engine->rail_count; index++)
-        if (incoming_awaits_read_back(&engine->incoming, (uint8_t)index))
-            return true;
-    return false;
-}
-
 bool engine_is_drained(struct engine *engine)
 {
     for (int index = 0; index < engine->rail_count; index++) {
         const struct rail *rail = engine->rails[index];
 
-        if (rail->operations->is_drained != NULL && !rail->operations->is_drained(rail))
+        /* Its connection ends, and with it the rail, behind all that the peer sent. */
+        if (rail->live && !rail->confirms_delivery)
             return false;
     }
-    return !engine_progress(engine) && !awaits_read_back(engine);
+    return !engine_progress(engine) && !incoming_awaits_read_back(&engine->incoming);
 }
 
 bool engine_has_sent_credits(struct engine *engine)

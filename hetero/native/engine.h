@@ -58,8 +58,6 @@ void engine_request_notifications(struct engine *engine);
 /* Lose rails on which something in flight completes too late. Call often: it checks several times in a
  * stall timeout. */
 void watchdog_check_rails(struct engine *engine);
-/* Whether a rail awaits acknowledgements whose absence raises no event, so that somebody has to check. */
-bool watchdog_awaits_ack(const struct engine *engine);
 
 /* What a rail reports. A number that was received may lack its top bit. */
 void engine_send_completed(struct engine *engine, struct rail *rail, enum message message,

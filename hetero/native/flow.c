@@ -5,19 +5,6 @@
 
 #define STUCK UINT32_MAX
 
-/* A message, how much of it has been enqueued, and what its first entry has to follow. */
-struct message {
-    const uint8_t *header;
-    uint64_t address;
-    uint64_t nbytes;
-    uint64_t offset;
-    uint64_t event;
-    bool has_event;
-    bool after_caller_stream; /* instead of an event: what caller_stream was given so far */
-    uint64_t caller_stream;
-    bool may_use_caller_stream;
-};
-
 static void store_counter(struct ring_word *word, uint64_t value)
 {
     __atomic_store_n(&word->value, (uint32_t)value, __ATOMIC_RELEASE);
@@ -27,6 +14,11 @@ static void store_counter(struct ring_word *word, uint64_t value)
 static bool reached(uint32_t counter, uint64_t value)
 {
     return (int32_t)(counter - (uint32_t)value) >= 0;
+}
+
+static struct flow *flow_of(const struct transfer *transfer)
+{
+    return (struct flow *)(uintptr_t)transfer->flow;
 }
 
 static struct ring_direction *direction_of(const struct flow *flow)
@@ -50,60 +42,58 @@ static bool is_zero_copy(const struct flow *flow, uint64_t nbytes)
 }
 
 /* Have the carrier receive an entry into the tensor, unless it has begun to receive it into the ring. */
-static bool claim_for_zero_copy(const struct flow *flow, const struct message *message,
+static bool claim_for_zero_copy(const struct flow *flow, const struct transfer *transfer,
                                 uint64_t number)
 {
     uint64_t undecided = RING_UNDECIDED;
 
-    return is_zero_copy(flow, message->nbytes) &&
+    return is_zero_copy(flow, transfer->nbytes) &&
            __atomic_compare_exchange_n(user_buffer_of(flow, number), &undecided,
-                                       message->address + message->offset, false,
+                                       transfer->address + transfer->offset, false,
                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-static bool is_last(const struct message *message)
+static bool is_last(const struct transfer *transfer)
 {
-    return message->offset == message->nbytes;
+    return transfer->offset == transfer->nbytes;
 }
 
 /* Whether a message may go to its caller's stream as a whole, without overtaking earlier entries.
  * `is_idle`: the device has completed all of them. */
-static bool can_use_caller_stream(const struct flow *flow, const struct message *message,
+static bool can_use_caller_stream(const struct flow *flow, const struct transfer *transfer,
                                   bool is_idle)
 {
-    bool is_small = message->nbytes <= flow->small_bytes ||
-                    (flow->is_outgoing && is_zero_copy(flow, message->nbytes));
+    bool is_small = transfer->nbytes <= flow->small_bytes ||
+                    (flow->is_outgoing && is_zero_copy(flow, transfer->nbytes));
 
-    return message->may_use_caller_stream && is_small &&
-           (is_idle ||
-            (flow->on_caller_stream && flow->caller_stream == message->caller_stream));
+    return is_small && (is_idle || (flow->on_caller_stream &&
+                                    flow->caller_stream == transfer->caller_stream));
 }
 
-static failure enqueue_on_caller_stream(struct flow *flow, const struct message *message,
+static failure enqueue_on_caller_stream(struct flow *flow, const struct transfer *transfer,
                                         const struct copy_step *step)
 {
-    struct streams callers = {.driver = flow->streams.driver, .copies = message->caller_stream};
+    struct streams callers = {.driver = flow->streams.driver, .copies = transfer->caller_stream};
 
-    flow->caller_stream = message->caller_stream;
+    flow->caller_stream = transfer->caller_stream;
     flow->on_caller_stream = true;
     return streams_enqueue(&callers, step, false);
 }
 
 /* Wait for an earlier entry on a caller's stream, and for what the caller enqueued before the message. */
-static failure enqueue_on_link_streams(struct flow *flow, const struct message *message,
-                                       const struct copy_step *step, bool is_idle)
+static failure enqueue_on_link_streams(struct flow *flow, const struct transfer *transfer,
+                                       struct copy_step *step, bool is_idle)
 {
-    bool is_part = step->nbytes < message->nbytes;
+    bool is_part = step->nbytes < transfer->nbytes, is_first = transfer->offset == 0;
     failure failed = 0;
 
     if (flow->on_caller_stream && !is_idle)
         failed = native_wait_value(&flow->streams.driver, flow->streams.copies, step->write.address,
                                    step->write.value - 1);
     flow->on_caller_stream = false;
-    if (!failed && message->offset == 0 && message->after_caller_stream)
-        failed = streams_wait_stream(&flow->streams, flow->streams.copies, message->caller_stream);
-    else if (!failed && message->offset == 0 && message->event)
-        failed = streams_wait_event(&flow->streams, flow->streams.copies, message->event);
+    if (!failed && is_first && transfer->after_caller && caller_can_wait(&flow->streams))
+        failed = streams_wait_stream(&flow->streams, flow->streams.copies, transfer->caller_stream);
+    step->event = is_first ? transfer->event : 0;
     return failed ? failed : streams_enqueue(&flow->streams, step, is_part || !is_idle);
 }
 
@@ -118,43 +108,33 @@ static bool find_slot(struct flow *flow, uint64_t nbytes, uint64_t *begin, uint6
     if (*begin % size + length > size)
         *begin += size - *begin % size;
     *end = *begin + length;
-    while (*end - flow->tail > size || flow->in_flight >= RING_ENTRIES) {
-        if (flow->in_flight == 0) {
+    while (*end - flow->tail > size || flow->count - flow->freed >= RING_ENTRIES) {
+        if (flow->count == flow->freed) {
             /* Only the unused gap at the end of the ring is in the way. */
             flow->tail = *begin;
             continue;
         }
         if (!reached(ring_load(&direction_of(flow)->retired), flow->freed + 1))
             return false;
-        flow->tail = flow->ends[flow->oldest % RING_ENTRIES];
-        flow->oldest++;
-        flow->in_flight--;
-        flow->freed++;
+        flow->tail = flow->ends[flow->freed++ % RING_ENTRIES];
     }
     return true;
 }
 
-static void take_slot(struct flow *flow, uint64_t end)
-{
-    flow->ends[(flow->oldest + flow->in_flight) % RING_ENTRIES] = end;
-    flow->in_flight++;
-    flow->head = end;
-}
-
-static void post(struct flow *flow, const struct message *message, uint64_t nbytes, uint64_t slot)
+static void post(struct flow *flow, const struct transfer *transfer, uint64_t nbytes, uint64_t slot)
 {
     struct ring_record *record = record_of(flow, flow->count - 1);
 
-    memcpy(record->header, message->header, sizeof record->header);
-    record->offset = message->offset;
+    memcpy(record->header, transfer->header, sizeof record->header);
+    record->offset = transfer->offset;
     record->nbytes = nbytes;
     record->slot = slot;
     store_counter(&direction_of(flow)->posted, flow->count);
 }
 
-static uint32_t send_chunk(struct flow *flow, struct message *message)
+static enum progress send_chunk(struct flow *flow, struct transfer *transfer, bool by_caller)
 {
-    uint64_t left = message->nbytes - message->offset;
+    uint64_t left = transfer->nbytes - transfer->offset;
     uint64_t nbytes = left < flow->chunk_bytes ? left : flow->chunk_bytes;
     const struct ring_direction *direction = direction_of(flow);
     bool is_idle = reached(ring_load(&direction->produced), flow->count);
@@ -166,14 +146,12 @@ static uint32_t send_chunk(struct flow *flow, struct message *message)
         return WAITING;
     must_wait = !reached(ring_load(&direction->consumed), flow->freed);
     /* Never make a caller's stream, which has compute to do, wait until the peer has made room. */
-    on_caller_stream = !must_wait && can_use_caller_stream(flow, message, is_idle);
-    if (!on_caller_stream && !message->has_event)
-        return NEEDS_EVENT;
-    take_slot(flow, end);
-    zero_copy = is_zero_copy(flow, message->nbytes);
+    on_caller_stream = by_caller && !must_wait && can_use_caller_stream(flow, transfer, is_idle);
+    flow->head = flow->ends[flow->count % RING_ENTRIES] = end;
+    zero_copy = is_zero_copy(flow, transfer->nbytes);
     if (flow->user_buffers)
         *user_buffer_of(flow, flow->count) =
-            zero_copy ? message->address + message->offset : RING_SLOT;
+            zero_copy ? transfer->address + transfer->offset : RING_SLOT;
     flow->count++;
     /* Zero-copy: until the peer has consumed the entry it may be retransmitted from the tensor. */
     awaited = zero_copy ? flow->count : flow->freed;
@@ -185,31 +163,31 @@ static uint32_t send_chunk(struct flow *flow, struct message *message)
         .checksum = flow->checksum_bytes ? APPEND_BEHIND_TARGET : NO_CHECKSUM,
         .wait = {must_wait ? flow->consumed_word : 0, (uint32_t)flow->freed},
         .target = flow->ring + slot,
-        .source = message->address + message->offset,
+        .source = transfer->address + transfer->offset,
         .nbytes = zero_copy ? 0 : nbytes,
         .write = {flow->produced_word, (uint32_t)flow->count},
     };
-    flow->failed = on_caller_stream ? enqueue_on_caller_stream(flow, message, &step)
-                                    : enqueue_on_link_streams(flow, message, &step, is_idle);
+    flow->failed = on_caller_stream ? enqueue_on_caller_stream(flow, transfer, &step)
+                                    : enqueue_on_link_streams(flow, transfer, &step, is_idle);
     if (flow->failed)
         return FAILED;
-    post(flow, message, nbytes, slot);
-    message->offset += nbytes;
-    return is_last(message) ? ENQUEUED : WAITING;
+    post(flow, transfer, nbytes, slot);
+    transfer->offset += nbytes;
+    return is_last(transfer) ? ENQUEUED : WAITING;
 }
 
 /* Whether an entry is the next chunk of this message. */
-static bool is_expected(const struct flow *flow, const struct message *message,
+static bool is_expected(const struct flow *flow, const struct transfer *transfer,
                         const struct ring_record *record)
 {
-    return memcmp(record->header, message->header, sizeof record->header) == 0 &&
-           record->offset == message->offset &&
-           record->nbytes <= message->nbytes - message->offset &&
+    return memcmp(record->header, transfer->header, sizeof record->header) == 0 &&
+           record->offset == transfer->offset &&
+           record->nbytes <= transfer->nbytes - transfer->offset &&
            record->slot <= flow->ring_bytes &&
            record->nbytes + flow->checksum_bytes <= flow->ring_bytes - record->slot;
 }
 
-static uint32_t recv_chunk(struct flow *flow, struct message *message)
+static enum progress recv_chunk(struct flow *flow, struct transfer *transfer, bool by_caller)
 {
     struct ring_direction *direction = direction_of(flow);
     bool is_idle = reached(ring_load(&direction->consumed), flow->count);
@@ -220,33 +198,31 @@ static uint32_t recv_chunk(struct flow *flow, struct message *message)
         return WAITING;
     /* Verify a copy: the peer can write to the original. */
     record = *record_of(flow, flow->count);
-    if (!is_expected(flow, message, &record))
+    if (!is_expected(flow, transfer, &record))
         return REFUSED;
     is_produced = reached(ring_load(&direction->produced), flow->count + 1);
-    on_caller_stream = record.nbytes == message->nbytes &&
-                       (is_produced || flow->streams.caller_can_wait) &&
-                       can_use_caller_stream(flow, message, is_idle);
-    if (!on_caller_stream && !message->has_event)
-        return NEEDS_EVENT;
-    zero_copy = claim_for_zero_copy(flow, message, flow->count);
+    on_caller_stream = by_caller && record.nbytes == transfer->nbytes &&
+                       (is_produced || caller_can_wait(&flow->streams)) &&
+                       can_use_caller_stream(flow, transfer, is_idle);
+    zero_copy = claim_for_zero_copy(flow, transfer, flow->count);
     flow->count++;
     flow->awaited = flow->count;
 
     struct copy_step step = {
         .checksum = flow->checksum_bytes ? VERIFY_SOURCE : NO_CHECKSUM,
         .wait = {is_produced ? 0 : flow->produced_word, (uint32_t)flow->count},
-        .target = message->address + message->offset,
+        .target = transfer->address + transfer->offset,
         .source = flow->ring + record.slot,
         .nbytes = zero_copy ? 0 : record.nbytes,
         .write = {flow->consumed_word, (uint32_t)flow->count},
     };
-    flow->failed = on_caller_stream ? enqueue_on_caller_stream(flow, message, &step)
-                                    : enqueue_on_link_streams(flow, message, &step, is_idle);
+    flow->failed = on_caller_stream ? enqueue_on_caller_stream(flow, transfer, &step)
+                                    : enqueue_on_link_streams(flow, transfer, &step, is_idle);
     if (flow->failed)
         return FAILED;
     store_counter(&direction->retired, flow->count);
-    message->offset += record.nbytes;
-    return is_last(message) ? ENQUEUED : WAITING;
+    transfer->offset += record.nbytes;
+    return is_last(transfer) ? ENQUEUED : WAITING;
 }
 
 static void wake_peer(const struct flow *flow)
@@ -256,138 +232,107 @@ static void wake_peer(const struct flow *flow)
     wake((void *)(uintptr_t)flow->wake_argument);
 }
 
-/* Enqueue as many chunks as possible without the peer. */
-static uint32_t progress_message(struct flow *flow, struct message *message)
+/* Give a new message its number. */
+static void complete_header(struct flow *flow, struct transfer *transfer)
 {
-    uint64_t first = flow->count, before;
-    uint32_t progress;
-
-    do {
-        before = flow->count;
-        progress = flow->is_outgoing ? send_chunk(flow, message) : recv_chunk(flow, message);
-    } while (progress == WAITING && flow->count != before);
-    if (flow->count != first)
-        wake_peer(flow);
-    return progress;
-}
-
-uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
-                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
-                         uint64_t caller_stream, bool may_use_caller_stream)
-{
-    struct message message = {.header = header,
-                              .address = address,
-                              .nbytes = nbytes,
-                              .offset = offset,
-                              .event = event,
-                              .has_event = has_event,
-                              .caller_stream = caller_stream,
-                              .may_use_caller_stream = may_use_caller_stream};
-    uint32_t progress = progress_message(flow, &message);
-
-    flow->offset = message.offset;
-    return progress;
-}
-
-static struct flow *flow_of(const struct exchange_part *part)
-{
-    return (struct flow *)(uintptr_t)part->flow;
-}
-
-/* Give a new message its number, in the order of the parts. */
-static void fill_header(struct exchange_part *part)
-{
-    struct flow *flow = flow_of(part);
-
-    memcpy(part->header, flow->bytes_header, sizeof part->header);
-    memcpy(part->header + RING_HEADER_SEQUENCE, &flow->sequence, sizeof flow->sequence);
-    memcpy(part->header + RING_HEADER_NBYTES, &part->nbytes, sizeof part->nbytes);
-    memcpy(part->header + RING_HEADER_FIRST_DIMENSION, &part->nbytes, sizeof part->nbytes);
-    memcpy(part->header + RING_HEADER_TAG, &part->tag, sizeof part->tag);
-    part->has_header = true;
+    if (transfer->header_state == HEADER_COMPLETE)
+        return;
+    if (transfer->header_state == HEADER_OF_BYTES) {
+        memcpy(transfer->header, flow->bytes_header, sizeof transfer->header);
+        memcpy(transfer->header + RING_HEADER_NBYTES, &transfer->nbytes, sizeof transfer->nbytes);
+        memcpy(transfer->header + RING_HEADER_FIRST_DIMENSION, &transfer->nbytes,
+               sizeof transfer->nbytes);
+    }
+    memcpy(transfer->header + RING_HEADER_SEQUENCE, &flow->sequence, sizeof flow->sequence);
+    memcpy(transfer->header + RING_HEADER_TAG, &transfer->tag, sizeof transfer->tag);
+    transfer->header_state = HEADER_COMPLETE;
     flow->sequence++;
 }
 
-static void progress_part(struct exchange_part *part, uint64_t caller_stream)
+uint32_t native_progress(struct transfer *transfer, bool by_caller)
 {
-    struct flow *flow = flow_of(part);
-    struct message message = {.header = part->header,
-                              .address = part->address,
-                              .nbytes = part->nbytes,
-                              .offset = part->offset,
-                              .event = part->event,
-                              .has_event = true,
-                              /* A calling thread's work is complete; only a stream's is not. */
-                              .after_caller_stream = !part->event && flow->streams.caller_can_wait,
-                              .caller_stream = caller_stream,
-                              .may_use_caller_stream = true};
+    struct flow *flow = flow_of(transfer);
+    uint64_t first = flow->count, before;
 
-    part->progress = progress_message(flow, &message);
-    part->offset = message.offset;
-    part->count = flow->count;
-    part->on_caller_stream = flow->on_caller_stream;
+    complete_header(flow, transfer);
+    do {
+        before = flow->count;
+        transfer->progress = flow->is_outgoing ? send_chunk(flow, transfer, by_caller)
+                                              : recv_chunk(flow, transfer, by_caller);
+    } while (transfer->progress == WAITING && flow->count != before);
+    if (flow->count != first)
+        wake_peer(flow);
+    transfer->count = flow->count;
+    /* Zero-copy: until the peer has consumed it, it may be retransmitted from the tensor. */
+    bool zero_copy = is_zero_copy(flow, transfer->nbytes);
+    transfer->completes_at_receiver = !flow->is_outgoing || zero_copy;
+    transfer->on_caller_stream = flow->on_caller_stream && !zero_copy;
+    return transfer->progress;
 }
 
-/* Whether a part of the same flow has to be enqueued first. */
-static bool is_blocked(const struct exchange_part *parts, uint32_t index)
+/* Whether a message of the same flow has to be enqueued first. */
+static bool is_blocked(struct transfer *const *transfers, uint32_t index)
 {
     for (uint32_t before = 0; before < index; before++)
-        if (parts[before].flow == parts[index].flow && parts[before].progress != ENQUEUED)
+        if (transfers[before]->flow == transfers[index]->flow &&
+            transfers[before]->progress != ENQUEUED)
             return true;
     return false;
 }
 
-/* How many parts are left; STUCK once one has failed or was refused. */
-static uint32_t progress_parts(struct exchange_part *parts, uint32_t count, uint64_t caller_stream)
+/* How many messages are left; STUCK once one has failed or was refused. */
+static uint32_t progress_transfers(struct transfer *const *transfers, uint32_t count)
 {
     uint32_t left = 0;
 
     for (uint32_t index = 0; index < count; index++) {
-        if (parts[index].progress == ENQUEUED)
+        struct transfer *transfer = transfers[index];
+
+        if (transfer->progress == ENQUEUED)
             continue;
-        if (!is_blocked(parts, index))
-            progress_part(&parts[index], caller_stream);
-        if (parts[index].progress == FAILED || parts[index].progress == REFUSED)
+        if (!is_blocked(transfers, index))
+            native_progress(transfer, true);
+        if (transfer->progress == FAILED || transfer->progress == REFUSED)
             return STUCK;
-        left += parts[index].progress != ENQUEUED;
+        left += transfer->progress != ENQUEUED;
     }
     return left;
 }
 
 /* Make the caller's stream wait for what went through the link's streams. */
-static uint32_t make_caller_wait(struct exchange_part *parts, uint32_t count, uint64_t caller_stream)
+static uint32_t make_caller_wait(struct transfer *const *transfers, uint32_t count)
 {
     for (uint32_t index = 0; index < count; index++) {
-        struct exchange_part *part = &parts[index];
-        struct flow *flow = flow_of(part);
-        uint64_t word = flow->is_outgoing ? flow->produced_word : flow->consumed_word;
+        struct transfer *transfer = transfers[index];
+        struct flow *flow = flow_of(transfer);
 
-        if (part->on_caller_stream && !(flow->is_outgoing && is_zero_copy(flow, part->nbytes)))
+        if (transfer->on_caller_stream)
             continue;
-        if (!flow->streams.caller_can_wait)
+        if (!caller_can_wait(&flow->streams))
             return WAITING;
-        flow->failed = native_wait_value(&flow->streams.driver, caller_stream, word,
-                                         (uint32_t)part->count);
+        flow->failed = native_wait_value(
+            &flow->streams.driver, transfer->caller_stream,
+            transfer->completes_at_receiver ? flow->consumed_word : flow->produced_word,
+            (uint32_t)transfer->count);
         if (flow->failed)
-            return part->progress = FAILED;
+            return transfer->progress = FAILED;
     }
     return ENQUEUED;
 }
 
-uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller_stream,
-                         uint32_t microseconds, bool caller_waits)
+uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
+                         bool caller_waits)
 {
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t left;
 
     for (uint32_t index = 0; index < count; index++)
-        if (!parts[index].has_header)
-            fill_header(&parts[index]);
+        complete_header(flow_of(transfers[index]), transfers[index]);
     do {
         for (int poll = 0; poll < SPIN_POLLS; poll++) {
-            left = progress_parts(parts, count, caller_stream);
+            left = progress_transfers(transfers, count);
             if (left == 0)
-                return caller_waits ? make_caller_wait(parts, count, caller_stream) : ENQUEUED;
+                return caller_waits ? make_caller_wait(transfers, count) : ENQUEUED;
             if (left == STUCK)
                 return WAITING;
             spin_pause();

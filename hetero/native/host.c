@@ -17,37 +17,23 @@
 
 #define INITIAL_CAPACITY 64
 #define SLICE_MILLISECONDS 100
-/* Polls of a word before a thread sleeps on it, and between two yields of its core. */
-#define POLLS_BEFORE_SLEEP 1024
-#define POLLS_PER_YIELD 64
-
-enum kind { COPY, APPEND_CHECKSUM, VERIFY_CHECKSUM, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE };
-
-struct request {
-    enum kind kind;
-    uint64_t target;
-    uint64_t source;
-    uint64_t nbytes;
-    uint32_t value;
-};
-
-/* A queue of requests and the thread that executes them. The lock guards all that is neither atomic nor
- * set before the first request. */
+/* A queue of steps and the thread that executes them. The lock guards all that is neither atomic nor set
+ * before the first step. */
 struct host_stream {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t has_work;
-    pthread_cond_t became_idle;
     atomic_bool stopping;
     struct host_gpu gpu;
     bool has_gpu;
     pid_t process; /* that has the thread */
     _Atomic uint32_t failure;
-    bool is_working;
     void (*on_write)(void *);
     void *argument;
-    struct request *requests; /* a ring of `capacity` */
+    struct copy_step *steps; /* a ring of `capacity` */
     size_t capacity, first, count;
+    uint32_t enqueued;          /* steps */
+    struct ring_word completed; /* of them */
 };
 
 /* Sequentially consistent, for host_wait_word. */
@@ -57,34 +43,38 @@ static bool has_reached(const uint32_t *word, uint32_t value, uint32_t *seen)
     return (int32_t)(*seen - value) >= 0;
 }
 
-static bool spin_on_word(const uint32_t *word, uint32_t value)
+/* Yields the core between batches of polls: another thread may have to run before the word can change. */
+static bool spin_on_word(const uint32_t *word, uint32_t value, uint32_t microseconds)
 {
+    int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t seen;
 
-    for (int poll = 1; poll <= POLLS_BEFORE_SLEEP; poll++) {
-        if (has_reached(word, value, &seen))
-            return true;
-        if (poll % POLLS_PER_YIELD == 0)
-            sched_yield();
-        else
+    do {
+        for (int poll = 0; poll < SPIN_POLLS; poll++) {
+            if (has_reached(word, value, &seen))
+                return true;
             spin_pause();
-    }
+        }
+        sched_yield();
+    } while (spin_clock() < end);
     return false;
 }
 
-void host_wait_doorbell(uint32_t *word, uint32_t expected, uint32_t milliseconds)
+/* Sleep while a word has this value. */
+static void sleep_on_word(uint32_t *word, uint32_t expected, uint32_t milliseconds)
 {
     struct timespec time = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
 
     syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, NULL, 0);
 }
 
-bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
+bool host_wait_word(uint32_t *word, uint32_t value, uint32_t spin_microseconds,
+                    uint32_t milliseconds)
 {
     uint32_t *sleepers = word + 1, seen;
     int64_t left, end = spin_clock() / 1000000 + milliseconds;
 
-    if (spin_on_word(word, value))
+    if (spin_on_word(word, value, spin_microseconds))
         return true;
     while (!has_reached(word, value, &seen)) {
         left = end - spin_clock() / 1000000;
@@ -93,7 +83,7 @@ bool host_wait_word(uint32_t *word, uint32_t value, uint32_t milliseconds)
         /* Count before the last poll: a writer whose value that poll misses then sees the count. */
         __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST);
         if (!has_reached(word, value, &seen))
-            host_wait_doorbell(word, seen, (uint32_t)left);
+            sleep_on_word(word, seen, (uint32_t)left);
         __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
     }
     return true;
@@ -119,116 +109,120 @@ void host_wake_word(uint32_t *word)
 void host_ring_doorbell(uint32_t *doorbell)
 {
     __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
-    syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    host_wake_word(doorbell);
 }
 
-static void write_word(struct host_stream *stream, uint32_t *word, uint32_t value)
+/* False where the stream has to end. */
+static bool wait_for_word(struct host_stream *stream, struct word word)
 {
-    host_write_word(word, value);
+    uint32_t *address = (uint32_t *)(uintptr_t)word.address;
+
+    while (!host_wait_word(address, word.value, HOST_SPIN_MICROSECONDS, SLICE_MILLISECONDS))
+        if (stream != NULL && atomic_load(&stream->stopping))
+            return false;
+    return true;
+}
+
+static void write_word(struct host_stream *stream, struct word word)
+{
+    host_write_word((uint32_t *)(uintptr_t)word.address, word.value);
     if (stream != NULL && stream->on_write != NULL)
         stream->on_write(stream->argument);
 }
 
 /* Have the GPU's driver copy, and wait until it has; false if either failed. */
-static bool copy_by_gpu(const struct host_gpu *gpu, const struct request *request)
+static bool copy_by_gpu(const struct host_gpu *gpu, const struct copy_step *step)
 {
-    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_stream;
-    void *stream = (void *)(uintptr_t)gpu->stream;
+    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->driver.synchronize_stream;
 
-    return driver_copy(gpu->vendor, gpu->copy, request->target, request->source, request->nbytes,
-                       stream) == 0 &&
-           synchronize(stream) == 0;
+    return driver_copy(&gpu->driver, gpu->stream, step) == 0 &&
+           synchronize((void *)(uintptr_t)gpu->stream) == 0;
+}
+
+static bool copy(struct host_stream *stream, const struct copy_step *step)
+{
+    if (stream != NULL && stream->has_gpu)
+        return copy_by_gpu(&stream->gpu, step);
+    memcpy((void *)(uintptr_t)step->target, (const void *)(uintptr_t)step->source, step->nbytes);
+    return true;
 }
 
 static bool wait_for_event(const struct host_gpu *gpu, uint64_t event)
 {
-    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->synchronize_event;
+    int (*synchronize)(void *) = (int (*)(void *))(uintptr_t)gpu->driver.synchronize_event;
 
     return synchronize((void *)(uintptr_t)event) == 0;
 }
 
-static bool verify(const struct request *request)
+static bool verify(uint64_t bytes, size_t nbytes)
 {
     uint32_t expected;
 
-    memcpy(&expected, (const uint8_t *)(uintptr_t)request->target + request->nbytes,
-           sizeof expected);
-    return checksum((const void *)(uintptr_t)request->target, request->nbytes) == expected;
+    memcpy(&expected, (const uint8_t *)(uintptr_t)bytes + nbytes, sizeof expected);
+    return checksum((const void *)(uintptr_t)bytes, nbytes) == expected;
 }
 
-static void append(const struct request *request)
+static void append(uint64_t bytes, size_t nbytes)
 {
-    uint32_t found = checksum((const void *)(uintptr_t)request->target, request->nbytes);
+    uint32_t found = checksum((const void *)(uintptr_t)bytes, nbytes);
 
-    memcpy((uint8_t *)(uintptr_t)request->target + request->nbytes, &found, sizeof found);
+    memcpy((uint8_t *)(uintptr_t)bytes + nbytes, &found, sizeof found);
 }
 
 /* `stream` is NULL for HOST_CALLING_THREAD. */
-static enum host_failure execute(struct host_stream *stream, const struct request *request)
+static enum host_failure execute(struct host_stream *stream, const struct copy_step *step)
 {
-    void *target = (void *)(uintptr_t)request->target;
-
-    switch (request->kind) {
-    case COPY:
-        if (stream != NULL && stream->has_gpu)
-            return copy_by_gpu(&stream->gpu, request) ? HOST_OK : HOST_GPU_FAILED;
-        memcpy(target, (const void *)(uintptr_t)request->source, request->nbytes);
-        break;
-    case APPEND_CHECKSUM:
-        append(request);
-        break;
-    case VERIFY_CHECKSUM:
-        return verify(request) ? HOST_OK : HOST_WRONG_CHECKSUM;
-    case WAIT_EVENT:
-        return wait_for_event(&stream->gpu, request->target) ? HOST_OK : HOST_GPU_FAILED;
-    case WAIT_VALUE:
-        while (!host_wait_word(target, request->value, SLICE_MILLISECONDS))
-            if (stream != NULL && atomic_load(&stream->stopping))
-                break;
-        break;
-    case WRITE_VALUE:
-        write_word(stream, target, request->value);
-        break;
-    }
+    if (step->event && !wait_for_event(&stream->gpu, step->event))
+        return HOST_GPU_FAILED;
+    if (step->wait.address && !wait_for_word(stream, step->wait))
+        return HOST_OK;
+    if (step->checksum == VERIFY_SOURCE && !verify(step->source, step->nbytes))
+        return HOST_WRONG_CHECKSUM;
+    if (step->nbytes && !copy(stream, step))
+        return HOST_GPU_FAILED;
+    if (step->checksum == APPEND_BEHIND_TARGET)
+        append(step->target, step->nbytes);
+    if (step->write.address)
+        write_word(stream, step->write);
     return HOST_OK;
 }
 
-/* Wait for the next request; false when the stream has to end. Call with the lock. */
-static bool dequeue(struct host_stream *stream, struct request *request)
+/* Wait for the next step; false when the stream has to end. Call with the lock. */
+static bool dequeue(struct host_stream *stream, struct copy_step *step)
 {
-    stream->is_working = false;
-    if (stream->count == 0)
-        pthread_cond_broadcast(&stream->became_idle);
     while (stream->count == 0 && !atomic_load(&stream->stopping))
         pthread_cond_wait(&stream->has_work, &stream->lock);
     if (atomic_load(&stream->stopping))
         return false;
-    *request = stream->requests[stream->first];
+    *step = stream->steps[stream->first];
     stream->first = (stream->first + 1) % stream->capacity;
     stream->count--;
-    stream->is_working = true;
     return true;
 }
 
 static bool make_current(const struct host_gpu *gpu)
 {
-    if (gpu->vendor == HIP)
-        return ((int (*)(int))(uintptr_t)gpu->set_current)((int)gpu->context) == 0;
-    return ((int (*)(void *))(uintptr_t)gpu->set_current)((void *)(uintptr_t)gpu->context) == 0;
+    uintptr_t set_current = gpu->driver.set_current;
+
+    if (gpu->driver.vendor == HIP)
+        return ((int (*)(int))set_current)((int)gpu->context) == 0;
+    return ((int (*)(void *))set_current)((void *)(uintptr_t)gpu->context) == 0;
 }
 
 static void *run(void *argument)
 {
     struct host_stream *stream = argument;
-    struct request request;
+    struct copy_step step;
+    uint32_t completed = 0;
 
     if (stream->has_gpu && !make_current(&stream->gpu))
         atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);
-    while (dequeue(stream, &request)) {
+    while (dequeue(stream, &step)) {
         pthread_mutex_unlock(&stream->lock);
         if (atomic_load(&stream->failure) == HOST_OK)
-            atomic_store(&stream->failure, execute(stream, &request));
+            atomic_store(&stream->failure, execute(stream, &step));
+        host_write_word(&stream->completed.value, ++completed);
         pthread_mutex_lock(&stream->lock);
     }
     pthread_mutex_unlock(&stream->lock);
@@ -239,88 +233,43 @@ static void *run(void *argument)
 static bool grow(struct host_stream *stream)
 {
     size_t capacity = stream->capacity ? 2 * stream->capacity : INITIAL_CAPACITY;
-    struct request *requests = malloc(capacity * sizeof *requests);
+    struct copy_step *steps = malloc(capacity * sizeof *steps);
 
-    if (requests == NULL)
+    if (steps == NULL)
         return false;
     for (size_t index = 0; index < stream->count; index++)
-        requests[index] = stream->requests[(stream->first + index) % stream->capacity];
-    free(stream->requests);
-    stream->requests = requests;
+        steps[index] = stream->steps[(stream->first + index) % stream->capacity];
+    free(stream->steps);
+    stream->steps = steps;
     stream->capacity = capacity;
     stream->first = 0;
     return true;
 }
 
-static int enqueue(void *handle, struct request request)
+int host_enqueue(void *handle, const struct copy_step *step)
 {
     struct host_stream *stream = handle;
 
     if (handle == HOST_CALLING_THREAD)
-        return (int)execute(NULL, &request);
+        return (int)execute(NULL, step);
     pthread_mutex_lock(&stream->lock);
     if (stream->count == stream->capacity && !grow(stream)) {
         pthread_mutex_unlock(&stream->lock);
         return ENOMEM;
     }
-    stream->requests[(stream->first + stream->count) % stream->capacity] = request;
+    stream->steps[(stream->first + stream->count) % stream->capacity] = *step;
+    stream->enqueued++;
     if (stream->count++ == 0)
         pthread_cond_signal(&stream->has_work);
     pthread_mutex_unlock(&stream->lock);
     return 0;
 }
 
-int host_copy(uint64_t target, uint64_t source, size_t nbytes, void *stream)
-{
-    return enqueue(stream, (struct request){COPY, target, source, nbytes, 0});
-}
-
-int host_append_checksum(uint64_t bytes, size_t nbytes, void *stream)
-{
-    return enqueue(stream, (struct request){APPEND_CHECKSUM, bytes, 0, nbytes, 0});
-}
-
-int host_verify_checksum(uint64_t bytes, size_t nbytes, void *stream)
-{
-    return enqueue(stream, (struct request){VERIFY_CHECKSUM, bytes, 0, nbytes, 0});
-}
-
-int host_wait_event(void *stream, void *event, unsigned flags)
-{
-    (void)flags;
-    return enqueue(stream, (struct request){WAIT_EVENT, (uint64_t)(uintptr_t)event, 0, 0, 0});
-}
-
-int host_wait_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
-{
-    (void)flags;
-    return enqueue(stream, (struct request){WAIT_VALUE, word, 0, 0, value});
-}
-
-int host_write_value(void *stream, uint64_t word, uint32_t value, unsigned flags)
-{
-    (void)flags;
-    return enqueue(stream, (struct request){WRITE_VALUE, word, 0, 0, value});
-}
-
-static void initialize(struct host_stream *stream)
-{
-    pthread_condattr_t monotonic;
-
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_mutex_init(&stream->lock, NULL);
-    pthread_cond_init(&stream->has_work, NULL);
-    pthread_cond_init(&stream->became_idle, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-}
-
 static void deinitialize(struct host_stream *stream)
 {
-    pthread_cond_destroy(&stream->became_idle);
     pthread_cond_destroy(&stream->has_work);
     pthread_mutex_destroy(&stream->lock);
-    free(stream->requests);
+    free(stream->steps);
     free(stream);
 }
 
@@ -343,7 +292,8 @@ struct host_stream *host_stream_create(const struct host_gpu *gpu, void (*on_wri
     stream->on_write = on_write;
     stream->argument = argument;
     stream->process = getpid();
-    initialize(stream);
+    pthread_mutex_init(&stream->lock, NULL);
+    pthread_cond_init(&stream->has_work, NULL);
     if (pthread_create(&stream->thread, NULL, run, stream) == 0)
         return stream;
     deinitialize(stream);
@@ -364,21 +314,10 @@ void host_stream_destroy(struct host_stream *stream)
 
 bool host_stream_synchronize(struct host_stream *stream, uint32_t milliseconds)
 {
-    struct timespec end;
-    bool is_idle;
-    int code = 0;
+    uint32_t enqueued;
 
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += milliseconds / 1000;
-    end.tv_nsec += milliseconds % 1000 * 1000000L;
-    if (end.tv_nsec >= 1000000000L) {
-        end.tv_sec++;
-        end.tv_nsec -= 1000000000L;
-    }
     pthread_mutex_lock(&stream->lock);
-    while ((stream->count > 0 || stream->is_working) && code == 0)
-        code = pthread_cond_timedwait(&stream->became_idle, &stream->lock, &end);
-    is_idle = stream->count == 0 && !stream->is_working;
+    enqueued = stream->enqueued;
     pthread_mutex_unlock(&stream->lock);
-    return is_idle;
+    return host_wait_word(&stream->completed.value, enqueued, 0, milliseconds);
 }

@@ -15,30 +15,11 @@
 /* A checksum of the sources that the library was built from (setup.py). */
 uint32_t native_version(void);
 
-/* Poll until either word differs from its expected value, or for so many microseconds. Yields the core
- * between batches of polls: another thread may have to run before a word can change. */
-void native_spin(const uint32_t *word, uint32_t expected, const uint32_t *other,
-                 uint32_t other_expected, uint32_t microseconds);
-
 /* For loops that spin: a monotonic clock in nanoseconds, a pause between two polls, and the number of
  * polls between two system calls. */
 #define SPIN_POLLS 32
 int64_t spin_clock(void);
 void spin_pause(void);
-
-enum vendor { CUDA, HIP };
-
-/* Addresses of the functions of a GPU's driver that enqueue work. */
-struct entry_points {
-    uint64_t vendor;
-    /* The first value that its streams cannot wait for. */
-    uint64_t counter_limit;
-    uint64_t copy;
-    uint64_t wait_value;
-    uint64_t write_value;
-    uint64_t record_event;
-    uint64_t wait_event;
-};
 
 /* Upper half: the enum step that failed; lower half: what the driver returned. 0 for success. */
 typedef uint64_t failure;
@@ -49,8 +30,7 @@ enum step {
     STEP_WRITE_VALUE,
     STEP_RECORD_EVENT,
     STEP_WAIT_EVENT,
-    STEP_COUNTER_LIMIT,
-    STEP_CHECKSUM
+    STEP_COUNTER_LIMIT
 };
 
 /* Where copies go and, joined with it by an event, the waits and writes of messages of several chunks. All
@@ -61,33 +41,19 @@ struct streams {
     uint64_t waits;
     uint64_t writes;
     uint64_t join_event;
-    /* Whether a caller's stream can wait for a word: not where it is the calling thread. */
-    bool caller_can_wait;
     /* Whether the last write went to the side stream: one among the copies must then follow it. */
     bool last_write_on_side;
 };
 
-/* A word of registered host memory, by the device's address, and a value. No word if the address is 0. */
-struct word {
-    uint64_t address;
-    uint32_t value;
-};
+/* A GPU's asynchronous copy; returns the driver's code. */
+int driver_copy(const struct entry_points *driver, uint64_t stream, const struct copy_step *step);
 
-enum checksums { NO_CHECKSUM, APPEND_BEHIND_TARGET, VERIFY_SOURCE };
-
-/* One entry's work for a stream: wait for a word, copy, write a word. */
-struct copy_step {
-    enum checksums checksum; /* for streams of the host alone */
-    struct word wait;
-    uint64_t target;
-    uint64_t source;
-    uint64_t nbytes;
-    struct word write;
-};
-
-/* The driver's asynchronous copy, whose arguments differ by vendor; returns the driver's code. */
-int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t source, size_t nbytes,
-                void *stream);
+/* Whether a caller's stream can wait for a word: not where it is the calling thread, whose work is complete
+ * when a call returns. */
+static inline bool caller_can_wait(const struct streams *streams)
+{
+    return streams->driver.vendor != HOST;
+}
 
 /* `on_side_stream` for an entry that others of its message precede or follow. */
 failure streams_enqueue(struct streams *streams, const struct copy_step *step, bool on_side_stream);
@@ -96,7 +62,6 @@ failure native_wait_value(const struct entry_points *driver, uint64_t stream, ui
                           uint32_t value);
 failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
                            uint32_t value);
-failure streams_wait_event(const struct streams *streams, uint64_t stream, uint64_t event);
 /* Make a stream wait for all work enqueued on another so far. */
 failure streams_wait_stream(const struct streams *streams, uint64_t stream, uint64_t other);
 
@@ -126,50 +91,53 @@ struct flow {
     bool is_outgoing;
 
     /* Maintained by C, 0 at first. */
-    uint64_t sequence; /* messages begun, by native_exchange or by Python */
+    uint64_t sequence; /* messages begun */
     uint64_t count;    /* entries enqueued */
-    uint64_t offset;  /* bytes enqueued of the message last given to native_progress */
-    uint64_t awaited; /* the highest value of the peer's counter that an entry depends on */
+    uint64_t awaited;  /* the highest value of the peer's counter that an entry depends on */
     failure failed;
     /* Of the sender, slots as byte counts that never wrap: where the next begins, where the oldest in
-     * use begins. Entries freed, in flight, and the number of the oldest in flight; where each ends. */
-    uint64_t head, tail, freed, in_flight, oldest;
-    uint64_t ends[RING_ENTRIES];
+     * use begins, where each ends. And the entries whose slots are free again. */
+    uint64_t head, tail, ends[RING_ENTRIES], freed;
     uint64_t caller_stream; /* of the last entry, if it went to a caller's */
     bool on_caller_stream;
 };
 
-enum progress { WAITING, ENQUEUED, NEEDS_EVENT, REFUSED, FAILED };
+/* How far a message is. WAITING while the peer has to move first; ENQUEUED once all its entries are; REFUSED
+ * if the next entry is not its own; FAILED if the driver was. */
+enum progress { WAITING, ENQUEUED, REFUSED, FAILED };
 
-/* Enqueue as many entries as possible of one message, which the flow sends or receives. ENQUEUED once all
- * are; WAITING while the peer has to move first; NEEDS_EVENT if it has to go to the link's streams and
- * has no event yet; REFUSED if the next entry is not the expected one. With `may_use_caller_stream` it
- * goes to `caller_stream` if order allows; else it waits for `event`, unless that is 0. */
-uint32_t native_progress(struct flow *flow, const uint8_t *header, uint64_t address,
-                         uint64_t nbytes, uint64_t offset, uint64_t event, bool has_event,
-                         uint64_t caller_stream, bool may_use_caller_stream);
+/* What Python has filled in of a message's header: C completes it when the message is begun. */
+enum header_state { HEADER_OF_BYTES, HEADER_WITHOUT_NUMBERS, HEADER_COMPLETE };
 
-/* One of several messages of bytes that a caller sends and receives together. Python makes it. */
-struct exchange_part {
-    uint64_t flow; /* a struct flow, in which nothing waits but what the parts list, in their order */
+/* One message that a flow sends or receives. Python makes it; it stays where it is until it is complete. */
+struct transfer {
+    uint64_t flow;
     uint64_t address;
     uint64_t nbytes;
-    uint64_t event; /* what the message has to follow; 0 for what the caller's stream holds */
+    uint64_t caller_stream;
+    uint64_t event; /* what it has to follow, unless 0 */
     uint32_t tag;
+    /* It follows what the caller's stream was given so far. Only its caller, then, may begin it. */
+    uint32_t after_caller;
+    uint32_t header_state; /* enum header_state */
 
-    /* Maintained by C, 0 at first, and what it was in an earlier call after that. */
-    uint32_t has_header;
-    uint64_t offset; /* bytes enqueued */
-    uint64_t count;  /* entries that its flow has enqueued with it */
+    /* Maintained by C, 0 at first. */
     uint32_t progress;
-    uint32_t on_caller_stream;
+    uint32_t on_caller_stream;      /* all of it went there */
+    uint32_t completes_at_receiver; /* when the receiver's device has consumed it, not the sender's */
+    uint64_t offset;                /* bytes enqueued */
+    uint64_t count;                 /* entries that its flow has enqueued with it */
     uint8_t header[RING_HEADER_BYTES];
 };
 
-/* Enqueue messages of several flows, polling the peers for so many microseconds. `caller_stream` belongs to
- * the calling thread. ENQUEUED when all are and, if `caller_waits`, that stream waits for them; WAITING if
- * not, and each part has its progress; FAILED if the driver failed. */
-uint32_t native_exchange(struct exchange_part *parts, uint32_t count, uint64_t caller_stream,
-                         uint32_t microseconds, bool caller_waits);
+/* Enqueue as many entries as possible of the first message of its flow that is not; returns its progress.
+ * `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order allows. */
+uint32_t native_progress(struct transfer *transfer, bool by_caller);
+
+/* The same of messages of several flows, in which nothing waits but these, in this order. Polls the peers
+ * for so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and,
+ * if `caller_waits`, that stream waits for them; else each has its progress. */
+uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
+                         bool caller_waits);
 
 #endif

@@ -41,16 +41,14 @@ struct rail_operations {
      * retransmissions included. NULL where `is_late` alone means that the rail is lost. */
     double (*last_ack)(const struct rail *rail);
     double (*last_send)(const struct rail *rail);
-    /* Whether nothing more can arrive after the peer has ended. NULL where what was acknowledged has
-     * arrived, so nothing can. */
-    bool (*is_drained)(const struct rail *rail);
     /* Report what has happened to the engine (engine_send_completed and so on); whether anything did. */
     bool (*poll)(struct rail *rail, struct engine *engine);
     /* Make event_fd readable at the next event, 0 or an errno; clear it, false if that fails. NULL without
      * event_fd. */
     int (*request_notification)(struct rail *rail);
     bool (*acknowledge)(struct rail *rail);
-    /* Start sending and receiving; 0 or an errno. Without the lock. NULL where it has started. */
+    /* Start sending and receiving; 0 or an errno, and then stop and join it. Without the lock. NULL where it
+     * has started. */
     int (*start)(struct rail *rail);
     /* Send nothing more, and have what is in flight fail. */
     void (*stop)(struct rail *rail);
@@ -64,7 +62,6 @@ struct rail {
     const struct rail_operations *operations;
     uint8_t index;
     bool live;
-    bool can_read_back; /* whether data need a read-back, and it still works */
     bool is_reading_back;
     bool confirms_delivery; /* a completion means that the bytes are in the peer's memory */
     bool peer_reads_back;
@@ -75,8 +72,7 @@ struct rail {
     double bytes_per_second; /* 0 while unknown */
     double last_completion;
     double suspected_since; /* kept by watchdog.c: late while another rail is acknowledged; else 0 */
-    bool has_unreported_loss;
-    char loss[RAIL_TEXT_BYTES]; /* why it was lost */
+    char loss[RAIL_TEXT_BYTES]; /* why it was lost, until that is reported */
     bool may_have_ended; /* its loss is what the end of the peer looks like */
 };
 

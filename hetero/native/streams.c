@@ -13,6 +13,7 @@ typedef int (*cuda_value)(void *, uint64_t, uint32_t, unsigned);
 typedef int (*hip_copy)(void *, const void *, size_t, int, void *);
 typedef int (*hip_wait)(void *, void *, uint32_t, unsigned, uint32_t);
 typedef int (*hip_write)(void *, void *, uint32_t, unsigned);
+typedef int (*host_step)(void *, const struct copy_step *);
 typedef int (*event_record)(void *, void *);
 typedef int (*event_wait)(void *, void *, unsigned);
 
@@ -24,11 +25,20 @@ static failure outcome(enum step step, int code)
     return code ? (uint64_t)step << 32 | (uint32_t)code : 0;
 }
 
+static failure enqueue_on_host(const struct entry_points *driver, uint64_t stream,
+                               const struct copy_step *step)
+{
+    return outcome(STEP_COPY, FUNCTION(host_step, driver->copy)(POINTER(stream), step));
+}
+
 failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
                           uint32_t value)
 {
+    struct copy_step step = {.wait = {address, value}};
     int code;
 
+    if (driver->vendor == HOST)
+        return enqueue_on_host(driver, stream, &step);
     if (value >= driver->counter_limit)
         return outcome(STEP_COUNTER_LIMIT, (int)value);
     if (driver->vendor == HIP)
@@ -51,23 +61,16 @@ failure native_write_value(const struct entry_points *driver, uint64_t stream, u
     return outcome(STEP_WRITE_VALUE, code);
 }
 
-int driver_copy(uint64_t vendor, uint64_t function, uint64_t target, uint64_t source, size_t nbytes,
-                void *stream)
+int driver_copy(const struct entry_points *driver, uint64_t stream, const struct copy_step *step)
 {
-    if (vendor == HIP)
-        return FUNCTION(hip_copy, function)(POINTER(target), POINTER(source), nbytes,
-                                            HIP_MEMCPY_DEFAULT, stream);
-    return FUNCTION(cuda_copy, function)(target, source, nbytes, stream);
+    if (driver->vendor == HIP)
+        return FUNCTION(hip_copy, driver->copy)(POINTER(step->target), POINTER(step->source),
+                                                step->nbytes, HIP_MEMCPY_DEFAULT, POINTER(stream));
+    return FUNCTION(cuda_copy, driver->copy)(step->target, step->source, step->nbytes,
+                                             POINTER(stream));
 }
 
-static failure copy(const struct entry_points *driver, uint64_t stream,
-                    const struct copy_step *step)
-{
-    return outcome(STEP_COPY, driver_copy(driver->vendor, driver->copy, step->target, step->source,
-                                          step->nbytes, POINTER(stream)));
-}
-
-failure streams_wait_event(const struct streams *streams, uint64_t stream, uint64_t event)
+static failure wait_event(const struct streams *streams, uint64_t stream, uint64_t event)
 {
     event_wait wait = FUNCTION(event_wait, streams->driver.wait_event);
 
@@ -82,7 +85,7 @@ failure streams_wait_stream(const struct streams *streams, uint64_t stream, uint
     if (stream == other)
         return 0;
     failed = outcome(STEP_RECORD_EVENT, record(POINTER(streams->join_event), POINTER(other)));
-    return failed ? failed : streams_wait_event(streams, stream, streams->join_event);
+    return failed ? failed : wait_event(streams, stream, streams->join_event);
 }
 
 /* Make the copies wait for a word. */
@@ -114,15 +117,13 @@ failure streams_enqueue(struct streams *streams, const struct copy_step *step, b
 {
     failure failed = 0;
 
-    if (step->wait.address)
+    if (streams->driver.vendor == HOST)
+        return enqueue_on_host(&streams->driver, streams->copies, step);
+    if (step->event)
+        failed = wait_event(streams, streams->copies, step->event);
+    if (!failed && step->wait.address)
         failed = enqueue_wait(streams, step->wait, on_side_stream);
-    if (!failed && step->checksum == VERIFY_SOURCE)
-        failed = outcome(STEP_CHECKSUM, host_verify_checksum(step->source, step->nbytes,
-                                                             POINTER(streams->copies)));
     if (!failed && step->nbytes)
-        failed = copy(&streams->driver, streams->copies, step);
-    if (!failed && step->checksum == APPEND_BEHIND_TARGET)
-        failed = outcome(STEP_CHECKSUM, host_append_checksum(step->target, step->nbytes,
-                                                             POINTER(streams->copies)));
+        failed = outcome(STEP_COPY, driver_copy(&streams->driver, streams->copies, step));
     return failed ? failed : enqueue_write(streams, step->write, on_side_stream);
 }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
-from typing import Any
-
 from hetero.native.headers import constant, enumeration, structure
 
 CHECKSUM_BYTES = constant("HOST_CHECKSUM_BYTES")
+SPIN_MICROSECONDS = constant("HOST_SPIN_MICROSECONDS")
 TEXT_BYTES = constant("RAIL_TEXT_BYTES")
 RING_ENTRIES = constant("RING_ENTRIES")
 RING_FAULT_BYTES = constant("RING_FAULT_BYTES")
@@ -21,7 +18,8 @@ RingControl = structure("ring_control")
 EntryPoints = structure("entry_points")
 Streams = structure("streams")
 Flow = structure("flow")
-ExchangePart = structure("exchange_part")
+Transfer = structure("transfer")
+CopyStep = structure("copy_step")
 HostGpu = structure("host_gpu")
 EngineOptions = structure("engine_options")
 VerbsEnd = structure("verbs_end")
@@ -32,21 +30,4 @@ Vendor = enumeration("vendor")
 Step = enumeration("step", prefix="STEP_")
 HostFailure = enumeration("host_failure", prefix="HOST_")
 Progress = enumeration("progress")
-
-DRIVER_STEPS = (
-    Step.COPY,
-    Step.WAIT_VALUE,
-    Step.WRITE_VALUE,
-    Step.RECORD_EVENT,
-    Step.WAIT_EVENT,
-)
-"""Those of `struct entry_points`."""
-
-
-def entry_points(functions: Mapping[Any, Any], *, vendor: int, counter_limit: int) -> Any:
-    """`struct entry_points` of ctypes functions, which the caller has to keep alive."""
-    addresses = {
-        step.name.lower(): ctypes.cast(function, ctypes.c_void_p).value
-        for step, function in functions.items()
-    }
-    return EntryPoints(vendor=vendor, counter_limit=counter_limit, **addresses)
+HeaderState = enumeration("header_state", prefix="HEADER_")

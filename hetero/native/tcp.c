@@ -104,7 +104,6 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
         rail->busy_since = engine_now();
         if (get_tcp_info(rail, &info))
             start_measurement(rail, &info);
-        carrier_expect_acks(rail->carrier);
     }
     rail->queued_bytes += sizeof frame + frame.nbytes;
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
@@ -264,11 +263,6 @@ static bool is_late(const struct rail *base, double before, char *reason)
     return true;
 }
 
-static bool is_drained(const struct rail *base)
-{
-    return ((const struct tcp_rail *)base)->peer_has_ended || !base->live;
-}
-
 /* Its threads report to the engine themselves. */
 static bool poll_nothing(struct rail *base, struct engine *engine)
 {
@@ -287,11 +281,11 @@ static void join(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    if (rail->is_started && !rail->is_joined) {
+    if (rail->has_sender)
         pthread_join(rail->sender, NULL);
+    if (rail->has_receiver)
         pthread_join(rail->receiver, NULL);
-        rail->is_joined = true;
-    }
+    rail->has_sender = rail->has_receiver = false;
 }
 
 static void close_rail(struct rail *base)
@@ -313,18 +307,10 @@ static int start(struct rail *base)
     base->live = true;
     pthread_mutex_unlock(&rail->carrier->lock);
     code = pthread_create(&rail->sender, NULL, send_loop, rail);
-    if (code != 0)
-        return code;
-    code = pthread_create(&rail->receiver, NULL, tcp_receive_loop, rail);
-    if (code == 0) {
-        rail->is_started = true;
-        return 0;
-    }
-    pthread_mutex_lock(&rail->carrier->lock);
-    base->live = false;
-    stop(base);
-    pthread_mutex_unlock(&rail->carrier->lock);
-    pthread_join(rail->sender, NULL);
+    rail->has_sender = code == 0;
+    if (code == 0)
+        code = pthread_create(&rail->receiver, NULL, tcp_receive_loop, rail);
+    rail->has_receiver = rail->has_sender && code == 0;
     return code;
 }
 
@@ -337,7 +323,6 @@ static const struct rail_operations operations = {
     .is_late = is_late,
     .last_ack = last_ack,
     .last_send = last_send,
-    .is_drained = is_drained,
     .poll = poll_nothing,
     .start = start,
     .stop = stop,

@@ -32,7 +32,7 @@ struct tcp_rail {
     struct carrier *carrier; /* whose lock guards all that its threads share */
     int fd;                  /* connected, blocking; the caller's */
     pthread_t sender, receiver;
-    bool is_started, is_joined;
+    bool has_sender, has_receiver;
     /* Guarded by the carrier's lock, as is `rail`. */
     pthread_cond_t has_messages;
     struct queued_message queue[TCP_ROOM]; /* a ring; sendmsg has the first of them */
@@ -41,9 +41,8 @@ struct tcp_rail {
     /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
     uint64_t acked_at_start, busy_at_start;
     double measured_at;
-    double busy_since;   /* when it was last idle */
-    bool peer_has_ended; /* nothing more will arrive */
-    char *scratch;       /* the receiver's */
+    double busy_since; /* when it was last idle */
+    char *scratch;     /* the receiver's */
 };
 
 /* NULL, with the reason in `error`, on failure. */

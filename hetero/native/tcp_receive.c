@@ -128,7 +128,6 @@ void *tcp_receive_loop(void *argument)
     }
     int reason = errno;
     pthread_mutex_lock(&rail->carrier->lock);
-    rail->peer_has_ended = true;
     /* Lose the rail even if the peer closed it in order: bytes that the peer's kernel had accepted may be
      * lost without any error. */
     tcp_lose(rail, code < 0 ? "its connection broke while receiving" : "its connection was closed",

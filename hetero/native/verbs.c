@@ -173,14 +173,14 @@ static bool is_busy(const struct rail *base)
 {
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
-    return (base->live && rail->posted > 0) || (base->can_read_back && base->is_reading_back);
+    return (base->live && rail->posted > 0) || base->is_reading_back;
 }
 
 static bool is_late(const struct rail *base, double before, char *reason)
 {
     const struct verbs_rail *rail = (const struct verbs_rail *)base;
 
-    if (base->can_read_back && base->is_reading_back && rail->reading_since < before)
+    if (base->is_reading_back && rail->reading_since < before)
         return !set_reason(reason, "it has not read its own ring back in time");
     if (base->live && rail->posted > 0 && rail->posted_at[rail->oldest] < before)
         return !set_reason(reason, "nothing completed in time");

@@ -237,7 +237,6 @@ bool verbs_connect(struct verbs_rail *rail, const struct verbs_end *peer,
     if (code != 0)
         return set_reason(error, "its queue pair cannot be connected (%s)", strerror(code));
     rail->rail.live = true;
-    rail->rail.can_read_back = loopback != NULL;
     rail->rail.peer_reads_back = peer->reads_back;
     return true;
 }

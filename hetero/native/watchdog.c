@@ -81,15 +81,3 @@ void watchdog_check_rails(struct engine *engine)
         probe_idle_rails(engine);
     speed_raise_idle(engine->rails, engine->rail_count);
 }
-
-bool watchdog_awaits_ack(const struct engine *engine)
-{
-    for (int index = 0; index < engine->rail_count; index++) {
-        const struct rail *rail = engine->rails[index];
-
-        if (rail->live && rail->operations->last_ack != NULL &&
-            rail->operations->bytes_in_flight(rail) > 0)
-            return true;
-    }
-    return false;
-}

@@ -229,14 +229,11 @@ void incoming_discard(struct incoming *incoming, uint8_t rail)
     set_state(incoming, rail, DATA_ARRIVED, DATA_ABSENT);
 }
 
-bool incoming_awaits_read_back(const struct incoming *incoming, uint8_t rail)
+bool incoming_awaits_read_back(const struct incoming *incoming)
 {
-    for (uint32_t slot = 0; slot < RING_ENTRIES; slot++) {
-        const struct recv_status *status = &incoming->status[slot];
-
-        if ((status->state == DATA_READING_BACK || status->state == DATA_ARRIVED) &&
-            status->rail == rail)
+    for (uint32_t slot = 0; slot < RING_ENTRIES; slot++)
+        if (incoming->status[slot].state == DATA_READING_BACK ||
+            incoming->status[slot].state == DATA_ARRIVED)
             return true;
-    }
     return false;
 }

@@ -89,6 +89,7 @@ bool incoming_claim_read_back(struct incoming *incoming, uint8_t rail, uint64_t 
 void incoming_read_back_completed(struct incoming *incoming, uint8_t rail);
 /* Discard a lost rail's data that are not visible yet: the sender retransmits them. */
 void incoming_discard(struct incoming *incoming, uint8_t rail);
-bool incoming_awaits_read_back(const struct incoming *incoming, uint8_t rail);
+/* Whether data have arrived that are not visible yet. */
+bool incoming_awaits_read_back(const struct incoming *incoming);
 
 #endif

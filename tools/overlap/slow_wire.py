@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from ctypes import CFUNCTYPE, byref, c_int, c_size_t, c_uint64, c_void_p, cast
+from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.flow import Flow
 from hetero.native.binding import native
-from hetero.native.structures import RingWord, Vendor
+from hetero.native.structures import CopyStep, RingWord, Vendor
 
 _COPY = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)
-"""A copy of CUDA's driver, or of the host's streams: target, source, bytes, stream."""
+"""A copy of CUDA's driver: target, source, bytes, stream."""
+_STEP = CFUNCTYPE(c_int, c_void_p, POINTER(CopyStep))
+"""A step of a stream of the host."""
 
 
 class Wire(ABC):
@@ -33,19 +35,18 @@ class Wire(ABC):
 
     bytes_per_s: float | None = None
 
-    def __init__(self, flow: Flow) -> None:
-        streams = flow._state.streams
-        if streams.driver.vendor != Vendor.CUDA:
-            raise LinkError("a slowed link is not available over HIP; measure on NVIDIA or a CPU")
-        self._stream = streams.copies
-        self._plain = cast(streams.driver.copy, _COPY)
-        self._slowed = _COPY(self._copy)
-        streams.driver.copy = cast(self._slowed, c_void_p).value
+    def __init__(self, flow: Flow, slowed: Any) -> None:
+        """`slowed`, a callback of C, stands in front of the function that copies."""
+        driver = flow._state.streams.driver
+        self._stream = flow._state.streams.copies
+        self._plain = cast(driver.copy, type(slowed))
+        self._slowed = slowed
+        driver.copy = cast(slowed, c_void_p).value
 
-    def _copy(self, target: int, source: int, nbytes: int, stream: int | None) -> int:
+    def _copy(self, nbytes: int, stream: int | None, *copy: Any) -> int:
         if self.bytes_per_s is None or stream != self._stream:
-            return int(self._plain(target, source, nbytes, stream))
-        return self._copy_late(nbytes, self.bytes_per_s, (target, source, nbytes, stream))
+            return int(self._plain(*copy))
+        return self._copy_late(nbytes, self.bytes_per_s, copy)
 
     @abstractmethod
     def _copy_late(self, nbytes: int, bytes_per_s: float, copy: tuple[Any, ...]) -> int:
@@ -60,13 +61,16 @@ class HostWire(Wire):
     """In front of a stream of the host: it waits for a word that a thread writes in time."""
 
     def __init__(self, flow: Flow) -> None:
-        super().__init__(flow)
+        super().__init__(flow, _STEP(self._enqueue))
         self._word = RingWord()
         self._given = 0
         self._free_at = 0.0
         self._carried: dict[float, tuple[int, float]] = {}
         self._due: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         threading.Thread(target=self._release, name="slow wire", daemon=True).start()
+
+    def _enqueue(self, stream: int, step: Any) -> int:
+        return self._copy(step.contents.nbytes, stream, stream, step)
 
     def _copy_late(self, nbytes: int, bytes_per_s: float, copy: tuple[Any, ...]) -> int:
         # The bytes of a CPU's tensor are there when they are given to the link.
@@ -76,9 +80,8 @@ class HostWire(Wire):
         self._due.put((self._free_at, self._given))
         carried, busy = self._carried.get(bytes_per_s, (0, 0.0))
         self._carried[bytes_per_s] = carried + nbytes, busy + self._free_at - start
-        wait = CFUNCTYPE(c_int, c_void_p, c_void_p, ctypes.c_uint32, ctypes.c_uint)
-        address = ctypes.addressof(self._word)
-        cast(native().host_wait_value, wait)(self._stream, address, self._given, 0)
+        step = CopyStep(wait=(ctypes.addressof(self._word), self._given))
+        native().host_enqueue(self._stream, byref(step))
         return int(self._plain(*copy))
 
     @property
@@ -104,13 +107,21 @@ class GpuWire(Wire):
     """
 
     def __init__(self, flow: Flow) -> None:
-        super().__init__(flow)
+        if flow._state.streams.driver.vendor != Vendor.CUDA:
+            raise LinkError(
+                "a link of GPUs is slowed where CUDA's streams copy: measure over ipc on NVIDIA, "
+                "or on a CPU"
+            )
+        super().__init__(flow, _COPY(self._enqueue))
         self._sleep = cast(ctypes.CDLL(None).usleep, c_void_p)
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
         self._launch.argtypes = [c_void_p, c_void_p, c_void_p]
         self._more = float("inf")
         self._under_way: deque[tuple[Any, Any, int, float, float]] = deque()
         self._carried: dict[float, tuple[int, float]] = {}
+
+    def _enqueue(self, target: int, source: int, nbytes: int, stream: int | None) -> int:
+        return self._copy(nbytes, stream, target, source, nbytes, stream)
 
     def _copy_late(self, nbytes: int, bytes_per_s: float, copy: tuple[Any, ...]) -> int:
         self._read(wait=False)

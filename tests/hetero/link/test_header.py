@@ -14,7 +14,7 @@ from hetero.link.header import (
     MAX_DIMENSIONS,
     Header,
     difference,
-    pack_header,
+    unnumbered_header,
 )
 from hetero.version import PROTOCOL_VERSION
 
@@ -94,6 +94,6 @@ def test_the_codes_of_dtypes_never_change() -> None:
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="uint16"):
-        pack_header(0, torch.uint16, (1,), sequence=0)
+        unnumbered_header(0, torch.uint16, (1,))
     with pytest.raises(ValueError, match="at most 8 dimensions"):
-        pack_header(0, torch.float32, (1,) * 9, sequence=0)
+        unnumbered_header(0, torch.float32, (1,) * 9)

@@ -91,7 +91,7 @@ static bool is_zero_copy(int side, uint32_t number)
 /* Whether a word has come to a value; false if everything is given up. */
 static bool await(struct ring_word *awaited, uint32_t value)
 {
-    for (int waited = 0; !host_wait_word(&awaited->value, value, SLICE_MS); waited += SLICE_MS) {
+    for (int waited = 0; !host_wait_word(&awaited->value, value, 40, SLICE_MS); waited += SLICE_MS) {
         if (IS_ABANDONED)
             return false;
         REQUIRE(waited < PATIENCE_MS);
@@ -107,11 +107,14 @@ static void fill(struct end *end, const struct ring_record *record, uint64_t byt
     uint64_t slot = address(end->rings) + record->slot;
 
     end->control->user_buffers[end->side][(FIRST + number) % RING_ENTRIES] = zero_copy ? bytes : RING_SLOT;
-    if (!zero_copy)
-        host_copy(slot, bytes, record->nbytes, end->filling);
-    if (check_bytes)
-        host_append_checksum(slot, record->nbytes, end->filling);
-    host_write_value(end->filling, address(&out->produced), FIRST + number + 1, 0);
+    struct copy_step step = {
+        .checksum = check_bytes ? APPEND_BEHIND_TARGET : NO_CHECKSUM,
+        .target = slot,
+        .source = bytes,
+        .nbytes = zero_copy ? 0 : record->nbytes,
+        .write = {address(&out->produced), FIRST + number + 1},
+    };
+    REQUIRE(host_enqueue(end->filling, &step) == 0);
 }
 
 /* The sender of one direction. */
@@ -167,12 +170,15 @@ static void empty(struct end *end, const struct ring_record *record, uint64_t ta
                     __atomic_compare_exchange_n(user_buffer, &undecided, target, false, __ATOMIC_ACQ_REL,
                                                 __ATOMIC_ACQUIRE);
 
-    host_wait_value(end->emptying, address(&in->produced), FIRST + number + 1, 0);
-    if (check_bytes)
-        host_verify_checksum(slot, record->nbytes, end->emptying);
-    if (!zero_copy)
-        host_copy(target, slot, record->nbytes, end->emptying);
-    host_write_value(end->emptying, address(&in->consumed), FIRST + number + 1, 0);
+    struct copy_step step = {
+        .wait = {address(&in->produced), FIRST + number + 1},
+        .checksum = check_bytes ? VERIFY_SOURCE : NO_CHECKSUM,
+        .target = target,
+        .source = slot,
+        .nbytes = zero_copy ? 0 : record->nbytes,
+        .write = {address(&in->consumed), FIRST + number + 1},
+    };
+    REQUIRE(host_enqueue(end->emptying, &step) == 0);
 }
 
 static void *receive_all(void *argument)

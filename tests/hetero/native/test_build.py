@@ -22,7 +22,7 @@ from tests.hip_on_cuda.library import COMPILER, LACKING
 
 ROOT = Path(__file__).resolve().parents[3]
 STRUCTURES = (
-    "entry_points streams flow exchange_part host_gpu ring_control ring_direction ring_record "
+    "entry_points streams copy_step flow transfer host_gpu ring_control ring_direction ring_record "
     "ring_end ring_word engine_options verbs_end verbs_route verbs_port"
 ).split()
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
@@ -136,13 +136,17 @@ def test_structures_are_read_from_the_headers_as_a_compiler_lays_them_out(
 
 @needs_compiler
 def test_python_reads_the_numbers_of_enumerations_as_c_has_them(headers: Header) -> None:
-    prefixes = {structures.Step: "STEP_", structures.HostFailure: "HOST_"}
+    prefixes = {
+        structures.Step: "STEP_",
+        structures.HostFailure: "HOST_",
+        structures.HeaderState: "HEADER_",
+    }
     read = {
         prefixes.get(kind, "") + number.name: number.value
         for kind in (structures.Vendor, structures.Progress, *prefixes)
         for number in kind
     }
-    assert len(read) == 17
+    assert len(read) == 19
     read["RING_HEADER_BYTES"] = HEADER_BYTES
     assert headers.values(read) == read
 

@@ -15,10 +15,19 @@ import pytest
 
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
-from hetero.native.structures import CHECKSUM_BYTES, HostFailure, HostGpu, Vendor
+from hetero.native.headers import enumeration
+from hetero.native.structures import (
+    CHECKSUM_BYTES,
+    CopyStep,
+    EntryPoints,
+    HostFailure,
+    HostGpu,
+    Vendor,
+)
 from tests.hetero.link.joined import meanwhile
 
 CALLER = 1
+_, APPEND_BEHIND_TARGET, VERIFY_SOURCE = enumeration("checksums")
 LIBRARY = native()
 
 
@@ -38,7 +47,7 @@ class Words:
         return int.from_bytes(self.memory.bytes[64 * number + 4 : 64 * number + 8], "little")
 
     def wait(self, value: int, number: int = 0, *, milliseconds: int = 20_000) -> bool:
-        return bool(LIBRARY.host_wait_word(self.address(number), value, milliseconds))
+        return bool(LIBRARY.host_wait_word(self.address(number), value, 40, milliseconds))
 
     def write(self, value: int, number: int = 0) -> None:
         LIBRARY.host_write_word(self.address(number), value)
@@ -53,16 +62,34 @@ class Stream:
     def __init__(self, gpu: Any = None, *, on_write: Any = None, argument: int = 0) -> None:
         request = None if gpu is None else ctypes.byref(gpu)
         self.handle = LIBRARY.host_stream_create(request, on_write, argument)
+        self._targets: list[Any] = []
+
+    def enqueue(self, **step: Any) -> None:
+        assert LIBRARY.host_enqueue(self.handle, ctypes.byref(CopyStep(**step))) == 0
 
     def copy(self, target: Any, source: Any, nbytes: int) -> None:
         addresses = ctypes.addressof(target), ctypes.addressof(source)
-        assert LIBRARY.host_copy(*addresses, nbytes, self.handle) == 0
+        self.enqueue(target=addresses[0], source=addresses[1], nbytes=nbytes)
 
     def wait(self, word: int, value: int) -> None:
-        assert LIBRARY.host_wait_value(self.handle, word, value, 0) == 0
+        self.enqueue(wait=(word, value))
 
     def write(self, word: int, value: int) -> None:
-        assert LIBRARY.host_write_value(self.handle, word, value, 0) == 0
+        self.enqueue(write=(word, value))
+
+    def append_checksum(self, ring: Any, nbytes: int) -> None:
+        """As a copy into the ring does, here from the ring itself."""
+        place = ctypes.addressof(ring)
+        self.enqueue(target=place, source=place, nbytes=nbytes, checksum=APPEND_BEHIND_TARGET)
+
+    def verify_checksum(self, ring: Any, nbytes: int) -> None:
+        """As a copy out of the ring does."""
+        target = create_string_buffer(nbytes + 1)
+        self._targets.append(target)
+        addresses = ctypes.addressof(target), ctypes.addressof(ring)
+        self.enqueue(
+            target=addresses[0], source=addresses[1], nbytes=nbytes, checksum=VERIFY_SOURCE
+        )
 
     def rests(self, milliseconds: int = 20_000) -> bool:
         return bool(LIBRARY.host_stream_synchronize(self.handle, milliseconds))
@@ -117,8 +144,13 @@ def test_a_word_has_come_to_a_value_or_counting_round_past_it(
 
 def test_what_the_caller_s_own_stream_is_given_is_done_at_once(words: Words) -> None:
     source, target = create_string_buffer(b"one"), create_string_buffer(3)
-    LIBRARY.host_copy(ctypes.addressof(target), ctypes.addressof(source), 3, CALLER)
-    LIBRARY.host_write_value(CALLER, words.address(), 3, 0)
+    step = CopyStep(
+        target=ctypes.addressof(target),
+        source=ctypes.addressof(source),
+        nbytes=3,
+        write=(words.address(), 3),
+    )
+    assert LIBRARY.host_enqueue(CALLER, ctypes.byref(step)) == 0
     assert (target.raw, words[0]) == (b"one", 3)
 
 
@@ -173,8 +205,8 @@ def test_a_forked_child_that_forgets_a_stream_of_its_parent_goes_on(stream: Stre
 @pytest.mark.parametrize("nbytes", [0, 1, 100])
 def test_a_checksum_is_put_behind_the_bytes_and_verified(stream: Stream, nbytes: int) -> None:
     ring = create_string_buffer(b"x" * nbytes, 128)
-    LIBRARY.host_append_checksum(ctypes.addressof(ring), nbytes, stream.handle)
-    LIBRARY.host_verify_checksum(ctypes.addressof(ring), nbytes, stream.handle)
+    stream.append_checksum(ring, nbytes)
+    stream.verify_checksum(ring, nbytes)
     assert stream.rests()
     assert stream.failure is HostFailure.OK
 
@@ -184,10 +216,10 @@ def test_after_a_wrong_checksum_a_stream_does_nothing_more(
     stream: Stream, words: Words, place: int
 ) -> None:
     ring = create_string_buffer(b"x" * 100, 100 + CHECKSUM_BYTES)
-    LIBRARY.host_append_checksum(ctypes.addressof(ring), 100, stream.handle)
+    stream.append_checksum(ring, 100)
     assert stream.rests()
     ring[place] = bytes([ring.raw[place] ^ 4])
-    LIBRARY.host_verify_checksum(ctypes.addressof(ring), 100, stream.handle)
+    stream.verify_checksum(ring, 100)
     stream.write(words.address(), 1)
     assert stream.rests()
     assert (stream.failure, words[0]) == (HostFailure.WRONG_CHECKSUM, 0)
@@ -215,9 +247,11 @@ class EmulatedGpu:
         self._noting = [
             CFUNCTYPE(c_int, c_void_p)(lambda _, name=name: self._note(name)) for name in names
         ]
-        functions = [self._copying, *self._noting]
-        addresses = [ctypes.cast(function, c_void_p).value for function in functions]
-        self.request = HostGpu(Vendor.CUDA, *addresses, 0, 0x51)
+        functions = dict(zip(("copy", *names), (self._copying, *self._noting), strict=True))
+        addresses = {
+            name: ctypes.cast(function, c_void_p).value for name, function in functions.items()
+        }
+        self.request = HostGpu(EntryPoints(Vendor.CUDA, **addresses), 0, 0x51)
 
     def _note(self, name: str) -> int:
         self.calls.append(name)
@@ -235,7 +269,7 @@ def given_a_message(gpu: EmulatedGpu, words: Words) -> tuple[Stream, Any]:
         create_string_buffer(b"one"),
         create_string_buffer(3),
     )
-    LIBRARY.host_wait_event(made.handle, 0xE0, 0)
+    made.enqueue(event=0xE0)
     made.copy(target, source, 3)
     made.write(words.address(), 1)
     assert made.rests()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CFUNCTYPE, c_int
+from ctypes import CFUNCTYPE, addressof, c_int, c_uint64
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +19,10 @@ from hetero.link.flow import Flow
 from hetero.link.header import Header
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
 from hetero.link.ring_options import RingOptions
-from hetero.link.ring_transfer import RingEnds, RingTransfer
+from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
 from hetero.link.shared_memory import SharedMemory, make_memory
 from hetero.native.binding import native
-from hetero.native.structures import DRIVER_STEPS, ExchangePart, Streams
+from hetero.native.structures import EntryPoints, HeaderState, Streams
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
@@ -41,7 +41,7 @@ class Recorder:
         self.driver._functions = functions = {
             symbol.name: self._function(symbol)
             for symbol in SYMBOLS[vendor]
-            if symbol.name in {vendor.calls[step.name.lower()] for step in DRIVER_STEPS}
+            if symbol.alias in dict(EntryPoints._fields_)
         }
         self.driver._texts = lambda code: (f"error {code}", "")
         functions["hipGetLastError"] = int
@@ -64,7 +64,6 @@ class _Streams(GpuStreams):
             waits=waits,
             writes=writes,
             join_event=JOIN,
-            caller_can_wait=True,
         )
 
 
@@ -126,28 +125,21 @@ class World:
         )
 
     def transfer(
-        self, nbytes: int, *, is_receive: bool, caller: int, ready: Event | None
+        self, nbytes: int, *, is_receive: bool, caller: int, event: Event | None
     ) -> RingTransfer:
         """A message of so many bytes, next in line."""
         flow = self.receiver if is_receive else self.sender
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        made = RingTransfer(
-            link=None,  # type: ignore[arg-type]
-            flow=flow,
-            tensor=tensor,
-            ready=ready,
-            caller_stream=caller,
-            is_receive=is_receive,
-            begun_at=0.0,
-            sequence=flow.sequence,
-            header=Header(JOB, flow.sequence, tensor.dtype, (nbytes,), nbytes).pack(),
-            nbytes=nbytes,
-            address=0x7_0000_0000 + (flow.sequence << 20),
-        )
-        flow.sequence += 1
+        made = new_transfer(None, flow, tensor, caller, event, 0)  # type: ignore[arg-type]
+        made.begun_at = 0.0
+        made.state.address = 0x7_0000_0000 + (self.messages(flow) << 20)
         flow.waiting.append(made)
         self.transfers.append(made)
         return made
+
+    def messages(self, flow: Flow) -> int:
+        """How many so far."""
+        return sum(transfer.flow is flow for transfer in self.transfers)
 
     def enqueue(
         self,
@@ -164,18 +156,21 @@ class World:
 
         Each is a size and whether it is received; the flows must have nothing waiting.
         """
-        parts, announced = (ExchangePart * len(messages))(), []
-        for part, (nbytes, is_receive) in zip(parts, messages, strict=True):
+        made = []
+        for nbytes, is_receive in messages:
             flow = self.receiver if is_receive else self.sender
-            made = self.transfer(nbytes, is_receive=is_receive, caller=caller, ready=None)
-            part.flow, part.address, part.nbytes = flow.address, made.address, nbytes
-            announced.append((part, made, flow))
-        for _, _, flow in announced:
-            flow.sequence -= 1  # C counts its messages
-        answer: int = native().native_exchange(parts, len(parts), caller, 0, True)
-        for part, made, flow in announced:
-            assert bytes(part.header) == made.header
-            flow.note_exchange(made, part)
+            number = self.messages(flow)
+            transfer = self.transfer(nbytes, is_receive=is_receive, caller=caller, event=None)
+            transfer.state.header_state = HeaderState.OF_BYTES
+            made.append((transfer, Header(JOB, number, torch.uint8, (nbytes,), nbytes).pack()))
+        addresses = [addressof(transfer.state) for transfer, _ in made]
+        pointers = (c_uint64 * len(made))(*addresses)
+        answer: int = native().native_exchange(pointers, len(made), 0, True)
+        for transfer, header in made:
+            assert transfer.header == header
+            transfer.flow.take_enqueued()
+            if transfer.end_count is None:
+                transfer.follow(self.devices[0].record_event())
         return answer
 
     def rung(self) -> list[bool]:
@@ -190,5 +185,4 @@ class World:
         direction = self.direction
         limit = direction.posted if word == "produced" else direction.retired
         now = min(getattr(direction, word) + by, limit)
-        release = direction.unblock_receiver if word == "produced" else direction.unblock_sender
-        release(now)
+        direction.unblock(now, sender=word == "consumed")

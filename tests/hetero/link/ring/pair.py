@@ -12,9 +12,11 @@ import torch
 
 from hetero.device.device import Event
 from hetero.link.handshake import Rendezvous
+from hetero.link.header import Header
 from hetero.link.ring import Direction
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
+from hetero.link.ring_transfer import RingTransfer
 from hetero.link.same_host import open_same_host
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import JoinedEnds
@@ -78,6 +80,11 @@ def recv_from_held(pair: Pair) -> tuple[Any, Any]:
     return sending, receiving
 
 
+def number_of(transfer: RingTransfer) -> int:
+    """Of its message."""
+    return Header.unpack(transfer.header).sequence
+
+
 def cross(pair: Pair, sent: torch.Tensor) -> bool:
     target = torch.zeros_like(sent)
     receiving = pair.receiver.recv(target)
@@ -94,5 +101,5 @@ def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Directi
     for direction in directions:
         for index in (direction._posted, direction._retired):
             direction._words[index] = count
-        direction.unblock_receiver(count)
-        direction.unblock_sender(count)
+        for sender in (False, True):
+            direction.unblock(count, sender=sender)

@@ -17,7 +17,7 @@ from hetero.link.ring_exchange import Message, RingExchange, begin
 from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken
-from tests.hetero.link.ring.pair import LARGE, Pair, opened
+from tests.hetero.link.ring.pair import LARGE, Pair, number_of, opened
 from tests.hetero.link.test_handshake import both_well
 
 PATIENCE = 20_000_000
@@ -193,7 +193,7 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensors() -> None:
             exchange.order([message], tag=0, microseconds=0)
         with pair.sender._lock:
             pair.sender._out.abort()
-        assert [transfer.sequence for transfer in pair.sender._out.aborted] == [0]
+        assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
 
 
 def test_a_peer_that_has_failed_meanwhile_is_not_believed() -> None:

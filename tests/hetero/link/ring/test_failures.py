@@ -22,7 +22,7 @@ from hetero.link import ring_link as link_module
 from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
-from tests.hetero.link.ring.pair import LARGE, SHORT, cross, opened, recv_from_held
+from tests.hetero.link.ring.pair import LARGE, SHORT, cross, number_of, opened, recv_from_held
 from tests.hetero.link.test_handshake import both_well
 
 
@@ -120,7 +120,7 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
         work = pair.receiver.recv(torch.zeros(10))
         entered, leave = threading.Event(), threading.Event()
 
-        def held(*seen: int) -> None:
+        def held(*seen: object, **spin: float) -> None:
             entered.set()
             leave.wait(120)
 
@@ -128,7 +128,7 @@ def test_memory_that_a_wait_goes_on_looking_at_outlives_its_link(
             with pytest.raises(LinkError):
                 work.wait()
 
-        monkeypatch.setattr(pair.receiver, "_spin", held)
+        monkeypatch.setattr(pair.receiver._ends.local, "sleep", held)
         with meanwhile(wait):
             assert entered.wait(120)
             both_well(pair.receiver.close, pair.sender.close)
@@ -144,12 +144,12 @@ def test_a_link_that_another_thread_closes_ends_the_wait_with_its_error(
         work = pair.receiver.recv(torch.zeros(10))
         real, asleep = pair.receiver._ends.local.sleep, threading.Event()
 
-        def wake_late(expected: int, seconds: float) -> None:
+        def wake_late(expected: int, seconds: float, **spin: float) -> None:
             if threading.current_thread() is threading.main_thread():
                 asleep.set()
                 time.sleep(0.5)
             else:
-                real(expected, seconds)
+                real(expected, seconds, **spin)
 
         def close() -> None:
             assert asleep.wait(120)
@@ -309,7 +309,7 @@ def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> No
         with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 gave the link up"):
             pair.receiver.recv(torch.zeros(LARGE)).wait()
         # The copy may be under way for all that is known.
-        assert [transfer.sequence for transfer in pair.sender._out.aborted] == [0]
+        assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
 
 
 def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
@@ -327,7 +327,7 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
             pair.sender.send(torch.ones(LARGE))
         with pair.sender._lock:
             flow.abort()
-        assert [transfer.sequence for transfer in flow.aborted] == [0]
+        assert [number_of(transfer) for transfer in flow.aborted] == [0]
 
 
 def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
@@ -345,3 +345,23 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
         target = torch.zeros(20 * LARGE)
         pair.receiver.recv(target).wait()
         assert torch.equal(target, torch.ones(20 * LARGE))
+
+
+def test_a_message_that_an_exception_hid_arrives_once() -> None:
+    with opened() as pair:
+        flow = pair.sender._out
+        real = flow._call
+
+        def interrupted(*arguments: object) -> None:
+            flow._call = real
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        flow._call = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            pair.sender.send(torch.ones(10))
+        pair.sender.send(torch.full((10,), 2.0))
+        for sent in (1.0, 2.0):
+            target = torch.zeros(10)
+            pair.receiver.recv(target).wait()
+            assert torch.equal(target, torch.full((10,), sent))

@@ -49,7 +49,7 @@ def test_counters_may_count_round(start: int) -> None:
 class _OnlyEnqueues(CurrentStream):
     """A GPU's stream: to make it wait takes no time."""
 
-    key = -1
+    key = 2**64 - 1
 
     def wait_value(self, word: Word) -> None:
         return

@@ -55,7 +55,7 @@ def test_the_text_of_a_fault_is_read_after_its_length(unseen: Unseen, end: EndSt
 def test_a_counter_is_not_believed_of_a_peer_that_had_failed_before(unseen: Unseen) -> None:
     world = World(CudaDriver)
     peer = EndState(world.control, 1)
-    world.direction.unblock_sender(1)
+    world.direction.unblock(1, sender=True)
     assert world.sender.has_completed(1, consumed=True)
     unseen.arrive = lambda: peer.fail("the peer unblocks its own device")
     assert not world.sender.has_completed(1, consumed=True)

@@ -59,22 +59,26 @@ def _stream(world: World, end: int, key: int | None) -> CurrentStream | None:
 
 def send(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) -> None:
     caller, key = callers
-    transfer = world.transfer(nbytes, is_receive=False, caller=caller, ready=MARKS[mark])
-    world.enqueue(world.sender, _stream(world, 0, key))
-    if transfer.ready is None and transfer.end_count is None:
-        transfer.ready = world.devices[0].record_event()
+    stream = _stream(world, 0, key)
+    # Only its caller may begin what follows the caller's own stream.
+    by_caller = key == caller and stream is not None and stream.is_current_device()
+    event = MARKS[mark] if by_caller or MARKS[mark] else world.devices[0].record_event()
+    transfer = world.transfer(nbytes, is_receive=False, caller=caller, event=event)
+    world.enqueue(world.sender, stream)
+    if transfer.event is None and transfer.end_count is None:
+        transfer.follow(world.devices[0].record_event())
 
 
 def receive(world: World, nbytes: int, callers: tuple[int, int | None], mark: str) -> None:
     caller, key = callers
-    world.transfer(nbytes, is_receive=True, caller=caller, ready=MARKS[mark])
+    world.transfer(nbytes, is_receive=True, caller=caller, event=MARKS[mark])
     world.enqueue(world.receiver, _stream(world, 1, key))
 
 
 def expect(world: World, callers: tuple[int, int | None]) -> None:
-    sent = [t for t in world.transfers if not t.is_receive]
-    if world.receiver.sequence < len(sent):
-        receive(world, sent[world.receiver.sequence].nbytes, callers, "idle")
+    sent = [t for t in world.transfers if t.flow is world.sender]
+    if (number := world.messages(world.receiver)) < len(sent):
+        receive(world, sent[number].state.nbytes, callers, "idle")
 
 
 def wait(world: World, key: int | None) -> None:
@@ -90,9 +94,10 @@ def again(world: World, key: int | None) -> None:
 def exchange(world: World, sent_sizes: list[int], receives: bool, key: int) -> None:
     """Sends, and with them what was sent before, by one call of C."""
     messages = [] if world.sender.waiting else [(nbytes, False) for nbytes in sent_sizes]
-    sent = [t for t in world.transfers if not t.is_receive]
-    if receives and not world.receiver.waiting and world.receiver.sequence < len(sent):
-        messages.append((sent[world.receiver.sequence].nbytes, True))
+    sent = [t for t in world.transfers if t.flow is world.sender]
+    number = world.messages(world.receiver)
+    if receives and not world.receiver.waiting and number < len(sent):
+        messages.append((sent[number].state.nbytes, True))
     if messages:
         world.exchange(messages, caller=key)
 
@@ -139,7 +144,8 @@ class Observer:
             entry = self._world.direction.record(self._posted)
             assert entry.offset == self._offset
             number = Header.unpack(bytes(entry.header)).sequence
-            whole = [t for t in self._world.transfers if not t.is_receive][number].nbytes
+            sent = [t for t in self._world.transfers if t.flow is self._world.sender]
+            whole = sent[number].state.nbytes
             self._offset = entry.offset + entry.nbytes
             assert self._offset <= whole
             if self._offset == whole:
@@ -320,7 +326,7 @@ def test_a_message_waits_for_the_one_before_it_in_the_same_direction() -> None:
     world = World(CudaDriver, ring_bytes=16 << 10, chunk_bytes=8 << 10)
     messages = [(40 << 10, False), (100, False)]
     assert world.exchange(messages, caller=KEYS[0]) == Progress.WAITING
-    assert [transfer.offset for transfer in world.sender.waiting] == [16 << 10, 0]
+    assert [transfer.state.offset for transfer in world.sender.waiting] == [16 << 10, 0]
 
 
 @pytest.mark.parametrize("key", KEYS)

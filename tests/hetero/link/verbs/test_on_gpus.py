@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import byref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hetero.device.driver import driver_for
 from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
 from hetero.native.binding import native
+from hetero.native.structures import CopyStep
 from tests.gpus import gpu_of
 from tests.hetero.link.verbs.ends import Setup
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
@@ -46,8 +48,9 @@ def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
 
     def copy_between_gpus(target: int, source: int, nbytes: int) -> None:
         with driver.on_device(0):
-            numbers = entry.vendor, entry.copy, target, source, nbytes
-            assert native().driver_copy(*numbers, stream.cuda_stream) == 0
+            step = CopyStep(target=target, source=source, nbytes=nbytes)
+            copied = native().driver_copy(byref(entry), stream.cuda_stream, byref(step))
+            assert copied == 0
             stream.synchronize()
 
     nics.copy_with(copy_between_gpus)
