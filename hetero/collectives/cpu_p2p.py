@@ -18,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.group_links import Link, Links, as_bytes, clone
+from hetero.collectives.group_links import Link, Links, as_bytes, require_host
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
@@ -137,8 +137,8 @@ class CpuP2P:
 
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:
-            # Pass the store, to be cloned: several threads wait in it at once.
-            return self._links.to(rank, store=self._store)
+            require_host(self._store)
+            return self._links.to(rank)
 
     def _send_loop(self, rank: int) -> None:
         link = None
@@ -251,7 +251,8 @@ class CpuP2P:
 
     def _await_first_send(self, rank: int) -> None:
         """Wait until `rank` sends to this one at all: opening a link takes both ends."""
-        store = AbortableStore(clone(self._store), lambda: self._links.check_peer(rank))
+        require_host(self._store)
+        store = AbortableStore(self._store, lambda: self._links.check_peer(rank))
         store.wait([self._sender_key(rank, self._layout.rank)], timedelta.max)
 
     @staticmethod

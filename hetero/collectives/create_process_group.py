@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                 group = _mixed_group(options, layout, presence)
         except Exception as failure:
             error = failure
-        rendezvous.confirm_created(error)
+        rendezvous.confirm_created(error, layout, presence)
         assert group is not None
         if len(layout.vendors) > 1:
             unless_mixed.pop_all()
@@ -155,6 +155,11 @@ class _Rendezvous:
         self._store = BoundedStore(store, seconds=timeout.total_seconds())
         self._rank, self._size = rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
+        world = dist.GroupMember.WORLD
+        self._require_present: Callable[[int], None] | None = None
+        """Raises LinkError if a rank, by its number in the group, has ended. None if unknown."""
+        if isinstance(world, HeteroProcessGroupBase):
+            self._require_present = lambda member: world.require_present(global_ranks[member])
 
     def exchange_identities(self, *, planned_vendor: str, presence: Presence) -> Layout:
         """Every member's host, vendor and address. If one cannot tell its own, all fail."""
@@ -190,8 +195,9 @@ class _Rendezvous:
         )
         return Layout(members, self._rank)
 
-    def confirm_created(self, error: Exception | None) -> None:
+    def confirm_created(self, error: Exception | None, layout: Layout, presence: Presence) -> None:
         """Return once every member has created its part; fail on all if one could not."""
+        self._require_present = lambda member: presence.require(layout.members[member])
         own = {"error": str(error) or type(error).__name__} if error is not None else {}
         try:
             self._exchange("created", own)
@@ -231,15 +237,24 @@ class _Rendezvous:
         return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def _await(self, keys: Sequence[str]) -> None:
-        """Wait for every member's key. WaitAborted if one has left the default group meanwhile."""
-        world = dist.GroupMember.WORLD
-        if not isinstance(world, HeteroProcessGroupBase):
+        """Wait for every member's key. WaitAborted if one is known to have ended meanwhile."""
+        if self._require_present is None:
             self._store.wait(list(keys), self._timeout)
             return
         if self._store.check(list(keys)):
             return
         deadline = time.monotonic() + self._timeout.total_seconds()
         # One after another: polls for all keys of all ranks would be too many for the store.
-        for key, rank in zip(keys, self._global_ranks, strict=True):
-            store = AbortableStore(self._store, partial(world.require_present, rank))
+        for rank, key in enumerate(keys):
+            store = AbortableStore(self._store, partial(self._require_coming, rank, key))
             store.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())))
+
+    def _require_coming(self, rank: int, key: str) -> None:
+        """Raise LinkError if a member has ended without its key."""
+        assert self._require_present is not None
+        try:
+            self._require_present(rank)
+        except LinkError:
+            # One that has left the group since may have left its key before.
+            if not self._store.check([key]):
+                raise

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.group_links import Link, Links, Transfer, as_bytes
+from hetero.collectives.group_links import Link, Links, Transfer, as_bytes, require_host
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.work import CollectiveWork, Worker
@@ -140,8 +140,8 @@ class GpuP2P:
 
     def _link_to(self, rank: int) -> Link:
         with self._opening[rank]:
-            # Pass the store, to be cloned: several threads wait in it at once.
-            return self._links.to(rank, store=self._store)
+            require_host(self._store)
+            return self._links.to(rank)
 
 
 class _Channel:

@@ -54,7 +54,8 @@ def _name_of(dtype: torch.dtype) -> str:
 class Communicator:
     """The calls of one group, for tensors of one device.
 
-    Building it is collective. `store` is this group's own and is used by no other thread.
+    Building it is collective. `store` is this group's own. Its threads share the connection: a wait
+    of one would block the others, so they poll.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Communicator:
             layout=layout, library=self._library, links=self._links, device=device
         )
         self._stream = SideStream(device)
-        self._p2p = self._new_p2p(clone(store))
+        self._p2p = self._new_p2p(store)
         self._sequence = 0
         self._submission = threading.Lock()
         self._last_call: Call | None = None
@@ -120,8 +121,9 @@ class Communicator:
             self._library.timeout = timeout
 
     def _new_p2p(self, store: dist.Store) -> CpuP2P | GpuP2P:
-        store = dist.PrefixStore("p2p/", store)
         on_cpu = self.device.type == "cpu"
+        # NCCL waits in the store during its first call, and messages have to get through meanwhile.
+        store = dist.PrefixStore("p2p/", store if on_cpu else clone(store))
         links = Links(
             layout=self.layout,
             store=store,

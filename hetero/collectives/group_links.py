@@ -44,6 +44,7 @@ __all__ = [
     "host_of",
     "nic_names",
     "own_address",
+    "require_host",
 ]
 
 
@@ -72,17 +73,14 @@ class Links:
         self.closed = threading.Event()
         """Set by `close`, which aborts the opening of a link."""
 
-    def to(self, rank: int, *, store: dist.Store | None = None) -> Link:
+    def to(self, rank: int) -> Link:
         """The link to a rank of the group, opened if it is not; both ends have to call it.
 
         Never call it for one peer from two threads at once.
-
-        Args:
-            store: cloned for the wait, so that several threads can wait for their peers.
         """
         link = self.by_rank.get(rank)
         if link is None:
-            link = self.by_rank[rank] = self._open(rank, clone(store) if store else self._store)
+            link = self.by_rank[rank] = self._open(rank)
             if self.closed.is_set():  # `close`, in another thread, may not have seen it
                 link.close()
         return link
@@ -99,7 +97,7 @@ class Links:
         if self.closed.is_set():
             raise LinkError("the links of this group are closed; make a new group")
 
-    def _open(self, rank: int, store: dist.Store) -> Link:
+    def _open(self, rank: int) -> Link:
         own, peer = (self._layout.members[r].global_rank for r in (self._layout.rank, rank))
         deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
 
@@ -114,7 +112,7 @@ class Links:
         if self.closed.is_set():
             check_abort()
         return connect(
-            store,
+            self._store,
             rank=own,
             peer=peer,
             device=self._device,
@@ -171,13 +169,21 @@ def nic_names() -> list[str]:
 
 
 def clone(store: dist.Store) -> dist.Store:
-    """The same store over a new connection: a wait blocks all other users of its connection."""
+    """The same store over a new connection: a wait blocks all other users of its connection.
+
+    Make few: PyTorch looks up the name of each end, and a host's first resolver may not answer.
+    """
+    # PyTorch tries for minutes to connect to a store that has gone.
+    require_host(store)
+    return store.clone()  # type: ignore[attr-defined]
+
+
+def require_host(store: dist.Store) -> None:
+    """Raise LinkError if the process that hosts a store has ended."""
     try:
-        # PyTorch tries for minutes to connect to a store that has gone.
-        store.check(["clone"])
+        store.check(["host"])
     except RuntimeError as error:
         raise LinkError(
             "the process that hosts the store, rank 0 or the launcher, has ended, and no more "
             "links can be opened; keep it until all ranks have ended"
         ) from error
-    return store.clone()  # type: ignore[attr-defined]

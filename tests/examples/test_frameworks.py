@@ -15,6 +15,10 @@ from tests.commands import ROOT, printed
 FOLDER = ROOT / "examples" / "collectives"
 HETERO_RUN = ("-m", "hetero.run", "--standalone", "--nproc-per-node", "4")
 TORCHRUN = ("-m", "torch.distributed.run", *HETERO_RUN[2:], "-m", "hetero.run")
+ACCELERATE = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "4"),
+    *("-m", "hetero.run"),
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -27,6 +31,7 @@ def losses(script: str, *arguments: str, launcher: tuple[str, ...], mixed: bool)
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        "ACCELERATE_USE_CPU": "1",
     }
     words = (*launcher, FOLDER / script, "--text", "README.md", *arguments)
     lines = printed(*words, seconds=550, **environment).splitlines()
@@ -54,6 +59,7 @@ def test_hugging_face_trainer() -> None:
     alone = losses(script, launcher=HETERO_RUN, mixed=False)
     assert len(alone) == 6, "five steps and an evaluation"
     assert_it_learns_the_same(losses(script, launcher=HETERO_RUN, mixed=True), alone)
+    assert_it_learns_the_same(losses(script, launcher=ACCELERATE, mixed=True), alone)
 
 
 def test_lightning() -> None:

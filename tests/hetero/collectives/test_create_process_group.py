@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hetero import cluster
+from hetero.collectives import create_process_group
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, open_group, run_ranks
 
@@ -43,6 +46,26 @@ def build_where_rank_2_differs(side: Side) -> str:
         side.options["change"]()
     try:
         open_group(side, seconds=30)
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_who_dies_while_the_first_group_is_built_is_named_long_before_the_timeout():
+    outcome, died = run_ranks(build_where_rank_1_dies, ("nvidia", "amd"), backend=None)
+    assert died.exit_code == -signal.SIGKILL
+    assert re.search("rank 1 on [^ ]+ has ended, or has left the group", outcome.value)
+
+
+def build_where_rank_1_dies(side: Side) -> str:
+    def die(*_: Any) -> None:
+        side.say("end/1")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if side.rank == 1:
+        create_process_group._mixed_group = die
+    try:
+        open_group(side)
     except Exception as error:
         return str(error)
     return "nothing"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from hetero.collectives.group_links import Links
 from hetero.collectives.vendor_layout import Layout
 from hetero.errors import LinkError
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import Side, run_ranks
 from tests.hetero.collectives.test_cpu_p2p import MEMBERS
 from tests.hetero.link.ring.pair import opened
 
@@ -56,3 +60,44 @@ def test_links_may_open_while_a_script_asks_for_them(monkeypatch: pytest.MonkeyP
         assert layout.vendor == 0
         monkeypatch.setattr(Layout, "vendor_of", opening)
         assert links.inter_vendor() == [pair.sender]
+
+
+def test_a_group_has_one_connection_to_its_store_whatever_it_opens() -> None:
+    """PyTorch looks up names for each, which takes seconds where a resolver does not answer."""
+    for counts in values(run_ranks(count_connections, ("nvidia", "amd", "amd"), backend=None)):
+        assert counts == {"of the store": 1, "of a group": 1, "of its calls and messages": 0}
+
+
+def count_connections(side: Side) -> dict[str, int]:
+    port = int(side.store.get("port")) if side.rank > 0 else 0
+    store = dist.TCPStore("127.0.0.1", port, is_master=side.rank == 0, wait_for_workers=False)
+    if side.rank == 0:
+        side.store.set("port", str(store.port))
+
+    def made() -> int:
+        found = psutil.Process().net_connections("tcp")
+        return sum(bool(one.raddr) and one.raddr.port == store.port for one in found)
+
+    alone = made()
+    dist.init_process_group(
+        "hetero",
+        store=store,
+        rank=side.rank,
+        world_size=side.size,
+        timeout=timedelta(seconds=60),
+    )
+    grouped = made()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    for to in range(side.size):  # every rank to each other
+        work = [dist.irecv(torch.ones(3), r) for r in range(side.size) if r != to == side.rank]
+        if side.rank != to:
+            dist.send(tensor, to)
+        for receipt in work:
+            receipt.wait()
+    used = made()
+    return {
+        "of the store": alone,
+        "of a group": grouped - alone,
+        "of its calls and messages": used - grouped,
+    }
