@@ -28,6 +28,8 @@ class KindCandidates:
     """The same of the output layer."""
     head_update_seconds: FloatArray
     """Gradient reduction and update of the output layer and the least layers beside it."""
+    link_seconds: FloatArray
+    boundary_seconds: FloatArray
 
     @classmethod
     def of(cls, meshes: Sequence[MeshCandidate], *, model: ModelShape) -> KindCandidates:
@@ -47,6 +49,8 @@ class KindCandidates:
             embedding_seconds=embeddings,
             head_seconds=heads,
             head_update_seconds=np.array([_head_update_seconds(mesh, model) for mesh in meshes]),
+            link_seconds=np.array([mesh.link_seconds for mesh in meshes]),
+            boundary_seconds=np.array([mesh.shape.boundary_seconds for mesh in meshes]),
         )
 
 
@@ -82,7 +86,7 @@ def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
     The relaxation: fractional layers, any order of the meshes, an output layer that takes no
     layers' place, and the update of its stage alone. The optimum fills the fastest kinds up to the
     period, for one number of kinds or another. A period is at least the output layer's and a
-    layer's of each chunk.
+    layer's of each chunk, and as long as a link is busy.
     """
     layers, chunks = problem.model.layers, combinations.chunks
     axes = len(combinations.kinds)
@@ -103,13 +107,18 @@ def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
     steady = (combinations.micro_batches - 1 / chunks) * periods
     bound: FloatArray = (steady + periods * np.cumsum(stages_by_speed, axis=0) / chunks).min(axis=0)
     head_seconds = grid("head_seconds")
+    busy_seconds, boundary_seconds = grid("link_seconds").max(axis=0), grid("boundary_seconds")
+    if axes > 1:
+        busy_seconds = np.maximum(busy_seconds, boundary_seconds.max(axis=0))
     shortest_period = (head_seconds + chunks * layer_seconds).min(axis=0)
+    shortest_period = np.maximum(shortest_period, chunks * busy_seconds)
     all_layers = layers * layer_seconds.min(axis=0)
-    with_head = (combinations.micro_batches - 1 / chunks) * shortest_period + all_layers / chunks
+    at_least = (combinations.micro_batches - 1 / chunks) * shortest_period + all_layers / chunks
     ends = head_seconds.min(axis=0) + grid("embedding_seconds").min(axis=0)
-    bound = np.maximum(bound, with_head) + ends / chunks
+    bound = np.maximum(bound, at_least) + ends / chunks
     bound += grid("head_update_seconds").min(axis=0)
     bound += grid("transfer_seconds").sum(axis=0)
+    bound += 2 * (axes - 1) * boundary_seconds.min(axis=0)
     all_stages = stages.sum(axis=0)
     bound[(max_layers.sum(axis=0) < layers) | (all_stages * chunks > layers)] = np.inf
     if chunks > 1:

@@ -75,6 +75,19 @@ def edge_costs(
     return EdgeCosts(occupancy, max(latencies), gather_after, gather_before, is_buffered)
 
 
+def boundary_seconds(
+    cluster: Cluster, stage: StageShape, *, model: ModelShape, options: TrainingOptions
+) -> float:
+    """The least that a transfer to another kind of nodes occupies this end; 0 without another."""
+    size = model.boundary_bytes(stage.micro_batch, options.activation_bytes) / stage.tensor
+    size *= _sharing_ranks(cluster, stage)
+    rails = [cluster.rail(stage.kind, one.name) for one in cluster.kinds if one.name != stage.kind]
+    return min(
+        (rail.seconds(size) - (0.0 if rail.measured else rail.latency) for rail in rails),
+        default=0.0,
+    )
+
+
 def _ends(
     cluster: Cluster, source: StageShape, target: StageShape
 ) -> tuple[tuple[LinkModel, int], tuple[LinkModel, int]]:

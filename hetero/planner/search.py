@@ -113,17 +113,19 @@ def search(
         visited_pools = [pool.shortlisted(size) for pool in pools]
     products = [product for pool in visited_pools for product in pool.combinations(model)]
     best = _BestCandidates(num_candidates)
+    replicas = problem.space.replicas and 1 in problem.space.chunks
+    if replicas:
+        # First: over slow links they end the search for pipelines early.
+        progress("replicas", 0.0)
+        for found in search_replicas(problem, cutoff=math.inf, is_exact=is_exact):
+            micro_batches = sum(found.shares)
+            best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))
     _best_first_search(
         problem, products, best, is_exact=is_exact, explore_below=explore_below, progress=progress
     )
     if not is_exact:
         _local_search(problem, best, pools, progress)
-    if problem.space.replicas and 1 in problem.space.chunks:
-        progress("replicas", 0.0)
-        for found in search_replicas(problem, cutoff=best.cutoff, is_exact=is_exact):
-            micro_batches = sum(found.shares)
-            best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))
-        is_exact = is_exact and not is_truncated(problem)
+    is_exact = is_exact and not (replicas and is_truncated(problem))
     return SearchResult(tuple(best.sorted()), combinations, is_exact)
 
 
@@ -133,6 +135,9 @@ class _BestCandidates:
     def __init__(self, num_candidates: int) -> None:
         self.num_candidates = num_candidates
         self._by_meshes: dict[frozenset[MeshCandidate], Candidate] = {}
+        self.shortest = math.inf
+        self.cutoff = math.inf
+        """Candidates that take this many seconds or more are not among the best."""
 
     def add(self, candidate: Candidate) -> None:
         key = frozenset(candidate.meshes)
@@ -140,22 +145,15 @@ class _BestCandidates:
         if incumbent is not None and incumbent.seconds <= candidate.seconds:
             return
         self._by_meshes[key] = candidate
+        found = self.sorted()
+        self.shortest = found[0].seconds
+        if len(found) == self.num_candidates:
+            self.cutoff = found[-1].seconds
         if len(self._by_meshes) > 4 * self.num_candidates:
-            kept = heapq.nsmallest(self.num_candidates, self._by_meshes.values(), key=_seconds)
-            self._by_meshes = {frozenset(one.meshes): one for one in kept}
+            self._by_meshes = {frozenset(one.meshes): one for one in found}
 
     def sorted(self) -> list[Candidate]:
         return heapq.nsmallest(self.num_candidates, self._by_meshes.values(), key=_seconds)
-
-    @property
-    def shortest(self) -> float:
-        return min((one.seconds for one in self._by_meshes.values()), default=math.inf)
-
-    @property
-    def cutoff(self) -> float:
-        """Candidates that take this many seconds or more are not among the best."""
-        found = self.sorted()
-        return found[-1].seconds if len(found) == self.num_candidates else math.inf
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -279,7 +277,8 @@ def _local_search(
     """Hill climbing from the best candidates: replace, add, drop or swap meshes."""
     solved = 0
     by_key = {(pool.micro_batches, pool.chunks): pool for pool in pools}
-    for initial in best.sorted()[:_LOCAL_SEARCHES]:
+    pipelines = [one for one in best.sorted() if not one.shares]
+    for initial in pipelines[:_LOCAL_SEARCHES]:
         current, visited = initial, {initial.meshes}
         while solved < _MAX_MOVES:
             moves = sorted(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind, cluster_from_mapping
@@ -37,6 +41,37 @@ def test_no_vendor_alone_is_faster_than_the_answer_where_estimates_are_too_short
     assert found.best.search_result.candidates[0].seconds < 0.95 * found.best.first.seconds
     # The split that is best by the estimate is no faster than one vendor alone.
     assert found.speedup_over_best_vendor > 1.1
+
+
+def test_estimates_know_that_all_of_a_node_s_stages_send_over_its_nics() -> None:
+    """Two nodes of each vendor, each with one NIC of 10 Gbit/s."""
+    kinds = [
+        {"accelerator": name, "nodes": 2, "rails": 1, "rail_gbits": 10}
+        for name in ("H100-SXM", "MI300X")
+    ]
+    cluster = cluster_from_mapping({"nodes": kinds}, source="the test")
+    model = load_model("llama3-8b", num_layers=16)
+    space = SearchSpace(
+        global_batch=64, tensor=(1, 8), micro_batch=(1,), recompute=("none",), replicas=False
+    )
+    best = find_best_plans(Problem(cluster, model, analytic_profile(model, cluster), space))
+    assert best is not None
+    assert best.search_result.candidates[0].seconds == pytest.approx(best.first.seconds, rel=0.02)
+
+
+def test_a_vendor_alone_is_the_answer_where_nothing_else_is_faster() -> None:
+    """One sample passes the stages one by one, so that more of them only take time."""
+    kinds = [{"accelerator": name, "nodes": 4} for name in ("H100-SXM", "MI300X")]
+    cluster = cluster_from_mapping({"nodes": kinds}, source="the test")
+    model = replace(load_model("llama3-8b"), layers=80, hidden=8192, ffn=28672, heads=64)
+    space = SearchSpace(global_batch=1, tensor=(8,), micro_batch=(1,), recompute=("none",))
+    found = solve(Problem(cluster, model, analytic_profile(model, cluster), space))
+    assert found is not None
+    alone = max(one.tokens_per_second for one in found.vendor_baselines)
+    assert found.tokens_per_second >= alone
+    seconds = [plan.seconds for plan in found.best.plans]
+    assert len(seconds) == 8
+    assert seconds == sorted(seconds)
 
 
 def problem(*, nodes: int, gpus: int, batch: int) -> Problem:
