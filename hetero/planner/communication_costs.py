@@ -90,7 +90,7 @@ def boundary_seconds(
 
 def _ends(
     cluster: Cluster, source: StageShape, target: StageShape
-) -> tuple[tuple[LinkModel, int], tuple[LinkModel, int]]:
+) -> tuple[tuple[LinkModel, float], tuple[LinkModel, float]]:
     """For both ends of a transfer: the link that a rank uses, and how many ranks share it."""
     if on_same_node(cluster, source, target):
         link = cluster.kind(source.kind).intra_node.within(2)
@@ -101,7 +101,7 @@ def _ends(
     )
 
 
-def _sharing_ranks(cluster: Cluster, stage: StageShape) -> int:
+def _sharing_ranks(cluster: Cluster, stage: StageShape) -> float:
     return ranks_per_rail(cluster.kind(stage.kind), stage.ranks)
 
 
@@ -118,8 +118,13 @@ def on_same_node(cluster: Cluster, one: StageShape, other: StageShape) -> bool:
     return len({gpu // size for gpu in gpus}) == 1
 
 
-def ranks_per_rail(kind: NodeKind, ranks: int) -> int:
-    """How many of `ranks` consecutive GPUs share the busiest NIC of a node."""
+def ranks_per_rail(kind: NodeKind, ranks: int) -> float:
+    """How many of `ranks` consecutive GPUs share the busiest NIC of a node.
+
+    A part of one where each GPU has several NICs, over which it divides what it sends.
+    """
+    if kind.rails > kind.gpus_per_node:
+        return 1 / (kind.rails // kind.gpus_per_node)
     return min(ranks, math.ceil(kind.gpus_per_node / kind.rails))
 
 
