@@ -96,3 +96,22 @@ def test_another_node_never_takes_away() -> None:
     found = solve(problem(nodes=2, gpus=16, batch=63))
     assert found is not None
     assert all(tokens >= found.tokens_per_second for _, tokens in found.one_more_node)
+
+
+def test_another_node_takes_nothing_away_of_a_prime_batch() -> None:
+    """Of 4 nodes all numbers of replicas are tried, of 5 only the most promising ones."""
+
+    def tokens_per_second(nodes: int) -> float:
+        kinds = [
+            {"accelerator": "A100-SXM4-40GB", "nodes": nodes, "rail_gbits": 100},
+            {"accelerator": "H100-SXM", "nodes": 2, "rails": 1},
+            {"accelerator": "MI250X", "nodes": 1, "gpus_per_node": 2},
+        ]
+        cluster = cluster_from_mapping({"nodes": kinds}, source="the test")
+        model = load_model("llama3.2-1b")
+        space = SearchSpace(global_batch=97, sequence_parallel=True)
+        best = find_best_plans(Problem(cluster, model, analytic_profile(model, cluster), space))
+        assert best is not None
+        return best.first.prediction.tokens_per_second
+
+    assert tokens_per_second(5) >= tokens_per_second(4)
