@@ -67,8 +67,8 @@ def _bottleneck_sentence(problem: Problem, candidate: Candidate) -> str:
     if candidate.chunks * pipeline.link_seconds[link] >= period * (1 - 1e-6):
         return (
             f"The link from stage {link} to {link + 1} ({names[link]} to {names[link + 1]}) bounds "
-            f"it: each micro-batch takes it {period:.3g} s, and no stage computes for longer than "
-            f"{times[slowest]:.3g} s."
+            f"it: for each micro-batch it, or a NIC that it uses, is busy for {period:.3g} s, and "
+            f"no stage computes for longer than {times[slowest]:.3g} s."
         )
     return (
         f"Transfers bound it: a stage computes for at most {times[slowest]:.3g} s, but the "

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from reprlib import repr
 from typing import Any, TypeGuard
 
 from hetero.errors import Faults
@@ -99,7 +100,8 @@ class NodeKind:
     nodes: int
     gpus_per_node: int
     rails: int
-    """NICs of a node. A GPU uses the nearest one; with fewer NICs than GPUs, neighbours share."""
+    """NICs of a node. A GPU uses the nearest, several where there are more NICs than GPUs; where
+    there are fewer, neighbours share one."""
     intra_node: LinkModel
     """Of a GPU to all others of its node; `LinkModel.within` to some of them."""
     rail: LinkModel
@@ -161,6 +163,7 @@ class Cluster:
 
 _RAIL_KEYS = frozenset({"rail_gbits", "rail_both_ways_gbits", "rail_latency_us"})
 MOST_GPUS = 1_000_000
+_LONGEST_NAME = 100
 _KIND_KEYS = _RAIL_KEYS | {"name", "accelerator", "nodes", "gpus_per_node", "rails"}
 _LINK_KEYS = _RAIL_KEYS | {"between"}
 
@@ -256,8 +259,15 @@ def _kind_from_mapping(
     if not isinstance(entry, Mapping) or "accelerator" not in entry:
         faults.sentences.append(f"{where}: expected at least an accelerator")
         raise ClusterError(*faults.sentences)
-    if "name" in entry and (entry["name"] is None or not str(entry["name"]).strip()):
-        faults.sentences.append(f"{where}: name is {entry['name']!r}; give it one, or leave it out")
+    if "name" in entry and not _is_name(entry["name"]):
+        faults.sentences.append(
+            f"{where}: name is {repr(entry['name'])}; give it one of a line, or leave it out"
+        )
+    if not _is_name(entry["accelerator"]):
+        faults.sentences.append(
+            f"{where}: accelerator is {repr(entry['accelerator'])}; give its name"
+        )
+        raise ClusterError(*faults.sentences)
     named = str(entry["accelerator"])
     _, accelerator = known.get(named.lower(), (named, None))
     if named.lower() not in known:
@@ -338,6 +348,13 @@ def _count(value: object, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ClusterError(f"{where} is {value!r}; it must be a whole number of at least 1")
     return value
+
+
+def _is_name(value: object) -> bool:
+    """Whether it can stand in a line of a table. YAML reads some names as numbers."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return False
+    return bool(text := str(value).strip()) and text.isprintable() and len(text) <= _LONGEST_NAME
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,8 @@ class KindCandidates:
     """The same of the output layer."""
     head_update_seconds: FloatArray
     """Gradient reduction and update of the output layer and the least layers beside it."""
+    link_seconds: FloatArray
+    boundary_seconds: FloatArray
 
     @classmethod
     def of(cls, meshes: Sequence[MeshCandidate], *, model: ModelShape) -> KindCandidates:
@@ -47,6 +49,8 @@ class KindCandidates:
             embedding_seconds=embeddings,
             head_seconds=heads,
             head_update_seconds=np.array([_head_update_seconds(mesh, model) for mesh in meshes]),
+            link_seconds=np.array([mesh.link_seconds for mesh in meshes]),
+            boundary_seconds=np.array([mesh.shape.boundary_seconds for mesh in meshes]),
         )
 
 
@@ -77,14 +81,7 @@ class Combinations:
 
 
 def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
-    """A lower bound of each combination's step, by flat index; infinite where layers do not fit.
-
-    The relaxation: fractional layers, any order of the meshes, an output layer that takes no
-    layers' place, and the update of its stage alone. The optimum fills the fastest kinds up to the
-    period, for one number of kinds or another. A period is at least the output layer's and a
-    layer's of each chunk.
-    """
-    layers, chunks = problem.model.layers, combinations.chunks
+    """A lower bound of each combination's step, by flat index; infinite where layers do not fit."""
     axes = len(combinations.kinds)
 
     def grid(column: str) -> FloatArray:
@@ -95,24 +92,60 @@ def lower_bounds(combinations: Combinations, problem: Problem) -> FloatArray:
         )
         return np.stack([value.ravel() for value in np.broadcast_arrays(*values)])
 
+    return _relaxed_seconds(grid, combinations.micro_batches, combinations.chunks, problem)
+
+
+def pipeline_lower_bounds(
+    pipelines: Sequence[tuple[MeshCandidate, ...]],
+    problem: Problem,
+    *,
+    micro_batches: int,
+    chunks: int,
+) -> FloatArray:
+    """The same of pipelines that have equally many meshes, by their index."""
+    kinds = [
+        KindCandidates.of(meshes, model=problem.model) for meshes in zip(*pipelines, strict=True)
+    ]
+
+    def grid(column: str) -> FloatArray:
+        return np.stack([getattr(kind, column) for kind in kinds])
+
+    return _relaxed_seconds(grid, micro_batches, chunks, problem)
+
+
+def _relaxed_seconds(
+    grid: Callable[[str], FloatArray], micro_batches: int, chunks: int, problem: Problem
+) -> FloatArray:
+    """The relaxation: fractional layers, any order of the meshes, an output layer that takes no
+    layers' place, and the update of its stage alone. The optimum fills the fastest kinds up to the
+    period, for one number of kinds or another. A period is at least the output layer's and a
+    layer's of each chunk, and as long as a link is busy.
+    """
+    layers = problem.model.layers
     layer_seconds, stages, max_layers = grid("layer_seconds"), grid("stages"), grid("max_layers")
     by_speed = np.argsort(layer_seconds, axis=0)
     stages_by_speed = np.take_along_axis(stages, by_speed, axis=0)
     rates = np.cumsum(stages_by_speed / np.take_along_axis(layer_seconds, by_speed, axis=0), axis=0)
     periods = layers / rates
-    steady = (combinations.micro_batches - 1 / chunks) * periods
+    steady = (micro_batches - 1 / chunks) * periods
     bound: FloatArray = (steady + periods * np.cumsum(stages_by_speed, axis=0) / chunks).min(axis=0)
     head_seconds = grid("head_seconds")
+    busy_seconds, boundary_seconds = grid("link_seconds").max(axis=0), grid("boundary_seconds")
+    others = len(stages) - 1
+    if others:
+        busy_seconds = np.maximum(busy_seconds, boundary_seconds.max(axis=0))
     shortest_period = (head_seconds + chunks * layer_seconds).min(axis=0)
+    shortest_period = np.maximum(shortest_period, chunks * busy_seconds)
     all_layers = layers * layer_seconds.min(axis=0)
-    with_head = (combinations.micro_batches - 1 / chunks) * shortest_period + all_layers / chunks
+    at_least = (micro_batches - 1 / chunks) * shortest_period + all_layers / chunks
     ends = head_seconds.min(axis=0) + grid("embedding_seconds").min(axis=0)
-    bound = np.maximum(bound, with_head) + ends / chunks
+    bound = np.maximum(bound, at_least) + ends / chunks
     bound += grid("head_update_seconds").min(axis=0)
     bound += grid("transfer_seconds").sum(axis=0)
+    bound += 2 * others * boundary_seconds.min(axis=0)
     all_stages = stages.sum(axis=0)
     bound[(max_layers.sum(axis=0) < layers) | (all_stages * chunks > layers)] = np.inf
     if chunks > 1:
         # Megatron's interleaved schedule needs a multiple of the stages, and two of them at least.
-        bound[(combinations.micro_batches % all_stages != 0) | (all_stages == 1)] = np.inf
+        bound[(micro_batches % all_stages != 0) | (all_stages == 1)] = np.inf
     return bound

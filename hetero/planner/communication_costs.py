@@ -75,9 +75,22 @@ def edge_costs(
     return EdgeCosts(occupancy, max(latencies), gather_after, gather_before, is_buffered)
 
 
+def boundary_seconds(
+    cluster: Cluster, stage: StageShape, *, model: ModelShape, options: TrainingOptions
+) -> float:
+    """The least that a transfer to another kind of nodes occupies this end; 0 without another."""
+    size = model.boundary_bytes(stage.micro_batch, options.activation_bytes) / stage.tensor
+    size *= _sharing_ranks(cluster, stage)
+    rails = [cluster.rail(stage.kind, one.name) for one in cluster.kinds if one.name != stage.kind]
+    return min(
+        (rail.seconds(size) - (0.0 if rail.measured else rail.latency) for rail in rails),
+        default=0.0,
+    )
+
+
 def _ends(
     cluster: Cluster, source: StageShape, target: StageShape
-) -> tuple[tuple[LinkModel, int], tuple[LinkModel, int]]:
+) -> tuple[tuple[LinkModel, float], tuple[LinkModel, float]]:
     """For both ends of a transfer: the link that a rank uses, and how many ranks share it."""
     if on_same_node(cluster, source, target):
         link = cluster.kind(source.kind).intra_node.within(2)
@@ -88,7 +101,7 @@ def _ends(
     )
 
 
-def _sharing_ranks(cluster: Cluster, stage: StageShape) -> int:
+def _sharing_ranks(cluster: Cluster, stage: StageShape) -> float:
     return ranks_per_rail(cluster.kind(stage.kind), stage.ranks)
 
 
@@ -105,8 +118,13 @@ def on_same_node(cluster: Cluster, one: StageShape, other: StageShape) -> bool:
     return len({gpu // size for gpu in gpus}) == 1
 
 
-def ranks_per_rail(kind: NodeKind, ranks: int) -> int:
-    """How many of `ranks` consecutive GPUs share the busiest NIC of a node."""
+def ranks_per_rail(kind: NodeKind, ranks: int) -> float:
+    """How many of `ranks` consecutive GPUs share the busiest NIC of a node.
+
+    A part of one where each GPU has several NICs, over which it divides what it sends.
+    """
+    if kind.rails > kind.gpus_per_node:
+        return 1 / (kind.rails // kind.gpus_per_node)
     return min(ranks, math.ceil(kind.gpus_per_node / kind.rails))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
@@ -201,10 +201,12 @@ def load_profile(path: str | Path) -> MeasuredProfile:
     """Read a profile file. Raises ProfileError with every problem found."""
     where = f"the profile {path}"
     try:
-        data = json.loads(Path(path).read_text("utf-8"))
+        data = json.loads(Path(path).read_text("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise ProfileError(f"{where} cannot be read ({error.strerror}); check the path") from error
-    except ValueError as error:
+    except KeyError as error:
+        raise ProfileError(f"{where}: the key {error} stands twice; keep one") from error
+    except (ValueError, RecursionError) as error:
         raise ProfileError(
             f"{where} is not JSON; name a file that tools/profile_layers.py wrote"
         ) from error
@@ -223,6 +225,16 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         accelerators={name: one for name, one in read.items() if one is not None},
         model=data.get("model", {}),
     )
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises KeyError with a key that stands twice, of which json would keep the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise KeyError(key)
+        found[key] = value
+    return found
 
 
 @contextmanager
@@ -262,7 +274,13 @@ def _accelerator_from_mapping(entry: Mapping[str, Any], where: str) -> Accelerat
             faults.read(partial(_point_from_mapping, listed, f"{where}: point {number}"))
             for number, listed in enumerate(entry["points"])
         ]
-        points = dict(filter(None, read))
+        points: dict[Point, PartCosts] = {}
+        for point, costs in filter(None, read):
+            if point in points:
+                faults.sentences.append(f"{where} has {point} twice; keep one")
+            points[point] = costs
+        # Text of a file may have what no file can be written with.
+        rest["source"] = str(rest.get("source", "")).encode(errors="replace").decode()
         found = AcceleratorProfile(points=points, interpolate=interpolate, **rest)
         for cost in (
             found.optimizer_seconds_per_parameter,
@@ -302,12 +320,25 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     faults.refuse(ProfileError)
     for cost in _seconds_and_bytes(costs.values()):
         _require_cost(cost, f"{where}, {point}")
+    if not measured.layer.forward + measured.layer.backward:
+        raise ProfileError(f"{where}, {point}: a layer takes no time; measure it again")
     return point, measured
+
+
+_MOST = 1e15
+"""Above it a cost is none, and sums of it are no numbers any more."""
 
 
 def _require_cost(cost: Any, where: str) -> None:
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
         raise ProfileError(f"{where}: {cost!r} is no cost; a cost is at least 0")
+    if cost > _MOST:
+        raise ProfileError(
+            f"{where}: {cost:.3g} is more than any cost; costs are in seconds and bytes"
+            if isinstance(cost, float)
+            else f"{where}: a whole number of {len(str(cost))} digits is no cost; costs are in "
+            "seconds and bytes"
+        )
 
 
 def _seconds_and_bytes(costs: Iterable[Any]) -> Iterable[float]:

@@ -1,7 +1,8 @@
 """The optimal number of layers of each pipeline stage, exact for a closed-form cost model.
 
     period = max over stages of: passes of one micro-batch; link occupancy; time of a round trip to
-             the last stage and back / micro-batches that 1F1B keeps in flight on the stage
+             the last stage and back / micro-batches that 1F1B keeps in flight on the stage; time of
+             a round trip to the next stage and back / 2, by as much of the step as it lasts
     step   = micro-batches x period + (sum of all stages' passes - period) / chunks
              + sum of all transfers + max over stages of the update
 
@@ -10,8 +11,9 @@ The model is evaluated for thousands of pipelines; `simulate` re-evaluates the b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +42,7 @@ class PipelineModel:
     transfer_seconds: FloatArray
     """One transfer to the next stage, in one direction; 0 for the last stage."""
     link_seconds: FloatArray
-    """How long such a transfer occupies the link."""
+    """How long one micro-batch keeps the busiest NIC of either end sending, or else the link."""
     update_seconds: FloatArray
     """Gradient reduction and optimizer update of one layer."""
     extra_update_seconds: FloatArray
@@ -51,6 +53,15 @@ class PipelineModel:
     @property
     def stages(self) -> int:
         return len(self.layer_seconds)
+
+    @cached_property
+    def neighbour_shares(self) -> FloatArray:
+        """Of the micro-batches the part for which a stage waits for the next one; 0 where none."""
+        before_last = np.arange(self.stages - 2, -1, -1)
+        following = self.micro_batches - 1
+        shares = np.maximum(following - before_last, 0) / max(following, 1)
+        is_steady = (before_last + 2 < self.micro_batches) & (self.chunks == 1)
+        return np.where(is_steady, shares, 0.0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,12 @@ def estimate(pipeline: PipelineModel, layers: IntArray) -> Split:
     """Evaluate the cost model for a given split."""
     times = pipeline.layer_seconds * layers + pipeline.extra_seconds
     period = float(
-        max(times.max(), _link_period(pipeline), (_round_trip_periods(pipeline, times)).max())
+        max(
+            times.max(),
+            _link_period(pipeline),
+            _round_trip_periods(pipeline, times).max(),
+            _neighbour_periods(pipeline, times).max(initial=0.0),
+        )
     )
     update_seconds = float((pipeline.update_seconds * layers + pipeline.extra_update_seconds).max())
     transfers = 2 * float(pipeline.transfer_seconds.sum())
@@ -143,6 +159,16 @@ def _round_trip_periods(pipeline: PipelineModel, times: FloatArray) -> FloatArra
     return np.where(in_flight < pipeline.micro_batches, round_trip / in_flight, 0.0)
 
 
+def _neighbour_periods(pipeline: PipelineModel, times: FloatArray) -> FloatArray:
+    """The lower bound of the period by the round trip from each stage to the next one.
+
+    Of two neighbours the earlier has one micro-batch more in flight: it begins one only after the
+    one but last has come back.
+    """
+    round_trips = times[:-1] + times[1:] + 2 * pipeline.transfer_seconds[:-1]
+    return round_trips / 2 * pipeline.neighbour_shares
+
+
 def _max_layers_within_update(pipeline: PipelineModel, update_seconds: float) -> IntArray:
     """The most layers of each stage that fit into memory and update in time."""
     if update_seconds == np.inf:
@@ -172,9 +198,11 @@ def _best_without_update(
     if unconstrained is None:
         return None
     best = estimate(pipeline, unconstrained)
+    periods = pipeline.micro_batches - 1 / pipeline.chunks
+    if periods == 0:
+        return best  # a single micro-batch waits for none before it
     total_seconds = float((pipeline.layer_seconds * unconstrained + pipeline.extra_seconds).sum())
     fixed_seconds = total_seconds / pipeline.chunks + 2 * float(pipeline.transfer_seconds.sum())
-    periods = pipeline.micro_batches - 1 / pipeline.chunks
     lower_bound = _period_lower_bound(pipeline, layers)
     period = best.period
     while period - lower_bound > _NEAR * period:
@@ -189,7 +217,7 @@ def _best_without_update(
         period = min(middle, candidate.period)
         best = min(best, candidate, key=_pipeline_seconds)
     # A split with a longer period than this cannot be better.
-    max_period = (best.pipeline_seconds - fixed_seconds) / periods if periods > 0 else np.inf
+    max_period = (best.pipeline_seconds - fixed_seconds) / periods
     while max_period > lower_bound:
         found = _min_total_seconds(pipeline, layers, max_layers, max_period)
         if found is None:
@@ -251,7 +279,11 @@ def _min_total_seconds(
         if unassigned == 0:
             break
     times = pipeline.layer_seconds * counts + pipeline.extra_seconds
-    if bool((_round_trip_periods(pipeline, times) <= period * (1 + 1e-12)).all()):
+    longest = max(
+        _round_trip_periods(pipeline, times).max(),
+        _neighbour_periods(pipeline, times).max(initial=0.0),
+    )
+    if longest <= period * (1 + 1e-12):
         return counts
     return _min_total_seconds_by_dp(pipeline, layers, max_layers, period)
 
@@ -261,36 +293,70 @@ def _min_total_seconds_by_dp(
 ) -> IntArray | None:
     """The same where round trips are binding: dynamic programming from the last stage to the first.
 
-    State: the layers on the stages from the current one to the last. A shorter sum is better both
-    for the stages before and for their round trips.
+    State: the layers on the stages from the current one to the last, and those on the current one,
+    which the stage before may wait for. A shorter sum is better for the round trips of both.
     """
     stages = pipeline.stages
-    # By number of layers; the last entry stands for a negative number.
-    min_totals = np.full(layers + 2, np.inf)
-    min_totals[0] = 0.0
     remaining_layers = _remaining_layers(layers)
-    choices = np.zeros((stages, layers + 1), dtype=np.int64)
+    shortest_rests = np.full((layers + 2, 1), np.inf)  # by layers; the last row: a negative number
+    shortest_rests[0] = 0.0
+    tables: list[_StageTable] = []
     transfers = 0.0
     for stage in range(stages - 1, -1, -1):
         counts = np.arange(pipeline.chunks, min(int(max_layers[stage]), layers) + 1)
-        stage_seconds = counts * pipeline.layer_seconds[stage] + pipeline.extra_seconds[stage]
-        totals = min_totals[remaining_layers[:, counts]] + stage_seconds
-        best = totals.argmin(axis=1)
-        found = totals.min(axis=1)
-        choices[stage] = counts[best]
+        seconds = counts * pipeline.layer_seconds[stage] + pipeline.extra_seconds[stage]
+        within = np.zeros(len(counts), dtype=np.int64)
+        if tables:
+            within = _most_behind(pipeline, stage, seconds, tables[-1].counts, period)
+        rests = shortest_rests[remaining_layers[:, counts], within]
+        totals = np.where(within < 0, np.inf, rests) + seconds
         transfers += 2 * float(pipeline.transfer_seconds[stage])
         in_flight = stages - stage
         if in_flight < pipeline.micro_batches:
-            found[found + transfers > period * in_flight * (1 + 1e-12)] = np.inf
-        min_totals[:-1] = found
-    if not np.isfinite(min_totals[layers]):
-        return None
-    split = np.zeros(stages, dtype=np.int64)
-    remaining = layers
-    for stage in range(stages):
-        split[stage] = choices[stage, remaining]
-        remaining -= int(split[stage])
-    return split
+            totals[totals + transfers > period * in_flight * (1 + 1e-12)] = np.inf
+        tables.append(_StageTable(counts, totals, within))
+        shortest_rests = np.full((layers + 2, len(counts)), np.inf)
+        shortest_rests[:-1] = np.minimum.accumulate(totals, axis=1)
+    return _read_split(tables[::-1], layers)
+
+
+@dataclass(frozen=True)
+class _StageTable:
+    """What the dynamic program knows of a stage. Columns: the layers that it may have."""
+
+    counts: IntArray
+    totals: FloatArray
+    """The least seconds of it and all stages behind it, by layers of all of them (rows)."""
+    within: IntArray
+    """The last column of the next stage that may stand behind it; -1 where none may."""
+
+
+def _most_behind(
+    pipeline: PipelineModel, stage: int, seconds: FloatArray, behind: IntArray, period: float
+) -> IntArray:
+    """`_StageTable.within` of a stage whose passes take so many seconds."""
+    last = len(behind) - 1
+    share = pipeline.neighbour_shares[stage]
+    if share == 0:
+        return np.full(len(seconds), last)
+    left = 2 * period / share - seconds - 2 * pipeline.transfer_seconds[stage]
+    left = left - pipeline.extra_seconds[stage + 1]
+    most = np.floor(left / pipeline.layer_seconds[stage + 1] + 1e-9)
+    return np.clip(most - behind[0], -1, last).astype(np.int64)
+
+
+def _read_split(tables: Sequence[_StageTable], layers: int) -> IntArray | None:
+    """The shortest split of a dynamic program's tables, the first stage's first."""
+    split, within = [], len(tables[0].counts) - 1
+    for table in tables:
+        candidates = table.totals[layers, : within + 1]
+        column = int(candidates.argmin())
+        if not np.isfinite(candidates[column]):
+            return None
+        split.append(int(table.counts[column]))
+        within = int(table.within[column])
+        layers -= split[-1]
+    return np.array(split)
 
 
 @cache

@@ -6,10 +6,13 @@ below (`lower_bound_seconds`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hetero.planner.cluster_shape import Cluster
+from hetero.planner.layer_split import FloatArray
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.pipeline_simulator import PipelineTimes, Timeline, simulate_pipeline
 from hetero.planner.placement import Placement
@@ -122,7 +125,7 @@ def estimate_pipeline(pipeline: PipelineTimes) -> float:
     """Seconds of one pipeline's passes and transfers, as the longest chain of dependencies."""
     if pipeline.chunks > 1:
         return _estimate_interleaved(pipeline)
-    return _critical_path(pipeline, lambda in_flight: (pipeline.micro_batches - 1) / in_flight)
+    return _critical_path(pipeline, whole_rounds=False)
 
 
 def pipeline_lower_bound(pipeline: PipelineTimes) -> float:
@@ -132,38 +135,70 @@ def pipeline_lower_bound(pipeline: PipelineTimes) -> float:
             pipeline.micro_batches * (sum(forward) + sum(backward))
             for forward, backward in zip(pipeline.forward, pipeline.backward, strict=True)
         )
-    return _critical_path(pipeline, lambda in_flight: (pipeline.micro_batches - 1) // in_flight)
+    return _critical_path(pipeline, whole_rounds=True)
 
 
-def _critical_path(
-    pipeline: PipelineTimes, round_trips_after_first: Callable[[int], float]
-) -> float:
+def _critical_path(pipeline: PipelineTimes, *, whole_rounds: bool) -> float:
     """The critical path: fill, a stage's own work or its round trips, drain; the longest stage's.
 
-    A round trip takes a micro-batch from a stage to the last one and back.
-    `round_trips_after_first` gives how many follow the first, for the most micro-batches in flight.
+    Only a path of whole rounds is a lower bound.
     """
     passes = [
         (forward, backward)
         for (forward,), (backward,) in zip(pipeline.forward, pipeline.backward, strict=True)
     ]
     hops = [edge.occupancy + edge.latency for edge in pipeline.edges]
+    rounds = _longest_rounds(pipeline, whole=whole_rounds)
     longest = upstream = 0.0
     downstream = sum(forward + backward for forward, backward in passes) + 2 * sum(hops)
     for stage, (forward, backward) in enumerate(passes):
         round_trip = downstream
         downstream -= forward + backward
-        max_in_flight = pipeline.stages - stage
         computing = pipeline.micro_batches * (forward + backward)
-        bubble = _bubble(pipeline, max_in_flight - 1, forward, backward, downstream)
-        round_trips = 1.0
-        if pipeline.micro_batches > max_in_flight:
-            round_trips += round_trips_after_first(max_in_flight)
-        longest = max(longest, upstream + computing + bubble, upstream + round_trips * round_trip)
+        bubble = _bubble(pipeline, pipeline.stages - stage - 1, forward, backward, downstream)
+        longest = max(longest, upstream + max(computing + bubble, rounds[stage] + round_trip))
         if stage < len(hops):
             upstream += forward + backward + 2 * hops[stage]
             downstream -= 2 * hops[stage]
-    return max([longest, *(pipeline.micro_batches * edge.occupancy for edge in pipeline.edges)])
+    return max(float(longest), pipeline.micro_batches * _rail_seconds(pipeline))
+
+
+def _longest_rounds(pipeline: PipelineTimes, *, whole: bool) -> FloatArray:
+    """For each stage the rounds that its micro-batches make before the last one's round trip.
+
+    Of 1F1B's passes in flight a later stage has one less for each stage between. So a micro-batch
+    enters the earlier stage only after an earlier one has come back from the later stage, and a
+    slow link between two neighbours holds up a pipeline of any depth.
+    """
+    stages = np.arange(pipeline.stages)
+    forward = np.array([seconds for (seconds,) in pipeline.forward])
+    backward = np.array([seconds for (seconds,) in pipeline.backward])
+    hops = np.array([0.0, *(2 * (edge.occupancy + edge.latency) for edge in pipeline.edges)])
+    ends = np.cumsum(forward + backward + hops)
+    # One row for the stage where a round begins, one column for the stage where it turns.
+    round_trips = ends - (ends - forward - backward)[:, None]
+    in_flight = stages - stages[:, None] + 1
+    warm_up = pipeline.stages - 1 - stages
+    rounds = np.maximum(pipeline.micro_batches - 1 - warm_up, 0) / np.maximum(in_flight, 1)
+    seconds = warm_up * forward[:, None] + (np.floor(rounds) if whole else rounds) * round_trips
+    is_steady = (in_flight > 0) & (warm_up[:, None] + 1 < pipeline.micro_batches)
+    longest: FloatArray = np.where(is_steady, seconds, 0.0).max(axis=1)
+    return longest
+
+
+def _rail_seconds(pipeline: PipelineTimes) -> float:
+    """How long the busiest NIC sends, or the busiest link, for one micro-batch."""
+    last = pipeline.stages - 1
+    busy: dict[int, float] = {}
+    longest = 0.0
+    for index, edge in enumerate(pipeline.edges):
+        seconds = edge.occupancy * (pipeline.chunks if index < last else pipeline.chunks - 1)
+        longest = max(longest, seconds)
+        # Activations leave by the rails of the first stage, and gradients by those of the second.
+        for rail in (edge.sender_rails, edge.receiver_rails):
+            if rail >= 0:
+                busy[rail] = busy.get(rail, 0.0) + seconds
+    return max([longest, *busy.values()])
 
 
 def _bubble(
@@ -186,7 +221,7 @@ def _estimate_interleaved(pipeline: PipelineTimes) -> float:
         sum(forward) + sum(backward)
         for forward, backward in zip(pipeline.forward, pipeline.backward, strict=True)
     ]
-    period = max(*passes, pipeline.chunks * max(edge.occupancy for edge in pipeline.edges))
+    period = max(*passes, _rail_seconds(pipeline))
     hops = sum(edge.occupancy + edge.latency for edge in pipeline.edges[:-1])
     fill = (sum(passes) - max(passes)) / pipeline.chunks + 2 * hops
     return fill + pipeline.micro_batches * period

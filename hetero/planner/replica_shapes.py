@@ -18,6 +18,8 @@ _MAX_GPU_PRODUCT = 1024
 _MAX_SHAPES = 60  # evaluated by a heuristic search
 _MAX_FEWER = 64
 """Numbers of replicas below what a kind's GPUs allow that a search of large clusters looks at."""
+_MAX_ROUNDED = 8
+"""Micro-batches by which a bound is raised until as many are whole as there have to be."""
 _LOWER_BOUND = attrgetter("lower_bound")
 
 
@@ -40,16 +42,21 @@ def candidate_shapes(problem: Problem, *, is_exact: bool) -> list[ReplicaShape]:
     """All shapes or, of a large cluster or in a heuristic search, the most promising ones.
 
     These are the shapes with the least lower bounds, of those with as many replicas as the GPUs
-    allow and of those with fewer on one kind, which may divide the batch better.
+    allow and of those with fewer on one kind or two, which may divide the batch better.
     """
     every = is_exact and not is_truncated(problem)
     shapes = sorted(_replica_shapes(problem, every=every), key=_LOWER_BOUND)
     full = [shape for shape in shapes if _divides_batch(problem, shape)]
     if every:
         return full
-    fewer = [one for shape in shapes[:_MAX_SHAPES] for one in _with_fewer(problem, shape)]
-    fewer = sorted(fewer, key=_LOWER_BOUND)[:_MAX_SHAPES]
+    fewer = _best_with_fewer(problem, shapes[:_MAX_SHAPES])
+    fewer += _best_with_fewer(problem, fewer)
     return [*(full if is_exact else full[:_MAX_SHAPES]), *fewer]
+
+
+def _best_with_fewer(problem: Problem, shapes: Sequence[ReplicaShape]) -> list[ReplicaShape]:
+    fewer = {one for shape in shapes for one in _with_fewer(problem, shape)}
+    return sorted(fewer, key=_LOWER_BOUND)[:_MAX_SHAPES]
 
 
 def is_truncated(problem: Problem) -> bool:
@@ -119,13 +126,22 @@ def _fastest_micro_batch(
 def _lower_bound(
     problem: Problem, seconds: Sequence[float], micro_batch: int, stages: int, data: Sequence[int]
 ) -> float:
-    """A lower bound of the passes: fractional layers, all replicas finish at once.
+    """A lower bound of the passes: fractional layers, and whole micro-batches.
 
     A replica takes (n - 1) / stages + 1 times the `seconds` of one micro-batch for n of them.
     """
     total = problem.space.global_batch // micro_batch
     rates = sum(count / one for count, one in zip(data, seconds, strict=True))
-    return (total + sum(data) * (stages - 1)) / stages / rates
+    bound = (total + sum(data) * (stages - 1)) / stages / rates
+    for _ in range(_MAX_ROUNDED):
+        # By then each has finished so many; the first to finish another one comes next.
+        finished = [int(bound * stages / one * (1 + 1e-9)) - stages + 1 for one in seconds]
+        if sum(map(int.__mul__, finished, data)) >= total:
+            break
+        bound = min(
+            (count + stages) * one / stages for count, one in zip(finished, seconds, strict=True)
+        )
+    return bound
 
 
 def _divides_batch(problem: Problem, shape: ReplicaShape) -> bool:

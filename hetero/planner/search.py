@@ -16,13 +16,17 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
-from hetero.planner.combinations import Combinations, KindCandidates, lower_bounds
+from hetero.planner.combinations import (
+    Combinations,
+    KindCandidates,
+    lower_bounds,
+    pipeline_lower_bounds,
+)
 from hetero.planner.layer_split import PipelineModel, Split, best_split
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.placement import Placement
@@ -113,17 +117,19 @@ def search(
         visited_pools = [pool.shortlisted(size) for pool in pools]
     products = [product for pool in visited_pools for product in pool.combinations(model)]
     best = _BestCandidates(num_candidates)
+    replicas = problem.space.replicas and 1 in problem.space.chunks
+    if replicas:
+        # First: over slow links they end the search for pipelines early.
+        progress("replicas", 0.0)
+        for found in search_replicas(problem, cutoff=math.inf, is_exact=is_exact):
+            micro_batches = sum(found.shares)
+            best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))
     _best_first_search(
         problem, products, best, is_exact=is_exact, explore_below=explore_below, progress=progress
     )
     if not is_exact:
         _local_search(problem, best, pools, progress)
-    if problem.space.replicas and 1 in problem.space.chunks:
-        progress("replicas", 0.0)
-        for found in search_replicas(problem, cutoff=best.cutoff, is_exact=is_exact):
-            micro_batches = sum(found.shares)
-            best.add(Candidate(found.meshes, found.split, micro_batches, 1, found.shares))
-        is_exact = is_exact and not is_truncated(problem)
+    is_exact = is_exact and not (replicas and is_truncated(problem))
     return SearchResult(tuple(best.sorted()), combinations, is_exact)
 
 
@@ -133,6 +139,9 @@ class _BestCandidates:
     def __init__(self, num_candidates: int) -> None:
         self.num_candidates = num_candidates
         self._by_meshes: dict[frozenset[MeshCandidate], Candidate] = {}
+        self.shortest = math.inf
+        self.cutoff = math.inf
+        """Candidates that take this many seconds or more are not among the best."""
 
     def add(self, candidate: Candidate) -> None:
         key = frozenset(candidate.meshes)
@@ -140,22 +149,15 @@ class _BestCandidates:
         if incumbent is not None and incumbent.seconds <= candidate.seconds:
             return
         self._by_meshes[key] = candidate
+        found = self.sorted()
+        self.shortest = found[0].seconds
+        if len(found) == self.num_candidates:
+            self.cutoff = found[-1].seconds
         if len(self._by_meshes) > 4 * self.num_candidates:
-            kept = heapq.nsmallest(self.num_candidates, self._by_meshes.values(), key=_seconds)
-            self._by_meshes = {frozenset(one.meshes): one for one in kept}
+            self._by_meshes = {frozenset(one.meshes): one for one in found}
 
     def sorted(self) -> list[Candidate]:
         return heapq.nsmallest(self.num_candidates, self._by_meshes.values(), key=_seconds)
-
-    @property
-    def shortest(self) -> float:
-        return min((one.seconds for one in self._by_meshes.values()), default=math.inf)
-
-    @property
-    def cutoff(self) -> float:
-        """Candidates that take this many seconds or more are not among the best."""
-        found = self.sorted()
-        return found[-1].seconds if len(found) == self.num_candidates else math.inf
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -279,15 +281,12 @@ def _local_search(
     """Hill climbing from the best candidates: replace, add, drop or swap meshes."""
     solved = 0
     by_key = {(pool.micro_batches, pool.chunks): pool for pool in pools}
-    for initial in best.sorted()[:_LOCAL_SEARCHES]:
+    pipelines = [one for one in best.sorted() if not one.shares]
+    for initial in pipelines[:_LOCAL_SEARCHES]:
         current, visited = initial, {initial.meshes}
         while solved < _MAX_MOVES:
-            moves = sorted(
-                (bound, tie_break, move)
-                for tie_break, move in enumerate(_moves(current, by_key))
-                if (bound := _lower_bound(problem, move)) < current.seconds
-            )
-            for _, _, (meshes, pool) in moves:
+            pool = by_key[current.micro_batches, current.chunks]
+            for meshes in _promising(problem, current, pool):
                 if meshes in visited or solved >= _MAX_MOVES:
                     continue
                 visited.add(meshes)
@@ -304,34 +303,42 @@ def _local_search(
             progress("changes", solved / _MAX_MOVES)
 
 
-_Move: TypeAlias = tuple[tuple[MeshCandidate, ...], _Pool]
+def _promising(
+    problem: Problem, current: Candidate, pool: _Pool
+) -> list[tuple[MeshCandidate, ...]]:
+    """The neighbours whose bounds are below the candidate's seconds, by ascending bound."""
+    found: list[tuple[float, int, tuple[MeshCandidate, ...]]] = []
+    by_length: dict[int, list[tuple[MeshCandidate, ...]]] = {}
+    for meshes in _moves(current, pool):
+        by_length.setdefault(len(meshes), []).append(meshes)
+    for same in by_length.values():
+        bounds = pipeline_lower_bounds(
+            same, problem, micro_batches=pool.micro_batches, chunks=pool.chunks
+        )
+        for bound, meshes in zip(bounds, same, strict=True):
+            if bound < current.seconds:
+                found.append((bound, len(found), meshes))
+    return [meshes for _, _, meshes in sorted(found)]
 
 
-def _moves(current: Candidate, by_key: Mapping[tuple[int, int], _Pool]) -> Iterator[_Move]:
+def _moves(current: Candidate, pool: _Pool) -> Iterator[tuple[MeshCandidate, ...]]:
     """The neighbourhood of a candidate."""
-    pool = by_key[current.micro_batches, current.chunks]
     meshes = current.meshes
     for one, other in itertools.combinations(range(len(meshes)), 2):
         swapped = list(meshes)
         swapped[one], swapped[other] = swapped[other], swapped[one]
-        yield tuple(swapped), pool
+        yield tuple(swapped)
     for index, mesh in enumerate(meshes):
         before, after = meshes[:index], meshes[index + 1 :]
         if before or after:
-            yield (*before, *after), pool
+            yield (*before, *after)
         for candidate in pool.of_kind(mesh.shape.kind.name):
             near = abs(candidate.stages - mesh.stages) <= 2
             if near or candidate.stages in (mesh.stages // 2, 2 * mesh.stages):
-                yield (*before, candidate, *after), pool
+                yield (*before, candidate, *after)
     used = {mesh.shape.kind.name for mesh in meshes}
     for kind in pool.kinds:
         if kind and kind[0].shape.kind.name not in used:
             for candidate in kind:
                 for position in range(len(meshes) + 1):
-                    yield (*meshes[:position], candidate, *meshes[position:]), pool
-
-
-def _lower_bound(problem: Problem, move: _Move) -> float:
-    meshes, pool = move
-    kinds = tuple(KindCandidates.of([mesh], model=problem.model) for mesh in meshes)
-    return float(lower_bounds(Combinations(kinds, pool.micro_batches, pool.chunks), problem)[0])
+                    yield (*meshes[:position], candidate, *meshes[position:])

@@ -13,12 +13,14 @@ import numpy as np
 from hetero.plan import Mesh, Plan, split_over_chunks
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.communication_costs import (
+    boundary_seconds,
     edge_costs,
     reduce_and_gather_seconds,
     tied_embedding_seconds,
 )
 from hetero.planner.layer_profile import PartCosts, Profile, ProfileError
 from hetero.planner.layer_split import FloatArray, IntArray, PipelineModel
+from hetero.planner.mesh_hops import MeshHops, busiest_rails, mesh_hops
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import in_flight
 from hetero.planner.placement import Placement
@@ -72,22 +74,14 @@ class MeshShape:
     update_seconds_per_parameter: FloatArray
     """Gradient reduction and optimizer update of each stage, which may lie over two nodes."""
     update_seconds_fixed: FloatArray
-    intra_node_hop: tuple[float, float]
-    """Seconds to the mesh's next stage on the same node: (transfer, link occupancy)."""
-    inter_node_hop: tuple[float, float]
-    """The same to the next stage on another node."""
+    hops: MeshHops
+    """Of as many stages as there may be."""
+    boundary_seconds: float
+    """The least that a transfer to or from any other kind of node occupies this end."""
 
     @property
     def max_stages(self) -> int:
         return self.kind.usable_gpus(self.stage.tensor) // self.stage.ranks
-
-    def hops(self, stages: int) -> FloatArray:
-        """Transfer and link occupancy (two rows) from each of `stages` stages to the next."""
-        size, ranks = self.kind.gpus_per_node, self.stage.ranks
-        first = np.arange(stages - 1) * ranks
-        is_same_node = first // size == (first + 2 * ranks - 1) // size
-        intra, inter = np.array(self.intra_node_hop), np.array(self.inter_node_hop)
-        return np.where(is_same_node, intra[:, None], inter[:, None])
 
     def max_layers(
         self, model: ModelShape, in_flight: IntArray, *, chunks: int, first: bool, last: bool
@@ -130,6 +124,8 @@ class MeshCandidate:
     """An upper bound: layers that fit at the end of the pipeline and without embedding and head."""
     transfer_seconds: float
     """All transfers between its stages, in both directions."""
+    link_seconds: float
+    """The longest that any of them keeps a link or a NIC busy for one micro-batch."""
 
 
 def mesh_candidates(
@@ -149,11 +145,12 @@ def mesh_candidates(
     in_flights = in_flights if chunks == 1 else np.full(max_stages, chunks)
     fitting = shape.max_layers(problem.model, in_flights, chunks=chunks, first=False, last=False)
     max_layers = np.cumsum(np.maximum(fitting, 0))
-    transfers = np.cumsum([0.0, *shape.hops(max_stages)[0]])
+    transfers = np.cumsum([0.0, *shape.hops.seconds[: max_stages - 1]])
+    busy = np.maximum.accumulate([0.0, *shape.hops.link_seconds[: max_stages - 1]])
     return [
-        MeshCandidate(shape, stages, float(layers), 2 * float(seconds))
-        for stages, layers, seconds in zip(
-            range(1, max_stages + 1), max_layers, transfers, strict=True
+        MeshCandidate(shape, stages, float(layers), 2 * float(seconds), float(longest))
+        for stages, layers, seconds, longest in zip(
+            range(1, max_stages + 1), max_layers, transfers, busy, strict=True
         )
         if layers >= stages * chunks
     ]
@@ -244,8 +241,14 @@ def mesh_shape(
         usable_bytes=kind.accelerator.memory_gib * 2**30 - options.reserved_bytes,
         update_seconds_per_parameter=slope + reduction_slope,
         update_seconds_fixed=fixed + reduction_fixed,
-        intra_node_hop=_hop(problem, stage, same_node=True),
-        inter_node_hop=_hop(problem, stage, same_node=False),
+        hops=mesh_hops(
+            problem.cluster,
+            stage,
+            stages=max(min(kind.usable_gpus(stage.tensor) // stage.ranks, model.layers), 1),
+            model=model,
+            options=options,
+        ),
+        boundary_seconds=boundary_seconds(problem.cluster, stage, model=model, options=options),
     )
 
 
@@ -283,15 +286,6 @@ def _reduction_costs(problem: Problem, stage: StageShape) -> tuple[float, float]
     return max(2 * one - two, 0.0), (two - one) / layer
 
 
-def _hop(problem: Problem, stage: StageShape, *, same_node: bool) -> tuple[float, float]:
-    """Seconds to an equal stage on the same node or another one: transfer, link occupancy."""
-    gpus = problem.cluster.kind(stage.kind).gpus_per_node
-    fits_node = same_node and 2 * stage.ranks <= gpus
-    target = replace(stage, first_gpu=stage.ranks if fits_node else gpus * 2**20)
-    edge = edge_costs(problem.cluster, stage, target, model=problem.model, options=problem.options)
-    return edge.occupancy + edge.latency, edge.occupancy
-
-
 def pipeline_model(
     problem: Problem, meshes: Sequence[MeshCandidate], *, micro_batches: int, chunks: int = 1
 ) -> PipelineModel:
@@ -305,7 +299,7 @@ def pipeline_model(
         ]
     )
     layer, extra, transfer, link, update, extra_update = np.zeros((6, stages))
-    max_layers = np.zeros(stages, dtype=np.int64)
+    max_layers, is_same_node, rail_groups = np.zeros((3, stages), dtype=np.int64)
     start = 0
     for index, mesh in enumerate(meshes):
         shape, end = mesh.shape, start + mesh.stages
@@ -321,7 +315,11 @@ def pipeline_model(
             first=index == 0,
             last=index == len(meshes) - 1,
         )
-        transfer[start : end - 1], link[start : end - 1] = shape.hops(mesh.stages)
+        inside, hops = slice(start, end - 1), shape.hops
+        transfer[inside] = hops.seconds[: mesh.stages - 1]
+        link[inside] = hops.link_seconds[: mesh.stages - 1]
+        is_same_node[inside] = hops.is_same_node[: mesh.stages - 1]
+        rail_groups[own] = start + hops.rail_groups[: mesh.stages]
         if end < stages:
             boundary = edge_costs(
                 problem.cluster,
@@ -335,6 +333,7 @@ def pipeline_model(
             extra[end] += boundary.gather_after * chunks
             extra[end - 1] += boundary.gather_before * chunks
         start = end
+    link[:-1] = busiest_rails(link[:-1], is_same_node[:-1], rail_groups)
     first, last = meshes[0].shape, meshes[-1].shape
     single = stages == 1
     embedding, _ = embedding_and_head_parameters(model, first.stage.tensor, single_stage=single)

@@ -112,6 +112,10 @@ def test_a_rail_that_is_slower_both_ways_at_once_exchanges_at_that_speed() -> No
         ("nodes: [{accelerator: H200}]\nnodes: []", "the key 'nodes' stands twice"),
         ("nodes: [{accelerator: H200, rail_gbits: .inf}]", "rail_gbits is inf; it must be"),
         ("nodes: [{accelerator: H200, name: null}]", "name is None; give it one"),
+        ("nodes: [{accelerator: H200, name: [a]}]", r"name is \['a'\]; give it one of a line"),
+        ('nodes: [{accelerator: H200, name: "a\\nb"}]', "give it one of a line"),
+        ('nodes: [{accelerator: H200, name: "\\ud800"}]', "give it one of a line"),
+        (f"nodes: [{{accelerator: {[['x'] * 9] * 999}}}]", r"accelerator is \[\['x', .{,400}$"),
         ("nodes: [", "not valid YAML"),
     ],
 )

@@ -8,7 +8,12 @@ import pytest
 
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import cluster_from_mapping
-from hetero.planner.combinations import Combinations, KindCandidates, lower_bounds
+from hetero.planner.combinations import (
+    Combinations,
+    KindCandidates,
+    lower_bounds,
+    pipeline_lower_bounds,
+)
 from hetero.planner.layer_split import best_split
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.search_space import (
@@ -35,10 +40,14 @@ SMALL = ModelShape(
 KINDS = [{"accelerator": name, "gpus_per_node": 2} for name in ("H100-SXM", "B200")]
 
 
+@pytest.mark.parametrize("gbits", [400, 0.01])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_the_output_layer_counts_where_it_is_most_of_the_work(chunks: int) -> None:
-    """A bound that leaves it out is a tenth of the step, and nothing would be left out."""
-    cluster = cluster_from_mapping({"nodes": KINDS}, source="the test")
+def test_the_output_layer_and_a_slow_link_count_where_they_are_most_of_the_work(
+    chunks: int, gbits: float
+) -> None:
+    """A bound that leaves them out is a tenth of the step, and nothing would be left out."""
+    kinds = [{**kind, "rail_gbits": gbits} for kind in KINDS]
+    cluster = cluster_from_mapping({"nodes": kinds}, source="the test")
     space = SearchSpace(global_batch=64, tensor=(1,), micro_batch=(1,), recompute=("none",))
     problem = Problem(cluster, SMALL, analytic_profile(SMALL, cluster), space)
 
@@ -46,9 +55,12 @@ def test_the_output_layer_counts_where_it_is_most_of_the_work(chunks: int) -> No
         (shape,) = mesh_shapes(problem, cluster.kinds[index], 1)
         return mesh_candidates(problem, shape, chunks)
 
-    for pair in itertools.product(meshes(0), meshes(1)):
-        kinds = tuple(KindCandidates.of([mesh], model=SMALL) for mesh in pair)
-        (bound,) = lower_bounds(Combinations(kinds, 64, chunks), problem)
+    pairs = list(itertools.product(meshes(0), meshes(1)))
+    both = tuple(KindCandidates.of(meshes(index), model=SMALL) for index in range(2))
+    bounds = lower_bounds(Combinations(both, 64, chunks), problem)
+    one_by_one = pipeline_lower_bounds(pairs, problem, micro_batches=64, chunks=chunks)
+    assert bounds == pytest.approx(one_by_one)
+    for pair, bound in zip(pairs, bounds, strict=True):
         if bound == float("inf"):
             continue
         pipelines = [

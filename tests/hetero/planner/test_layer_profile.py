@@ -77,6 +77,9 @@ def test_the_optimizer_takes_a_fixed_part_and_one_for_each_parameter() -> None:
         ('{"format": 1}', "is damaged: it lists no accelerators"),
         ('{"format": 1, "accelerators": {"X": {"points": []}}}', "X is damaged: TypeError"),
         ('{"format": 1, "accelerators": {"X": []}}', "'points' and 'interpolate' must be lists"),
+        ('{"format": 1, "format": 1}', "the key 'format' stands twice"),
+        ("[" * 5000 + "]" * 5000, "not JSON; name a file"),
+        ('{"format":' * 5000 + "1" + "}" * 5000, "not JSON; name a file"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -98,6 +101,45 @@ def test_a_point_of_no_size_is_told(tmp_path: Path) -> None:
         "tensor is 'two'; it must be a whole number of at least 1",
         "micro_batch is 0; it must be a whole number of at least 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "said"),
+    [
+        ({"forward": 0, "backward": 0}, 1.0, "point 0, tensor size 1, .*: a layer takes no time"),
+        ({"forward": 1, "backward": 2}, 10**400, "a whole number of 401 digits is no cost"),
+        ({"forward": 1e300, "backward": 2}, 1.0, "1e\\+300 is more than any cost"),
+    ],
+)
+def test_costs_that_nothing_can_be_computed_with_are_refused(
+    tmp_path: Path, layer: dict[str, float], kept: float, said: str
+) -> None:
+    data = profile().to_mapping()
+    measured = data["accelerators"]["H200"]["points"][0]["costs"]
+    measured |= {"layer": layer, "layer_activation_bytes": kept}
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=said):
+        load_profile(file)
+
+
+def test_a_point_that_stands_twice_is_told(tmp_path: Path) -> None:
+    data = profile().to_mapping()
+    points = data["accelerators"]["H200"]["points"]
+    points.append(points[0])
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=r"H200 has tensor size 1, .* twice; keep one"):
+        load_profile(file)
+
+
+def test_a_source_can_be_written_again(tmp_path: Path) -> None:
+    """JSON can say half a character, with which no page can be written."""
+    data = profile().to_mapping()
+    data["accelerators"]["H200"]["source"] = "here \ud800"
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(data))
+    assert load_profile(file).accelerators["H200"].source == "here ?"
 
 
 def test_every_damage_of_a_file_is_told_at_once(tmp_path: Path) -> None:

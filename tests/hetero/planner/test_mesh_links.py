@@ -48,6 +48,13 @@ def test_tensor_parallelism_over_two_of_eight_mostly_waits() -> None:
     assert eight < 0.4 * alone
 
 
+@pytest.mark.parametrize(("ranks", "gigabytes"), [(2, 25), (8, 150)])
+def test_v100_reach_one_link_in_pairs_and_three_rings_together(ranks: int, gigabytes: int) -> None:
+    """A DGX-1: of GPUs 0 and 1 a single NVLink, over all eight three rings both ways."""
+    node = cluster_from_mapping({"nodes": [{"accelerator": "V100-SXM2-32GB"}]}, source="the test")
+    assert node.kinds[0].intra_node.within(ranks).bandwidth == pytest.approx(gigabytes * 1e9)
+
+
 def test_gpus_are_whole() -> None:
     figures = {"memory": 1, "tflops": 1, "memory_bandwidth": 1, "link": 1, "nic": 1}
     with pytest.raises(ClusterError, match=r"link_peers is 2\.5; GPUs are whole"):

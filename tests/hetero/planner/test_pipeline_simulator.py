@@ -19,11 +19,15 @@ SECONDS = st.floats(0.1, 2.0)
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, *, largest_edge: float = 0.5, chunks: int = 1) -> PipelineTimes:
+def pipelines(
+    draw: st.DrawFn, *, largest_edge: float = 0.5, chunks: int = 1, rails: int = 0
+) -> PipelineTimes:
+    """With `rails`, stages share so many NICs, and each edge uses some or none."""
     stages = draw(st.integers(2 if chunks > 1 else 1, 6))
     edges = stages if chunks > 1 else stages - 1
     rounds = draw(st.integers(1, 6))
-    wires = st.builds(EdgeTimes, st.floats(0, largest_edge), st.floats(0, 0.05))
+    ends = st.integers(-1, rails - 1)
+    wires = st.builds(EdgeTimes, st.floats(0, largest_edge), st.floats(0, 0.05), ends, ends)
 
     def passes() -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(draw(SECONDS) for _ in range(chunks)) for _ in range(stages))
@@ -188,6 +192,29 @@ def test_the_estimate_is_nearer_for_stages_that_are_nearly_balanced(
     )
 
 
+@pytest.mark.parametrize("place", range(7))
+def test_the_estimate_knows_what_one_slow_link_costs_a_deep_pipeline(place: int) -> None:
+    """Its neighbours wait for each other, wherever it is: it takes as long as one pass of both."""
+    edges = [EdgeTimes(0.0, 0.0)] * 7
+    edges[place] = EdgeTimes(3.0, 0.0)
+    pipeline = replace(even_pipeline(8, 64), edges=tuple(edges))
+    simulated = simulate_pipeline(pipeline).seconds
+    assert simulated > 1.6 * simulate_pipeline(even_pipeline(8, 64)).seconds
+    assert estimate_pipeline(pipeline) == pytest.approx(simulated, rel=0.03)
+    assert 0.95 * simulated < pipeline_lower_bound(pipeline) <= simulated * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_estimate_knows_that_a_stage_sends_both_ways_over_its_nic(chunks: int) -> None:
+    """An activation to the next stage, and a gradient to the one before."""
+    edges = tuple(EdgeTimes(4.0 / chunks, 0.0, stage, (stage + 1) % 4) for stage in range(4))
+    passes = ((1.0 / chunks,) * chunks,) * 4
+    pipeline = PipelineTimes(passes, passes, edges if chunks > 1 else edges[:3], 64)
+    simulated = simulate_pipeline(pipeline).seconds
+    assert simulated >= 64 * 8.0
+    assert estimate_pipeline(pipeline) == pytest.approx(simulated, rel=0.15)
+
+
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 4))
 def test_a_stage_holds_what_its_place_in_the_pipeline_says(
     stages: int, rounds: int, chunks: int
@@ -227,7 +254,14 @@ def test_the_estimate_of_interleaved_stages_with_equal_chunks_is_near_too(
     )
 
 
-@given(st.one_of(pipelines(), pipelines(largest_edge=5.0), pipelines(chunks=2)))
+@given(
+    st.one_of(
+        pipelines(),
+        pipelines(largest_edge=5.0),
+        pipelines(largest_edge=5.0, rails=2),
+        pipelines(chunks=2),
+    )
+)
 def test_no_schedule_is_shorter_than_the_bound_by_which_plans_are_left_out(
     pipeline: PipelineTimes,
 ) -> None:

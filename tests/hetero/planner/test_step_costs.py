@@ -117,6 +117,21 @@ def test_gpus_that_share_a_rail_share_its_bandwidth() -> None:
     assert costs.pipelines[0].edges[0].occupancy == pytest.approx(MODEL.boundary_bytes(1) / 50e9)
 
 
+def test_a_gpu_with_several_rails_sends_over_all_of_them() -> None:
+    """As on nodes with 32 NICs of 100 Gbit/s for 8 GPUs."""
+    few, kind = cluster(), cluster().kinds[1]
+    many = replace(kind, rails=4 * kind.gpus_per_node, rail=kind.rail.scaled(1 / 4))
+    several = replace(few, kinds=(few.kinds[0], many))
+    for placement in (mixed(tensor=(4, 4)), mixed()):
+        one, other = (
+            step_costs(placement, model=MODEL, cluster=nodes, profile=profile())
+            for nodes in (few, several)
+        )
+        edges, same = one.pipelines[0].edges[0], other.pipelines[0].edges[0]
+        assert edges.occupancy == pytest.approx(same.occupancy)
+        assert one.reduce == pytest.approx(other.reduce)
+
+
 def test_overlapping_hides_reduction_behind_backward_but_for_its_last_part() -> None:
     exposed = priced(alone(data=4)).reduce[0]
     hidden = priced(alone(data=4), overlap_grad_reduce=True).reduce[0]
