@@ -51,6 +51,10 @@ def _check_absence(args: Namespace, given: Collection[str]) -> Iterator[str]:
             )
         else:
             yield f"{flag} needs --hetero-pipeline; add it or remove {flag}"
+    # Unknowable, so that no check of the sizes reports what adding or removing it puts right.
+    for name in SHORTHAND:
+        if getattr(args, name) is not None:
+            delattr(args, name)
 
 
 def _check_replicas(args: Namespace) -> Iterator[str]:
