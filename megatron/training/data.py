@@ -22,6 +22,7 @@ from hetero.errors import DataError, UserError
 from hetero.formatting import counted
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.batch_sizes import samples_after
+from megatron.training.checkpoint.train_state import NEW_RUN, TrainState
 from megatron.training.core_private import (
     TransformedDataset,
     TransformedDatasetConfig,
@@ -45,10 +46,12 @@ class SplitSizes:
     test: int
 
 
-def required_samples(args: argparse.Namespace) -> SplitSizes:
-    """Samples that the run will consume from each split."""
+def required_samples(args: argparse.Namespace, begun: TrainState = NEW_RUN) -> SplitSizes:
+    """Samples that the run will consume from each split, those before `begun` included."""
+    steps = max(0, args.train_iters - begun.iteration)
+    consumed = samples_after(args, steps, consumed=begun.consumed_train_samples)
     # The last batch of a batch-size schedule may go beyond --train-samples.
-    train = max(args.train_samples or 0, samples_after(args, args.train_iters))
+    train = max(args.train_samples or 0, consumed)
     evaluates_often = args.eval_interval and not args.skip_train
     rounds = (args.train_iters // args.eval_interval + 1) if evaluates_often else 1
     per_round = args.eval_iters * args.eval_global_batch_size
@@ -91,15 +94,19 @@ def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetCon
 
 
 def build_datasets(
-    args: argparse.Namespace, *, tokenizer: Any, empty_splits: frozenset[str]
+    args: argparse.Namespace,
+    *,
+    tokenizer: Any,
+    empty_splits: frozenset[str],
+    begun: TrainState = NEW_RUN,
 ) -> list[Any | None]:
-    """Build the train, valid and test datasets. Needs no process group.
+    """Build the train, valid and test datasets, as long as a run needs that resumes from `begun`.
 
-    Writes the sample indexes to the cache, or reads them if they exist. The caller must let one
-    rank per node finish before the others start.
+    Needs no process group. Writes the sample indexes to the cache, or reads them if they exist.
+    The caller must let one rank per node finish before the others start.
     """
     config = dataset_config(args, tokenizer=tokenizer)
-    samples = required_samples(args)
+    samples = required_samples(args, begun)
     # megatron-core loops forever on an empty split, and indexes one that no evaluation reads.
     unread = frozenset() if args.eval_iters else {"valid", "test"}
     if config.split_matrix is not None:
