@@ -130,7 +130,7 @@ def _check_plan(args: Namespace) -> Iterator[str]:
 def _check_meshes(args: Namespace) -> Iterator[str]:
     if not args.hetero_pipeline or args.hetero_plan is not None:
         return
-    missing = [name for name in SHORTHAND[:2] if getattr(args, name) is None]
+    missing = [name for name in SHORTHAND[:2] if vars(args).get(name, "") is None]
     # Unknowable, so that no check of the meshes reports it.
     for name in missing:
         yield f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it"
