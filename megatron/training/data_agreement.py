@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from hetero.errors import UserError
 from hetero.plan import Plan
 from megatron.training.checkpoint.train_state import TrainState
 from megatron.training.data import Datasets, SplitSizes, build_datasets, needs_data
-from megatron.training.dataset_checks import check_datasets, require_same_data
+from megatron.training.dataset_checks import check_datasets, named_prefixes, require_same_data
 from megatron.training.fill_in_middle import fill_in_middle
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.vocabulary import embedding_rows
@@ -26,6 +27,8 @@ class AgreedTokenizer:
     tokenizer: Any
     empty_splits: frozenset[str]
     """Names of splits without documents."""
+    digests: Mapping[str, str]
+    """What the token files of each prefix hold."""
 
 
 def agree_on_tokenizer(
@@ -59,7 +62,10 @@ def agree_on_tokenizer(
     empty_splits = frozenset(name for record in payloads for name in record["absent"])
     require_same_data(payloads)
     args.padded_vocab_size = embedding_rows(args, args.tokenizer_vocab_size)
-    return AgreedTokenizer(tokenizer, empty_splits)
+    # Each node may have its own names for the same files.
+    prefixes = [prefix for prefix, _ in named_prefixes(args)]
+    digests = dict(zip(prefixes, payloads[0]["data"], strict=False))
+    return AgreedTokenizer(tokenizer, empty_splits, digests)
 
 
 def agree_on_datasets(
@@ -90,6 +96,7 @@ def agree_on_datasets(
                     args,
                     tokenizer=found.tokenizer,
                     empty_splits=found.empty_splits,
+                    digests=found.digests,
                     begun=begun,
                 )
             except UserError as error:
