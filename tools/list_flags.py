@@ -54,6 +54,10 @@ DEPARTURES = {
         "a run resumed with another batch size ends after so many samples; Megatron's after the "
         "steps that a whole run of that size has"
     ),
+    "--data-cache-path": (
+        "an index follows what the token files hold, so files that were made again get a new one; "
+        "Megatron's follows their path alone"
+    ),
     "--dataloader-type": (
         "cyclic: all samples in one order, from --seed, in any layout; Megatron's shuffles each "
         "data-parallel rank's part, the same way for every seed"

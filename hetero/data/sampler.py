@@ -170,8 +170,14 @@ class ShareBatchSampler(Sampler[list[int]]):
         """The state of training: the same on every rank, and independent of the number of ranks.
 
         `trained` is how many batches of this epoch have been trained. Without it, all drawn batches
-        count, which is only correct for a DataLoader without workers.
+        count, which is only correct for a DataLoader without workers. Raises UserError where an
+        epoch has fewer: a run that resumed there would leave out the rest of the epoch.
         """
+        if trained is not None and not 0 <= trained <= len(self):
+            raise UserError(
+                f"{trained} batches cannot have been trained of epoch {self.epoch}, which has "
+                f"{len(self)}; count those of this epoch, not of all"
+            )
         return {
             "epoch": self.epoch,
             "batches": self._next if trained is None else trained,

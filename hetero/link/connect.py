@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -61,12 +62,13 @@ def connect(
 
     The logger `hetero.link.connect` reports at INFO the path taken and why no faster one was.
     """
-    _validate(rank=rank, peer=peer, transport=transport, timeout=timeout)
-    here = _device(device)
     # Fail on what is wrong on this rank before waiting for the other.
+    problems = _invalid_numbers(rank=rank, peer=peer, transport=transport, timeout=timeout)
+    here = _device(device, problems)
+    _require_nics(nics, problems)
+    if problems or here is None:
+        raise ValueError("; ".join(problems))
     native()
-    if nics:
-        find_nics(nics, own="")
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
     try:
         number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
@@ -82,8 +84,17 @@ def connect(
         timeout=timeout,
     )
     # The address is the one from which the peer reaches the store's host.
-    mine = {"address": address_towards(host_of(store)), "secret": secrets.token_hex(16)}
+    mine = {
+        "address": address_towards(host_of(store)),
+        "secret": secrets.token_hex(16),
+        "transport": transport,
+    }
     theirs = exchange(rendezvous, "address", mine)
+    if theirs["transport"] != transport:
+        raise rendezvous.failure(
+            f"transport is {transport} here and {theirs['transport']} on rank {peer}",
+            "give connect() the same on both",
+        )
     secret = (mine if rendezvous.listens else theirs)["secret"]
     own = reachable_address(mine["address"], [theirs["address"]])
     found = find_nics(nics, own=own, family=family_of(own))
@@ -101,28 +112,45 @@ def connect(
     return link
 
 
-def _validate(*, rank: int, peer: int, transport: str, timeout: float) -> None:
-    problems = []
+def _invalid_numbers(*, rank: int, peer: int, transport: str, timeout: float) -> list[str]:
+    problems = [
+        f"{name} {number!r} is no whole number"
+        for name, number in (("rank", rank), ("peer", peer))
+        if not isinstance(number, Integral)
+    ]
     if rank == peer:
         problems.append(f"rank {rank} cannot have a link to itself")
     if transport not in (*FAMILIES, *PATHS):
         problems.append(f"transport {transport!r} is none of {', '.join((*FAMILIES, *PATHS))}")
     if not timeout > 0:
         problems.append(f"a timeout of {timeout} s is over before anything can happen")
-    if problems:
-        raise ValueError("; ".join(problems))
+    return problems
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """The device with its index."""
+def _device(device: torch.device | str | None, problems: list[str]) -> torch.device | None:
+    """The device with its index; None, and a problem more, if no link can carry its tensors."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        problems.append(f"device {device!r} is none of cpu, cuda and cuda:NUMBER")
+        return None
+    if found.type == "cuda" and found.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"a link carries tensors of a CPU or a GPU, not of {found}")
+        problems.append(f"a link carries tensors of a CPU or a GPU, not of {found}")
     return found
+
+
+def _require_nics(nics: Sequence[str], problems: list[str]) -> None:
+    if isinstance(nics, str):
+        problems.append(f"nics {nics!r} is one word; give a list of names")
+    elif nics:
+        try:
+            find_nics(nics, own="")
+        except ValueError as error:
+            problems.append(str(error))
 
 
 def host_of(store: dist.Store) -> str:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets import indexed_dataset
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
@@ -180,28 +179,6 @@ class WholeFileReader(indexed_dataset._FileBinReader):
 def use_whole_reads() -> AbstractContextManager[object]:
     """Datasets that are built inside read through `WholeFileReader`."""
     return mock.patch.object(indexed_dataset, "_FileBinReader", WholeFileReader)
-
-
-@dataclass
-class TransformedDatasetConfig(GPTDatasetConfig):
-    """Configuration of a `TransformedDataset`."""
-
-    transform: Callable[[numpy.ndarray, int], numpy.ndarray] | None = None
-    """(sample, its index) -> sample. Both are integer arrays of seq_length + 1 tokens."""
-
-
-class TransformedDataset(GPTDataset):
-    """GPTDataset that applies `config.transform` before a sample is cut into tokens and labels."""
-
-    config: TransformedDatasetConfig
-
-    def _query_document_sample_shuffle_indices(
-        self, idx: int
-    ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        sample, documents = super()._query_document_sample_shuffle_indices(idx)
-        if self.config.transform is not None:
-            sample = self.config.transform(sample, int(idx))
-        return sample, documents
 
 
 @dataclass(frozen=True)

@@ -10,27 +10,26 @@ import argparse
 import errno
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
 from hetero.errors import DataError, UserError
 from hetero.formatting import counted
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.batch_sizes import samples_after
-from megatron.training.core_private import (
-    TransformedDataset,
-    TransformedDatasetConfig,
-    use_whole_reads,
-    without_process_group,
-)
+from megatron.training.checkpoint.train_state import NEW_RUN, TrainState
+from megatron.training.core_private import use_whole_reads, without_process_group
 from megatron.training.dataset_checks import SPLITS, blend_config
 from megatron.training.fill_in_middle import fill_in_middle
+from megatron.training.text_dataset import TextDataset, TextDatasetConfig
 
+_NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
 _CANNOT_WRITE = frozenset(
     {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 )
@@ -45,10 +44,12 @@ class SplitSizes:
     test: int
 
 
-def required_samples(args: argparse.Namespace) -> SplitSizes:
-    """Samples that the run will consume from each split."""
+def required_samples(args: argparse.Namespace, begun: TrainState = NEW_RUN) -> SplitSizes:
+    """Samples that the run will consume from each split, those before `begun` included."""
+    steps = max(0, args.train_iters - begun.iteration)
+    consumed = samples_after(args, steps, consumed=begun.consumed_train_samples)
     # The last batch of a batch-size schedule may go beyond --train-samples.
-    train = max(args.train_samples or 0, samples_after(args, args.train_iters))
+    train = max(args.train_samples or 0, consumed)
     evaluates_often = args.eval_interval and not args.skip_train
     rounds = (args.train_iters // args.eval_interval + 1) if evaluates_often else 1
     per_round = args.eval_iters * args.eval_global_batch_size
@@ -67,11 +68,12 @@ class Datasets:
     """Names of splits without documents."""
 
 
-def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetConfig:
-    """megatron-core's dataset configuration, from the flags."""
+def dataset_config(
+    args: argparse.Namespace, *, tokenizer: Any, digests: Mapping[str, str] = _NO_DIGESTS
+) -> TextDatasetConfig:
+    """megatron-core's dataset configuration, from the flags. `digests` are those of prefixes."""
     fim = fill_in_middle(args, tokenizer)
-    transform = {} if fim is None else {"transform": fim.reorder}
-    return (TransformedDatasetConfig if transform else GPTDatasetConfig)(
+    return TextDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
@@ -85,21 +87,27 @@ def dataset_config(args: argparse.Namespace, *, tokenizer: Any) -> GPTDatasetCon
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         # Otherwise attention is causal inside the kernel and needs no mask.
         create_attention_mask=args.reset_attention_mask,
+        digests=digests,
+        transform=None if fim is None else fim.reorder,
         **blend_config(args),
-        **transform,
     )
 
 
 def build_datasets(
-    args: argparse.Namespace, *, tokenizer: Any, empty_splits: frozenset[str]
+    args: argparse.Namespace,
+    *,
+    tokenizer: Any,
+    empty_splits: frozenset[str],
+    digests: Mapping[str, str] = _NO_DIGESTS,
+    begun: TrainState = NEW_RUN,
 ) -> list[Any | None]:
-    """Build the train, valid and test datasets. Needs no process group.
+    """Build the train, valid and test datasets, as long as a run needs that resumes from `begun`.
 
-    Writes the sample indexes to the cache, or reads them if they exist. The caller must let one
-    rank per node finish before the others start.
+    Needs no process group. Writes the sample indexes to the cache, or reads them if they exist.
+    The caller must let one rank per node finish before the others start.
     """
-    config = dataset_config(args, tokenizer=tokenizer)
-    samples = required_samples(args)
+    config = dataset_config(args, tokenizer=tokenizer, digests=digests)
+    samples = required_samples(args, begun)
     # megatron-core loops forever on an empty split, and indexes one that no evaluation reads.
     unread = frozenset() if args.eval_iters else {"valid", "test"}
     if config.split_matrix is not None:
@@ -107,9 +115,7 @@ def build_datasets(
             None if name in empty_splits | unread else part
             for name, part in zip(SPLITS, config.split_matrix, strict=True)
         ]
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    if args.fim_data:
-        kind = TransformedDataset
+    kind = MockGPTDataset if args.mock_data else TextDataset
     sizes = [samples.train, samples.valid, samples.test]
     try:
         with without_process_group(), use_whole_reads():

@@ -218,6 +218,18 @@ def _digest(prefix: str, summary: IndexSummary) -> str:
     return found.hexdigest()
 
 
+def named_prefixes(args: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """(prefix, its split or None) of every dataset that the flags name, in their order."""
+    found = blend_config(args)
+    if "blend" in found:
+        return [(prefix, None) for prefix in found["blend"][0]]
+    return [
+        (prefix, name)
+        for name, part in zip(SPLITS, found.get("blend_per_split", []), strict=False)
+        for prefix in (part[0] if part else [])
+    ]
+
+
 def check_datasets(
     args: argparse.Namespace, *, vocab_size: int, read_indexes: bool = True
 ) -> CheckedData:
@@ -226,16 +238,7 @@ def check_datasets(
     Without `read_indexes`, checks only file headers and returns an empty result. Indexes may be
     gigabytes, so one rank per node reads them for the others.
     """
-    found = blend_config(args)
-    listed: list[tuple[str, str | None]]
-    if "blend" in found:
-        listed = [(prefix, None) for prefix in found["blend"][0]]
-    else:
-        listed = [
-            (prefix, name)
-            for name, part in zip(SPLITS, found.get("blend_per_split", []), strict=False)
-            for prefix in (part[0] if part else [])
-        ]
+    listed = named_prefixes(args)
     if not read_indexes:
         for prefix, _ in listed:
             check_header(prefix)

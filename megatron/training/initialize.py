@@ -35,6 +35,7 @@ from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Plan
+from megatron.training.arguments.batch_sizes import steps_of
 from megatron.training.arguments.installed_layers import ENGINE, engine_is_installed
 from megatron.training.checkpoint.find_checkpoint import (
     FoundCheckpoint,
@@ -52,7 +53,7 @@ from megatron.training.communication_flags import (
 )
 from megatron.training.core_private import disable_coalescing, register_groups
 from megatron.training.data import Datasets
-from megatron.training.data_agreement import agree_on_data
+from megatron.training.data_agreement import agree_on_datasets, agree_on_tokenizer
 from megatron.training.job import Job
 from megatron.training.layout import apply_mesh, plan_from_args
 from megatron.training.metrics_logger import check_outputs
@@ -182,11 +183,23 @@ class Initializer:
             self.liveness.set_names(_rank_names(identities, plan))
             self._own_address = agree_on_addresses(self._agreement, self.liveness)
         self._lock = take_save_folder(args, self._agreement.exchange, rank=self.rank)
-        datasets = agree_on_data(
-            args, plan, self._agreement, rank=self.rank, local_rank=self.local_rank
-        )
+        tokenizer = agree_on_tokenizer(args, self._agreement, read_indexes=self.local_rank == 0)
         checkpoint = find_checkpoint(
             args, self._agreement.exchange, rank=self.rank, world_size=self.world_size
+        )
+        begun = checkpoint.train_state
+        if args.train_samples:
+            # The steps before a resume may have had another batch.
+            left = steps_of(args, consumed=begun.consumed_train_samples)
+            args.train_iters = begun.iteration + left
+        datasets = agree_on_datasets(
+            args,
+            plan,
+            tokenizer,
+            self._agreement,
+            begun=begun,
+            rank=self.rank,
+            local_rank=self.local_rank,
         )
         return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
 

@@ -1,9 +1,9 @@
 """The optimizer, its schedulers, and a step whose gradient norm is bit-identical on any backend.
 
 megatron-core all-reduces the squared norm; the order of additions then depends on the library and
-on the number of ranks. Here every rank gathers the squared norms of all ranks and adds them in rank
-order in float64. So the norm and the clipped update have the same bits with any library, and the
-losses of a mixed run can equal those of a homogeneous one.
+on the number of ranks. Here every rank gathers the squared norms of all ranks in float64 and rounds
+their sum once. So the norm and the clipped update have the same bits with any library and any order
+of the ranks, and the losses of a mixed run can equal those of a homogeneous one.
 """
 
 from __future__ import annotations
@@ -191,8 +191,12 @@ class TrainingOptimizer:
         return replace(outcome, updated=bool(self.inner.step_with_ready_grads()))
 
     def _norm(self, squares: list[float]) -> float:
-        """The model's gradient norm from the squared norms of all ranks, added in rank order."""
-        total = sum(squares, start=0.0)
+        """The model's gradient norm from the squared norms of all ranks, whatever their order.
+
+        Whole replicas across vendors number the ranks of a pipeline's stages otherwise than one
+        vendor does.
+        """
+        total = math.fsum(squares)
         return math.sqrt(total) if total >= 0.0 else math.nan
 
     def _squared_norm(self) -> torch.Tensor:

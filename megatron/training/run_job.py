@@ -11,7 +11,7 @@ from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from megatron.training.arguments.flags_hetero import MEASURED
 from megatron.training.auto_data_shares import measure_data_shares
-from megatron.training.checkpoint.checkpointer import Checkpointer, expected_train_state
+from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
@@ -46,7 +46,7 @@ def run_job(job: Job, *, began: float) -> None:
 
 def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: float) -> None:
     args = job.args
-    start = expected_train_state(job.checkpoint).iteration
+    start = job.checkpoint.train_state.iteration
     console = Console(is_logger=job.rank == 0, total_iterations=args.train_iters, start=start)
     stack.callback(console.close)
     model = build_model(args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device)

@@ -152,14 +152,7 @@ class Trainer:
             gc.collect()
 
     def _is_finished(self) -> bool:
-        samples, consumed = self.args.train_samples, self.consumed_samples
-        has_all_steps = bool(self.iteration >= self.args.train_iters)
-        if not samples:
-            return has_all_steps
-        # The last batch is dropped if it is not whole, as in Megatron. Samples decide, because
-        # the steps before a resume may have had another batch.
-        is_last = consumed + batch_size_at(self.args, consumed) > samples
-        return is_last and (has_all_steps or consumed >= samples)
+        return bool(self.iteration >= self.args.train_iters)
 
     @property
     def save_timings(self) -> SaveTimings:

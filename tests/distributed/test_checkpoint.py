@@ -13,7 +13,7 @@ import torch
 
 from megatron.training.checkpoint.folder import TRACKER
 from megatron.training.checkpoint.reader import CheckpointReader
-from tests.distributed.harness import MIXED, TINY_LLAMA, train
+from tests.distributed.harness import MIXED, TINY_LLAMA, read_rows, train
 from tools.runs import SIMULATED
 
 HETERO = " ".join(MIXED)
@@ -132,6 +132,36 @@ def _require_told_costs(rank: dict, folder: Path, *, iterations: list[int]) -> N
 
 def _evaluations(log: str) -> list[str]:
     return [line for line in log.splitlines() if "loss at" in line]
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "consumed"),
+    [
+        # 14 of 26 samples are left after two steps: three whole batches of 4.
+        ("--train-samples 26", 4, [16, 20, 24]),
+        # Six steps of 6 are 36 samples, and the dataset of a run of 2 a step would have 12.
+        ("--train-iters 6 --exit-interval 4", 2, [26, 28]),
+    ],
+)
+def test_a_run_is_resumed_with_another_batch(
+    length: str, batch: int, consumed: list[int], corpus, tmp_path: Path
+) -> None:
+    """Of a blend, which has exactly the samples that the run asks for."""
+    flags = [*TINY_LLAMA, *corpus.flags]
+    for flag in ("--train-iters", "--lr-warmup-iters", "--lr-decay-style", "--global-batch-size"):
+        del flags[flags.index(flag) : flags.index(flag) + 2]
+    at = flags.index("--data-path")
+    flags[at + 1 : at + 2] = ["1", str(corpus.prefix), "2", str(corpus.prefix)]
+    flags += ["--lr-decay-style", "constant", *length.split()]
+    steps = 4 if "--exit-interval" in flags else 2
+    begun = ["--global-batch-size", "6", "--save", str(tmp_path / "saved")]
+    begun += ["--exit-interval", str(steps)]
+    train([*flags, *MIXED, *begun], 2, tmp_path / "begun", environ=SIMULATED)
+    flags = [*flags, "--global-batch-size", str(batch), "--override-opt_param-scheduler"]
+    flags += ["--load", str(tmp_path / "saved"), "--exit-interval", "100"]
+    train([*flags, *MIXED], 2, tmp_path / "resumed", environ=SIMULATED)
+    rows = read_rows(tmp_path / "resumed" / "metrics.jsonl")
+    assert [row["consumed_samples"] for row in rows] == consumed
 
 
 def test_a_run_goes_on_under_other_layouts(corpus, tmp_path: Path) -> None:

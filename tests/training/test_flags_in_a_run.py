@@ -18,7 +18,6 @@ from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
 from megatron.training import overview, pretrain, run_job
 from megatron.training.arguments import build_parser, parse_args
-from megatron.training.arguments.batch_sizes import batch_size_at, steps_of
 from megatron.training.trainer import Trainer
 from tests.distributed.harness import ROOT, launch_well, read_rows
 from tests.training.test_metrics_logger_flags import points
@@ -124,24 +123,6 @@ def test_a_run_stops_where_it_is_told_to(ramp: Run, cyclic: Run) -> None:
 
 
 # Small steps of the training loop, with stand-ins for the rest of it.
-
-
-@pytest.mark.parametrize(
-    ("flags", "steps"),
-    [
-        ("--global-batch-size 8", 12),
-        ("--global-batch-size 8 --rampup-batch-size 2 2 41", 20),
-    ],
-)
-def test_a_last_batch_that_is_not_whole_is_dropped(flags: str, steps: int) -> None:
-    """--train-samples"""
-    trainer = _trainer(f"--train-samples 100 --micro-batch-size 2 {flags}")
-    trainer.args.train_iters = steps_of(trainer.args)
-    trainer.iteration = trainer.consumed_samples = 0
-    while not Trainer._is_finished(trainer):
-        trainer.iteration += 1
-        trainer.consumed_samples += batch_size_at(trainer.args, trainer.consumed_samples)
-    assert (trainer.iteration, trainer.args.train_iters) == (steps, steps)
 
 
 def _trainer(flags: str, **known: Any) -> Any:

@@ -56,6 +56,15 @@ def test_no_gradient_is_copied_whole() -> None:
     assert sum(size for _, size in changes if size > 0) < grad.nbytes / 2
 
 
+def test_the_norm_does_not_depend_on_the_order_of_the_ranks() -> None:
+    optimizer: Any = TrainingOptimizer.__new__(TrainingOptimizer)
+    squares = [1.0, *[2.0**-53] * 8]
+    norms = {optimizer._norm(squares), optimizer._norm(squares[::-1])}
+    assert norms == {math.sqrt(1.0 + 2.0**-50)}
+    assert optimizer._norm([1.0, math.inf]) == math.inf
+    assert math.isnan(optimizer._norm([1.0, math.nan]))
+
+
 # Numbers of every rank, gathered in rank order, so that sums have the same bits everywhere.
 
 

@@ -65,18 +65,21 @@ def _growth_end(args: Namespace) -> int:
     return int(args.rampup_batch_size[2]) + 1 if args.rampup_batch_size is not None else 0
 
 
-def steps_of(args: Namespace) -> int:
-    """The steps of --train-samples. As in Megatron, an incomplete last batch is dropped."""
-    steps = consumed = 0
+def steps_of(args: Namespace, *, consumed: int = 0) -> int:
+    """The steps that --train-samples leaves after `consumed` samples.
+
+    As in Megatron, an incomplete last batch is dropped.
+    """
+    steps = 0
     while consumed < min(_growth_end(args), args.train_samples + 1):
         consumed += batch_size_at(args, consumed)
         steps += 1
     return int(steps + max(args.train_samples - consumed, 0) // args.global_batch_size)
 
 
-def samples_after(args: Namespace, steps: int) -> int:
-    """The samples of the first `steps` steps, whose batches may be smaller."""
-    consumed = step = 0
+def samples_after(args: Namespace, steps: int, *, consumed: int = 0) -> int:
+    """All samples consumed, `steps` steps after `consumed`; the batches of the first may grow."""
+    step = 0
     while step < steps and consumed < _growth_end(args):
         consumed += batch_size_at(args, consumed)
         step += 1

@@ -117,7 +117,8 @@ def collect_args(
     check_flags(args, given, problems)
     if world_size is not None:
         args.world_size = world_size
-        if vars(args).get("hetero_plan") is None:
+        # A plan's file has the sizes; where it was named wrongly, nothing is known of them.
+        if vars(args).get("hetero_plan", "") is None:
             check_sizes(args, problems)
     return args
 

@@ -67,6 +67,10 @@ def _check_required(args: Namespace) -> Iterator[str]:
         # A plan's meshes may have sizes of their own.
         of_meshes = ("hetero_micro_batch_sizes", "hetero_plan")
         if name == "micro_batch_size" and any(vars(args).get(other, True) for other in of_meshes):
+            known = vars(args)
+            if known.get("micro_batch_size", "") is None and not known.get("hetero_pipeline"):
+                # The sizes of meshes are refused. Unknowable, so that no check reads it.
+                del args.micro_batch_size
             continue
         if name in vars(args) and getattr(args, name) is None:
             delattr(args, name)

@@ -13,7 +13,7 @@ from hetero.errors import HeteroError
 from megatron.training.checkpoint.compatibility import require_same_schedule
 from megatron.training.checkpoint.control_group import ControlGroup
 from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
-from megatron.training.checkpoint.find_checkpoint import FoundCheckpoint, NoCheckpoint
+from megatron.training.checkpoint.find_checkpoint import FoundCheckpoint
 from megatron.training.checkpoint.index import is_plain
 from megatron.training.checkpoint.loader import (
     layout_record,
@@ -44,13 +44,6 @@ from megatron.training.core_private import gather_parameters, loss_scaler_state
 from megatron.training.job import Job
 from megatron.training.model import StageModel
 from megatron.training.optimizer import TrainingOptimizer
-
-
-def expected_train_state(found: FoundCheckpoint | NoCheckpoint) -> TrainState:
-    """The training state once `found` is loaded."""
-    if isinstance(found, NoCheckpoint) or found.weights_only:
-        return TrainState()
-    return TrainState.from_record(found.index.run)
 
 
 class Checkpointer:
@@ -92,7 +85,7 @@ class Checkpointer:
         for note in found.notes:
             self._console.line(note)
         if not isinstance(found, FoundCheckpoint):
-            return TrainState()
+            return found.train_state
         problem: Exception | None = None
         random_note = None
         try:
@@ -102,8 +95,8 @@ class Checkpointer:
         self._control.raise_together(problem)
         if found.weights_only:
             self._console.line(f"weights loaded from {found.folder}; a new run begins")
-            return TrainState()
-        progress = expected_train_state(found)
+            return found.train_state
+        progress = found.train_state
         self._console.line(f"checkpoint {found.folder} loaded: iteration {progress.iteration}")
         if random_note is not None and self._uses_dropout:
             self._console.line(f"its random states are not used: {random_note}")

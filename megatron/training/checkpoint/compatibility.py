@@ -152,26 +152,30 @@ def _optimizer_problems(
     ]
 
 
-_SCHEDULE_FLAGS = {
+# Lengths are in samples, so another batch changes those that flags give in steps.
+_SCHEDULE = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
-    "lr_warmup_steps": "--lr-warmup-iters",
-    "lr_decay_steps": "--lr-decay-iters or --train-iters",
+    "lr_warmup_steps": "the warm-up in samples (--lr-warmup-iters times the batch)",
+    "lr_decay_steps": "the decay in samples (--lr-decay-iters or --train-iters times the batch)",
     "lr_decay_style": "--lr-decay-style",
-    "start_wd": "--weight-decay",
-    "end_wd": "--weight-decay",
-    "wd_incr_steps": "--train-iters",
+    "start_wd": "--weight-decay or --start-weight-decay",
+    "end_wd": "--weight-decay or --end-weight-decay",
+    "wd_incr_steps": "the run in samples (--train-iters times the batch)",
     "wd_incr_style": "--weight-decay-incr-style",
 }
 
 
 def require_same_schedule(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise UserError if the run's schedule is not the checkpoint's; a flag must choose one."""
-    for name, flag in _SCHEDULE_FLAGS.items():
-        if name in stored and stored[name] != own[name]:
-            raise UserError(
-                f"the checkpoint's schedule has {name.replace('_', ' ')} {stored[name]} and this "
-                f"run's {own[name]} ({flag}); keep it, or say which holds: "
-                "--override-opt_param-scheduler for these flags, "
-                "--use-checkpoint-opt_param-scheduler for the checkpoint"
-            )
+    differences = [
+        f"{what} is {stored[name]} there and {own[name]} here"
+        for name, what in _SCHEDULE.items()
+        if name in stored and stored[name] != own[name]
+    ]
+    if differences:
+        raise UserError(
+            f"the checkpoint has another schedule: {', '.join(differences)}; keep that of the "
+            "checkpoint, or say which holds: --override-opt_param-scheduler for these flags, "
+            "--use-checkpoint-opt_param-scheduler for the checkpoint"
+        )

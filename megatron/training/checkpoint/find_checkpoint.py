@@ -30,6 +30,7 @@ from megatron.training.checkpoint.index import (
 )
 from megatron.training.checkpoint.lock import is_held_by_another
 from megatron.training.checkpoint.reader import CheckpointReader
+from megatron.training.checkpoint.train_state import NEW_RUN, TrainState
 
 # megatron-core copies these into each parameter group before the schedule is loaded.
 _SCHEDULE_ARGS = (
@@ -51,12 +52,18 @@ class FoundCheckpoint:
     """Take the weights and begin at iteration 0, as --finetune asks."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def train_state(self) -> TrainState:
+        """The progress of the run once the checkpoint is loaded."""
+        return NEW_RUN if self.weights_only else TrainState.from_record(self.index.run)
+
 
 @dataclass(frozen=True)
 class NoCheckpoint:
     """There is no checkpoint: train from initial weights."""
 
     notes: tuple[str, ...] = ()
+    train_state: TrainState = NEW_RUN
 
 
 def find_checkpoint(

@@ -22,3 +22,6 @@ class TrainState:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrainState:
         return cls(**{name: int(record.get(name, 0)) for name in asdict(cls())})
+
+
+NEW_RUN = TrainState()

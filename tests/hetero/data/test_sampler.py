@@ -133,6 +133,15 @@ def test_batches_drawn_ahead_are_not_taken_for_trained():
     assert sampler.state_dict(trained=1)["batches"] == 1
 
 
+@pytest.mark.parametrize("trained", [-1, 7])
+def test_more_batches_than_an_epoch_has_are_no_state_to_resume_from(trained: int) -> None:
+    """Such as the steps of all epochs."""
+    sampler = ShareBatchSampler(60, Shares((6, 4)), rank=0)
+    assert sampler.state_dict(trained=6)["batches"] == 6
+    with pytest.raises(UserError, match=r"of epoch 0, which has 6; count those of this epoch"):
+        sampler.state_dict(trained=trained)
+
+
 def test_indices_one_by_one_for_shares_that_stay():
     shares = Shares((6, 4))
     loaded = []

@@ -15,7 +15,7 @@ import hetero
 from hetero.link.open import ChannelOptions
 from hetero.native import binding
 from hetero.native.binding import native
-from tests.hetero.link.test_handshake import both_well
+from tests.hetero.link.test_handshake import both, both_well
 
 
 def opened(store: dist.Store, **options: Any) -> list[Any]:
@@ -98,9 +98,37 @@ def test_a_tensor_of_another_device_is_refused_with_the_remedy() -> None:
 
 def test_all_that_is_wrong_with_the_arguments_is_said_at_once() -> None:
     with pytest.raises(ValueError) as refused:
-        hetero.connect(dist.HashStore(), rank=1, peer=1, transport="pigeons", timeout=0)
-    for said in ("a link to itself", "'pigeons' is none of auto", "a timeout of 0 s"):
+        hetero.connect(
+            dist.HashStore(),
+            rank=1,
+            peer=1,
+            transport="pigeons",
+            timeout=0,
+            device="gpu",
+            nics="eth0",
+        )
+    for said in (
+        *("a link to itself", "'pigeons' is none of auto", "a timeout of 0 s"),
+        *("device 'gpu' is none of cpu, cuda", "nics 'eth0' is one word; give a list"),
+    ):
         assert said in str(refused.value)
+
+
+def test_a_rank_that_is_no_number_is_refused() -> None:
+    """As the variables of a launcher are, where a program does not convert them."""
+    rank: Any = "0"
+    with pytest.raises(ValueError, match="rank '0' is no whole number"):
+        hetero.connect(dist.HashStore(), rank=rank, peer=1, device="cpu")
+
+
+def test_ranks_that_ask_for_different_transports_are_told_so() -> None:
+    store = dist.HashStore()
+    errors = both(
+        lambda: hetero.connect(store, rank=3, peer=7, device="cpu", transport="shm", timeout=5),
+        lambda: hetero.connect(store, rank=7, peer=3, device="cpu", transport="tcp", timeout=5),
+    )
+    assert "transport is shm here and tcp on rank 7" in str(errors[0])
+    assert "transport is tcp here and shm on rank 3" in str(errors[1])
 
 
 def test_nics_that_are_not_there_are_refused_before_anyone_is_waited_for() -> None:

@@ -60,6 +60,13 @@ def test_all_that_is_wrong_with_meshes_is_said_at_once(refusal):
         assert words in text
 
 
+@pytest.mark.parametrize("flag", ["--hetero-tensor-sizes 1 2", "--hetero-pipeline-layers 3 4"])
+def test_sizes_of_meshes_without_meshes_are_refused_and_compared_with_nothing(refusal, flag):
+    told = refusal(flag, world_size=2)
+    assert f"{flag.split()[0]} needs --hetero-pipeline" in told
+    assert "\n" not in told
+
+
 def test_micro_batch_sizes_of_meshes_stand_for_the_global_one(parse):
     args = parse(
         f"{TWO} --hetero-data-sizes 1 2 --hetero-micro-batch-sizes 4 2",

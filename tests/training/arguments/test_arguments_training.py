@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.arguments.batch_sizes import batch_size_at, samples_after
+from megatron.training.arguments.batch_sizes import batch_size_at, samples_after, steps_of
 
 SAMPLES = {"without": "--train-iters"}
 
@@ -157,6 +157,22 @@ def test_steps_of_samples_follow_the_schedule_and_drop_what_is_left(parse):
     args = parse(f"{SCHEDULE} 0:2,320:4,640:8 --train-samples 40", **SAMPLES)
     assert args.train_iters == 10
     assert samples_after(args, args.train_iters) == 38
+
+
+@pytest.mark.parametrize(("ramp", "steps"), [("", 12), ("--rampup-batch-size 2 2 41", 20)])
+def test_a_last_batch_that_is_not_whole_is_dropped(parse, ramp, steps):
+    args = parse(f"--global-batch-size 8 --train-samples 100 {ramp}", **SAMPLES)
+    assert args.train_iters == steps
+    consumed = samples_after(args, steps)
+    assert consumed <= 100 < consumed + batch_size_at(args, consumed)
+
+
+def test_steps_are_counted_from_where_a_run_resumes(parse):
+    args = parse(f"{SCHEDULE} 0:2,320:4,640:8 --train-samples 40", **SAMPLES)
+    # Batches of 2, 4, 4, 4, 8 and 8 samples.
+    assert steps_of(args, consumed=9) == 6
+    assert samples_after(args, 6, consumed=9) == 39
+    assert [steps_of(args, consumed=consumed) for consumed in (33, 40, 50)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("flag", ["--save-interval", "--eval-interval"])

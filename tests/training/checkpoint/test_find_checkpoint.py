@@ -172,9 +172,14 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
         find_checkpoint(flags(tmp_path), exchange, rank=0, world_size=2)
 
 
-def test_another_schedule_is_refused_with_both_ways_out() -> None:
-    stored = {"max_lr": 0.1, "min_lr": 0.0}
-    require_same_schedule(stored, {"max_lr": 0.1, "min_lr": 0.0})
-    said = sentence_of(require_same_schedule, stored, {"max_lr": 0.2, "min_lr": 0.0})
-    for word in ("0.1", "0.2", "--lr", "--override-opt_param", "--use-checkpoint-opt_param"):
-        assert word in said
+def test_another_schedule_is_refused_with_all_that_differs_and_both_ways_out() -> None:
+    stored = {"max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 8}
+    require_same_schedule(stored, dict(stored))
+    own = {"max_lr": 0.2, "min_lr": 0.0, "lr_warmup_steps": 4}
+    said = sentence_of(require_same_schedule, stored, own)
+    for words in (
+        *("--lr is 0.1 there and 0.2 here", "--lr-warmup-iters", "is 8 there and 4 here"),
+        *("--override-opt_param", "--use-checkpoint-opt_param"),
+    ):
+        assert words in said
+    assert "--min-lr" not in said

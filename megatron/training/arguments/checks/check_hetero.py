@@ -51,6 +51,10 @@ def _check_absence(args: Namespace, given: Collection[str]) -> Iterator[str]:
             )
         else:
             yield f"{flag} needs --hetero-pipeline; add it or remove {flag}"
+    # Unknowable, so that no check of the sizes reports what adding or removing it puts right.
+    for name in SHORTHAND:
+        if getattr(args, name) is not None:
+            delattr(args, name)
 
 
 def _check_replicas(args: Namespace) -> Iterator[str]:
@@ -126,7 +130,7 @@ def _check_plan(args: Namespace) -> Iterator[str]:
 def _check_meshes(args: Namespace) -> Iterator[str]:
     if not args.hetero_pipeline or args.hetero_plan is not None:
         return
-    missing = [name for name in SHORTHAND[:2] if getattr(args, name) is None]
+    missing = [name for name in SHORTHAND[:2] if vars(args).get(name, "") is None]
     # Unknowable, so that no check of the meshes reports it.
     for name in missing:
         yield f"--hetero-pipeline needs {_flag(name)}, or a --hetero-plan; add it"

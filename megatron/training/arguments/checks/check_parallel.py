@@ -310,6 +310,11 @@ def _check_overlap(args: Namespace) -> Iterator[str]:
         )
     if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
         yield ("--ddp-num-buckets and --ddp-bucket-size exclude each other; remove one of them")
+    if args.ddp_average_in_collective and args.calculate_per_token_loss:
+        yield (
+            "--ddp-average-in-collective and --calculate-per-token-loss exclude each other: "
+            "gradients are divided by the tokens of all replicas; remove one of them"
+        )
 
 
 def _check_delay(args: Namespace) -> Iterator[str]:
