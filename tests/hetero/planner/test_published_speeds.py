@@ -86,6 +86,13 @@ def test_one_vendor_s_node_alone(
     assert predicted == pytest.approx(published, rel=0.1)
 
 
+@pytest.mark.parametrize(("micro_batch", "batch", "measured"), [(2, 256, 561.3), (1, 128, 541.8)])
+def test_our_own_runs_of_eight_gpus(micro_batch: int, batch: int, measured: float) -> None:
+    mesh = Mesh("nvidia", 2, data=4, micro_batch_size=micro_batch, distributed_optimizer=True)
+    predicted = speed("H200", LLAMA_8B, mesh, batch, layers=(17, 15), options=TrainingOptions())
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "stages", "chunks", "batch", "seconds"),
     [
