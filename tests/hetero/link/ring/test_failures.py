@@ -22,7 +22,15 @@ from hetero.link import ring_link as link_module
 from hetero.native.structures import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
-from tests.hetero.link.ring.pair import LARGE, SHORT, cross, number_of, opened, recv_from_held
+from tests.hetero.link.ring.pair import (
+    LARGE,
+    SHORT,
+    Pair,
+    cross,
+    number_of,
+    opened,
+    recv_from_held,
+)
 from tests.hetero.link.test_handshake import both_well
 
 
@@ -312,22 +320,37 @@ def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> No
         assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
 
 
+def send_interrupted(pair: Pair, tensor: torch.Tensor) -> None:
+    """A send that an exception ends once C has enqueued it, before Python has noted that."""
+    flow = pair.sender._out
+    real = flow._call
+
+    def interrupted(*arguments: object) -> None:
+        flow._call = real
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    flow._call = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        pair.sender.send(tensor)
+
+
 def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensor() -> None:
     with opened() as pair:
-        flow = pair.sender._out
-        real = flow._call
-
-        def interrupted(*arguments: object) -> None:
-            flow._call = real
-            real(*arguments)
-            raise KeyboardInterrupt
-
-        flow._call = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            pair.sender.send(torch.ones(LARGE))
+        send_interrupted(pair, torch.ones(LARGE))
         with pair.sender._lock:
-            flow.abort()
-        assert [number_of(transfer) for transfer in flow.aborted] == [0]
+            pair.sender._out.abort()
+        assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
+
+
+def test_a_message_that_an_exception_hid_arrives_once() -> None:
+    with opened() as pair:
+        send_interrupted(pair, torch.ones(10))
+        pair.sender.send(torch.full((10,), 2.0))
+        for sent in (1.0, 2.0):
+            target = torch.zeros(10)
+            pair.receiver.recv(target).wait()
+            assert torch.equal(target, torch.full((10,), sent))
 
 
 def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
@@ -345,23 +368,3 @@ def test_what_others_left_under_way_is_brought_on_when_a_wait_ends(
         target = torch.zeros(20 * LARGE)
         pair.receiver.recv(target).wait()
         assert torch.equal(target, torch.ones(20 * LARGE))
-
-
-def test_a_message_that_an_exception_hid_arrives_once() -> None:
-    with opened() as pair:
-        flow = pair.sender._out
-        real = flow._call
-
-        def interrupted(*arguments: object) -> None:
-            flow._call = real
-            real(*arguments)
-            raise KeyboardInterrupt
-
-        flow._call = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            pair.sender.send(torch.ones(10))
-        pair.sender.send(torch.full((10,), 2.0))
-        for sent in (1.0, 2.0):
-            target = torch.zeros(10)
-            pair.receiver.recv(target).wait()
-            assert torch.equal(target, torch.full((10,), sent))
