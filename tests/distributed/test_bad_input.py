@@ -169,6 +169,12 @@ def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     assert_refused(outcomes, "rank 1", "gone.idx")
 
 
+def test_two_sides_with_different_versions(corpus, tmp_path: Path) -> None:
+    other_side = changed_entry(tmp_path, "import torch; torch.__version__ = '2.12.1+rocm7'")
+    outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: other_side})
+    assert_refused(outcomes, "rank 1", "PyTorch", "2.12.1")
+
+
 def test_two_sides_with_different_flags(corpus) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     other = {1: [*flags, "--seed", "7"]}

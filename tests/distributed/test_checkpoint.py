@@ -289,3 +289,32 @@ def _everything(folder: Path) -> dict[str, torch.Tensor]:
         assert reader.run["iteration"] == 3
         assert reader.run["optimizer_step"] == 3
         return {name: reader.tensor(name) for name in names}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(0, 2), (2, 0), (0, 3), (3, 8), (7, 4), (8, 7)],
+    ids=lambda index: str(LAYOUTS[index]),
+)
+def test_training_goes_on_closely_where_the_order_of_sums_changes(
+    first: int, then: int, corpus, tmp_path: Path
+) -> None:
+    """Another TP or DP adds in another order; the loss curve is the same to float32's rounding."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "10"]
+    flags += ["--make-vocab-size-divisible-by", "256"]
+    folder = tmp_path / "checkpoints"
+    one, other = LAYOUTS[first], LAYOUTS[then]
+    straight = train(
+        [*flags, *one.flags.split(), "--save", str(folder), "--save-interval", "5"],
+        one.nproc,
+        tmp_path / "one",
+        environ=one.environ,
+    )
+    moved = train(
+        [*flags, *other.flags.split(), "--load", str(folder), "--ckpt-step", "5"],
+        other.nproc,
+        tmp_path / "other",
+        environ=other.environ,
+    )
+    assert moved.losses == pytest.approx(straight.losses[5:], rel=1e-4)
