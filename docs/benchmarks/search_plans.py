@@ -4,9 +4,11 @@
     python docs/benchmarks/search_plans.py beside --out beside.json   # needs scipy, which we do not
 
     python docs/benchmarks/search_plans.py sum --out sum.json
+    python docs/benchmarks/search_plans.py estimate --out estimate.json
 
-`sum` plans for all nodes of a cluster file and for each kind of them alone. The other two make
-their clusters of built-in accelerators in equal parts; costs follow from published figures.
+`sum` plans for all nodes of a cluster file and for each kind of them alone. `growth` and `beside`
+make their clusters of built-in accelerators in equal parts; costs follow from published figures.
+`estimate` compares the estimate that ranks plans with the simulation, over random pipelines.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import Cluster, cluster_from_mapping, load_cluster
 from hetero.planner.layer_split import estimate
 from hetero.planner.model_shape import ModelShape, load_model
+from hetero.planner.pipeline_simulator import EdgeTimes, PipelineTimes, simulate_pipeline
+from hetero.planner.prediction import estimate_pipeline
 from hetero.planner.search import search
 from hetero.planner.search_space import (
     MeshCandidate,
@@ -224,6 +228,47 @@ def beside(gpus: int, kinds: int, layers: int, batch: int, seconds: float) -> di
     }
 
 
+@dataclass(frozen=True)
+class RandomPipelines:
+    """Of 2 to 8 stages, whose backward passes take twice as long as the forward ones."""
+
+    apart: float
+    """The slowest stage may take so many times as long as the fastest."""
+    wires: float
+    """A transfer takes up to this part of a stage's forward pass of 1."""
+    chunks: int
+    rounds: tuple[int, int]
+    """The fewest and the most micro-batches, over the stages."""
+
+    def draw(self, rng: np.random.Generator) -> PipelineTimes:
+        stages, chunks = int(rng.integers(2, 9)), self.chunks
+        passes = np.exp(rng.uniform(0.0, np.log(self.apart), stages)) / chunks
+        wires = rng.uniform(0.0, self.wires, stages if chunks > 1 else stages - 1) / chunks
+        return PipelineTimes(
+            tuple((float(one),) * chunks for one in passes),
+            tuple((2 * float(one),) * chunks for one in passes),
+            tuple(EdgeTimes(float(one), 0.0) for one in wires),
+            stages * int(rng.integers(self.rounds[0], self.rounds[1] + 1)),
+        )
+
+
+def near_simulation(count: int) -> list[dict[str, Any]]:
+    """How far the estimate is from the simulation, over so many pipelines a row."""
+    kinds = [
+        RandomPipelines(apart, wires, 1, (1, 8))
+        for apart, wires in ((1.5, 0.06), (3, 0.2), (20, 5))
+    ]
+    kinds += [RandomPipelines(3, 0.2, 2, rounds) for rounds in ((4, 8), (1, 3))]
+    rows = []
+    for kind in kinds:
+        rng = np.random.default_rng(1)
+        drawn = [kind.draw(rng) for _ in range(count)]
+        errors = [abs(estimate_pipeline(one) / simulate_pipeline(one).seconds - 1) for one in drawn]
+        rows.append({**asdict(kind), "mean": float(np.mean(errors)), "largest": max(errors)})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def beside_sum(folder: Path) -> list[dict[str, Any]]:
     """Tokens a second of four kinds together beside those of each alone, added up."""
     shape = load_model(str(folder / "four_kinds_model.yaml"))
@@ -280,6 +325,9 @@ def parse() -> argparse.Namespace:
         besides.add_argument(f"--{size}", type=converters.integer(1), default=default)
     adds = commands.add_parser("sum", description="Kinds together and alone.")
     adds.add_argument("--out", type=Path, required=True, help="JSON")
+    estimates = commands.add_parser("estimate", description="The estimate and the simulation.")
+    estimates.add_argument("--out", type=Path, required=True, help="JSON")
+    estimates.add_argument("--pipelines", type=converters.integer(1), default=1500, help="a row")
     return parser.parse_args()
 
 
@@ -294,6 +342,8 @@ def measure(options: argparse.Namespace) -> str:
     rows: list[Any]
     if options.command == "sum":
         rows = beside_sum(Path(__file__).resolve().parent)
+    elif options.command == "estimate":
+        rows = near_simulation(options.pipelines)
     elif options.command == "beside":
         if importlib.util.find_spec("scipy") is None:
             raise UserError("scipy is not installed; install it, or put it on PYTHONPATH")

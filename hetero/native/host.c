@@ -17,6 +17,7 @@
 
 #define INITIAL_CAPACITY 64
 #define SLICE_MILLISECONDS 100
+
 /* A queue of steps and the thread that executes them. The lock guards all that is neither atomic nor set
  * before the first step. */
 struct host_stream {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from reprlib import repr
 from typing import Any, TypeGuard
 
 from hetero.errors import Faults
@@ -261,11 +261,12 @@ def _kind_from_mapping(
         raise ClusterError(*faults.sentences)
     if "name" in entry and not _is_name(entry["name"]):
         faults.sentences.append(
-            f"{where}: name is {repr(entry['name'])}; give it one of a line, or leave it out"
+            f"{where}: name is {reprlib.repr(entry['name'])}; give it one of a line, or leave it "
+            "out"
         )
     if not _is_name(entry["accelerator"]):
         faults.sentences.append(
-            f"{where}: accelerator is {repr(entry['accelerator'])}; give its name"
+            f"{where}: accelerator is {reprlib.repr(entry['accelerator'])}; give its name"
         )
         raise ClusterError(*faults.sentences)
     named = str(entry["accelerator"])
