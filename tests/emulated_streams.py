@@ -195,7 +195,7 @@ class EmulatedDevice(Device):
     def use(self) -> None:
         return
 
-    def new_streams(self) -> DeviceStreams:
+    def new_streams(self, *, copy_bytes: int) -> DeviceStreams:
         return _StreamsForC(self.driver_for_c, [self._new_queue() for _ in range(3)])
 
     def _new_queue(self) -> _Queue:

@@ -40,7 +40,7 @@ def all_gather(
     """
     if not row.numel():
         return iter(())
-    if context.layout.alignment > 1 and len(rows) * row.nbytes <= direct_bytes(context):
+    if _goes_direct(context, len(rows) * row.nbytes):
         return _all_gather_direct(context, rows, row)
     if context.library is None:
         return _all_gather_one_per_vendor(context, rows, row)
@@ -48,6 +48,21 @@ def all_gather(
     if table is None:
         return _all_gather_into_rows(context, rows, row)
     return _all_gather_into_table(context, as_bytes(table).view(len(rows), -1), row)
+
+
+def _goes_direct(context: CallContext, nbytes: int) -> bool:
+    """Whether one operation of the library and one batch take less time than shards.
+
+    So it is for any size between GPUs of one host, where the links between vendors are as fast as
+    those within: shards are gathered in two operations, each of which takes CPU and GPU time.
+    With unequal vendors the smallest would send its rows to several ranks.
+    """
+    layout = context.layout
+    if layout.alignment == 1:
+        return False
+    is_one_host_of_gpus = context.device.type == "cuda" and not layout.has_several_hosts
+    is_equal = len(set(map(len, layout.vendors))) == 1
+    return nbytes <= direct_bytes(context) or (is_one_host_of_gpus and is_equal)
 
 
 def _all_gather_direct(

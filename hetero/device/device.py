@@ -77,8 +77,8 @@ class Device(ABC):
         """Make the device the calling thread's current one; call it once in each thread."""
 
     @abstractmethod
-    def new_streams(self) -> DeviceStreams:
-        """Make streams for one direction of a link."""
+    def new_streams(self, *, copy_bytes: int) -> DeviceStreams:
+        """Make streams for one direction of a link, whose largest copies have so many bytes."""
 
     def notify(self, function: Any, argument: int | None) -> None:
         """Where it `notifies`: call a C function after each word that streams made later write."""

@@ -121,7 +121,7 @@ class HostDevice(Device):
         if self._gpu is not None:
             self._gpu.use()
 
-    def new_streams(self) -> DeviceStreams:
+    def new_streams(self, *, copy_bytes: int) -> DeviceStreams:
         self._streams.append(HostStreams(self._library, gpu=self._gpu, on_write=self._on_write))
         return self._streams[-1]
 

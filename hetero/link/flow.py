@@ -57,7 +57,7 @@ class Flow:
         self._small_bytes = min(small_bytes, options.entry_bytes)
         self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
         self._peer = ends.peer
-        self._streams = device.new_streams()
+        self._streams = device.new_streams(copy_bytes=options.entry_bytes)
         wake_peer, wake_argument = ends.peer.wake
         self._state = structures.Flow(
             streams=self._streams.streams,

@@ -47,6 +47,8 @@ class ChannelOptions:
 
     ring_bytes: int = 64 << 20
     """Memory of one link, for both directions; the rings have whole pages. Its only buffers."""
+    device_ring_bytes: int | None = None
+    """The same of rings in the memory of GPUs, each of which has one; None for `ring_bytes`."""
     chunk_bytes: int | None = None
     """The largest chunk; None for the path's default."""
     checksum: bool = False
@@ -60,8 +62,10 @@ class ChannelOptions:
     def __post_init__(self) -> None:
         """Raises ValueError for values with which nothing could move."""
         problems = []
-        if self.ring_bytes < 2 * PAGE:
-            problems.append(f"ring_bytes {self.ring_bytes} is below {2 * PAGE}, a page a direction")
+        for name in ("ring_bytes", "device_ring_bytes"):
+            size = getattr(self, name)
+            if size is not None and size < 2 * PAGE:
+                problems.append(f"{name} {size} is below {2 * PAGE}, a page a direction")
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             problems.append(f"chunk_bytes {self.chunk_bytes} is below 1")
         if self.connections < 1:
@@ -270,7 +274,10 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
         if capabilities.stream_wait_missing is None
         else HostDevice(device, checksum=options.checksum)
     )
-    ring_bytes = options.ring_bytes // 2 // PAGE * PAGE
+    ring_bytes = options.ring_bytes
+    if path == "ipc":
+        ring_bytes = options.device_ring_bytes or ring_bytes
+    ring_bytes = ring_bytes // 2 // PAGE * PAGE
     ring = RingOptions(
         path,
         ring_bytes=ring_bytes,

@@ -113,7 +113,7 @@ def test_an_end_for_which_no_thread_can_be_started_leaves_nothing_behind(
 ) -> None:
     start = threading.Thread.start
 
-    def new_streams() -> None:
+    def new_streams(*, copy_bytes: int) -> None:
         raise LinkError("no thread could be started for a link")
 
     def start_others(thread: threading.Thread) -> None:

@@ -103,16 +103,20 @@ def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_say
 
 
 @pytest.mark.parametrize(
-    ("path", "chunk_bytes", "expected"),
-    [("ipc", None, 16 << 20), ("shm", None, 4 << 20), ("shm", 1 << 20, 1 << 20)],
+    ("path", "sizes", "expected"),
+    [
+        ("ipc", {}, (64 << 20, 16 << 20)),
+        ("ipc", {"device_ring_bytes": 256 << 20}, (256 << 20, 64 << 20)),
+        ("shm", {"device_ring_bytes": 256 << 20}, (64 << 20, 4 << 20)),
+        ("shm", {"chunk_bytes": 1 << 20}, (64 << 20, 1 << 20)),
+    ],
 )
 def test_a_link_takes_no_more_memory_than_its_rings(
-    path: str, chunk_bytes: int | None, expected: int, given: list[RingOptions]
+    path: str, sizes: dict[str, int], expected: tuple[int, int], given: list[RingOptions]
 ) -> None:
-    capabilities = ends(NVIDIA, NVIDIA, "cuda:0", ring_bytes=64 << 20, chunk_bytes=chunk_bytes)
+    capabilities = ends(NVIDIA, NVIDIA, "cuda:0", ring_bytes=64 << 20, **sizes)
     open_path(path, rendezvous(0, dist.HashStore()), capabilities)
-    assert 2 * given[0].ring_bytes == 64 << 20
-    assert given[0].chunk_bytes == expected
+    assert (2 * given[0].ring_bytes, given[0].chunk_bytes) == expected
 
 
 def test_a_path_that_cannot_be_is_refused_before_anything_is_opened() -> None:

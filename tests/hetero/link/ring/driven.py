@@ -76,7 +76,7 @@ class DrivenDevice(EmulatedDevice):
         self._handles = handles
         self._events = 0
 
-    def new_streams(self) -> DeviceStreams:
+    def new_streams(self, *, copy_bytes: int) -> DeviceStreams:
         return _Streams(self.recorder, self._handles)
 
     def record_event(self) -> Event:
