@@ -18,9 +18,9 @@ _GPU_CHUNK_BYTES, _GPU_CHUNKS = (128 << 20, 512 << 20), 4
 A chunk costs a rank's CPU up to half a millisecond. Within one host, where ranks of two vendors are
 no further apart than those of one, overlapping gains less than that, and chunks are the largest.
 """
-_GPU_CHUNK_BYTES_ONE_PER_VENDOR = 256 << 20
-"""On a GPU, if no vendor has a second rank. Only the reduction kernels overlap with transfers then,
-and issuing one more chunk from Python takes as long as they do."""
+_GPU_CHUNK_BYTES_ONE_PER_VENDOR = 64 << 20, 256 << 20
+"""The same bounds if no vendor has a second rank. Only the reduction kernels overlap with transfers
+then, and issuing one more chunk from Python takes as long as they do for a smaller one."""
 _CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
 """How many further chunks are in flight while one is reduced.
 
@@ -41,7 +41,7 @@ def chunk_spans(context: CallContext, length: int, *, element_size: int) -> list
     if context.device.type == "cpu":
         nbytes = CHUNK_BYTES
     elif context.layout.alignment == 1:
-        nbytes = _GPU_CHUNK_BYTES_ONE_PER_VENDOR
+        nbytes = _one_of_several(length * element_size, _GPU_CHUNK_BYTES_ONE_PER_VENDOR)
     else:
         nbytes = _gpu_chunk_bytes(context, length * element_size)
     return _spans(context, length, nbytes, element_size)
@@ -67,9 +67,14 @@ def columns(context: CallContext, length: int, *, element_size: int, rows: int =
 
 
 def _gpu_chunk_bytes(context: CallContext, total: int) -> int:
-    least, most = _GPU_CHUNK_BYTES
     if not context.layout.has_several_hosts:
-        return most
+        return _GPU_CHUNK_BYTES[1]
+    return _one_of_several(total, _GPU_CHUNK_BYTES)
+
+
+def _one_of_several(total: int, bounds: tuple[int, int]) -> int:
+    """The size of each of `_GPU_CHUNKS` chunks, within bounds."""
+    least, most = bounds
     return min(max(least, total // _GPU_CHUNKS), most)
 
 
