@@ -69,7 +69,7 @@ def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     )
     next(p for p in ours if p.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGKILL
+    assert process.returncode == 128 + signal.SIGKILL, err
     last = err.splitlines()[-1]
     assert last.startswith(f"error: rank 1 on {os.uname().nodename} was killed by SIGKILL")
     assert "Traceback" not in err
