@@ -73,6 +73,14 @@ def test_columns_are_cut_where_steps_within_a_vendor_can_overlap_with_a_transfer
     assert {len(span) for span in spans} == {length if size is None else size}
 
 
+@pytest.mark.parametrize(
+    ("total", "chunk"), [(100, 64), (256, 64), (512, 128), (1024, 256), (4096, 256)]
+)
+def test_two_gpus_reduce_in_quarters_of_64_to_256_mib(total: int, chunk: int) -> None:
+    spans = chunk_spans(context("na", device="cuda"), total * MIB, element_size=1)
+    assert len(spans[0]) == chunk * MIB
+
+
 @given(st.integers(0, 7), st.lists(st.integers(1, 3), min_size=1, max_size=4))
 def test_each_chunk_s_steps_come_in_order_and_by_so_many_chunks_later(
     count: int, gaps: list[int]
