@@ -53,16 +53,13 @@ def all_gather(
 def _goes_direct(context: CallContext, nbytes: int) -> bool:
     """Whether one operation of the library and one batch take less time than shards.
 
-    So it is for any size between GPUs of one host, where the links between vendors are as fast as
-    those within: shards are gathered in two operations, each of which takes CPU and GPU time.
-    With unequal vendors the smallest would send its rows to several ranks.
+    So it is for any size on one host, where the links between vendors are as fast as those within:
+    shards cross once, but are then gathered in an operation of their own.
     """
     layout = context.layout
     if layout.alignment == 1:
         return False
-    is_one_host_of_gpus = context.device.type == "cuda" and not layout.has_several_hosts
-    is_equal = len(set(map(len, layout.vendors))) == 1
-    return nbytes <= direct_bytes(context) or (is_one_host_of_gpus and is_equal)
+    return not layout.has_several_hosts or nbytes <= direct_bytes(context)
 
 
 def _all_gather_direct(
