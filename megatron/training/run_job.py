@@ -16,6 +16,7 @@ from megatron.training.checkpoint.signals import StopSignal
 from megatron.training.console import Console
 from megatron.training.core_private import gather_parameters
 from megatron.training.data import build_data_iterators
+from megatron.training.freed_memory import return_freed_memory
 from megatron.training.job import Job
 from megatron.training.metrics_logger import MetricsLogger
 from megatron.training.model import build_model
@@ -116,6 +117,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
             micro_batch_size=args.micro_batch_size,
             consumed=trainer.consumed_samples,
         )
+        return_freed_memory()  # of building, loading and describing the model
         trainer.train(iterators, validate)
     checkpointer.finish()
     if not trainer.stopped_early:
