@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from hetero.data.layer_times import HostClock
 from hetero.errors import UserError
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
 from hetero.planner.model_shape import load_model
+from megatron.training.cpu_shim import cpu_shim
 from megatron.training.model_size import model_shape
 from tests.tools.refusals import Refused
-from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageMemory
+from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageMemory, measured_stage
 from tools.layer_profile.swept_points import layers_of_deep_stages
 from tools.operators.layer_flags import model_arguments
 from tools.profile_layers import main
@@ -94,6 +97,30 @@ def test_a_machine_whose_speed_drifts_is_told_and_hardly_seen(
     assert costs.head.forward == pytest.approx(0.005, rel=0.1)
     assert costs.embedding.forward == pytest.approx(0.001, rel=0.2)
     assert "the machine is not quiet" in capsys.readouterr().out
+
+
+class ScriptedClock(HostClock):
+    """Each forward pass takes 1 s, and the backward passes 1, 1 and 4 s."""
+
+    def __init__(self) -> None:
+        self._marks = iter([0, 1, 2, 2, 3, 4, 4, 5, 9])
+
+    def mark(self) -> int:
+        return next(self._marks)
+
+
+def test_a_pass_takes_the_mean_as_the_passes_of_a_step_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = model_arguments(LLAMA[:-4])
+    clock = ScriptedClock()
+    with (
+        cpu_shim(),
+        measured_stage(
+            args, stage=MIDDLE, layers=1, vendor="nvidia", device=torch.device("cpu")
+        ) as stage,
+    ):
+        monkeypatch.setattr("tools.layer_profile.measured_stage.clock_of", lambda _: clock)
+        times = stage.times(micro_batch=1, seq_length=8, seconds=0)
+    assert times == PassTimes(1.0, 2.0)
 
 
 def test_the_data_of_a_run_does_not_matter_and_its_vocabulary_does() -> None:

@@ -56,7 +56,10 @@ class MeasuredStage:
         return sum(parameter.numel() for parameter in self._chunk.parameters())
 
     def times(self, *, micro_batch: int, seq_length: int, seconds: float) -> PassTimes:
-        """Medians of passes timed for about `seconds`, a few of them at the least."""
+        """Means of passes timed for about `seconds`, a few of them at the least.
+
+        The passes of a step follow each other, so it takes their mean and not their median.
+        """
         inputs = self._inputs(micro_batch, seq_length)
         for _ in range(_WARM_UP):
             self._backward(self._forward(inputs))
@@ -72,8 +75,8 @@ class MeasuredStage:
             if len(marks) % _AT_LEAST == 0:
                 synchronize(self._device)  # the host's watch would else run ahead of the GPU
         return PassTimes(
-            statistics.median(clock.seconds(begin, middle) for begin, middle, _ in marks),
-            statistics.median(clock.seconds(middle, end) for _, middle, end in marks),
+            statistics.fmean(clock.seconds(begin, middle) for begin, middle, _ in marks),
+            statistics.fmean(clock.seconds(middle, end) for _, middle, end in marks),
         )
 
     def memory(self, *, micro_batch: int, seq_length: int) -> StageMemory:

@@ -65,7 +65,7 @@ ON_CPU = Scale(
     layers=8,
     global_batch=12,
     iterations=7,
-    seconds_a_point=1.0,
+    seconds_a_point=5.0,
     dtype="fp32",
     options=TrainingOptions(
         activation_bytes=4, parameter_bytes=4, state_bytes=8, reserved_bytes=0.0

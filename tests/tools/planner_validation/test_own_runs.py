@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -23,7 +24,7 @@ from hetero.planner.layer_profile import (
 from megatron.training.arguments import parse_args
 from tools.launching.processes import Step, StepFailure
 from tools.planner_validation import own_bench, own_report
-from tools.planner_validation.measured_run import MeasuredRun
+from tools.planner_validation.measured_run import CpuContention, MeasuredRun
 from tools.planner_validation.own_bench import OwnBench
 from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
 from tools.planning.plan_files import training_flags
@@ -230,3 +231,24 @@ def test_links_take_what_a_run_sends_up_to_the_whole_of_their_rings(tmp_path: Pa
     assert many - few == 2 * 12 * bench.model.boundary_bytes(1, 4)
     assert bench._links_bytes(even, bench.model, 10**6, 12) > 64 << 20
     assert bench._links_bytes(replicas, bench.model, 10**6, 12) == 16 << 20
+
+
+def test_ranks_are_looked_for_once_because_that_holds_them_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks through all processes of a machine takes a core from one that trains."""
+    launch = Launch(name="run", flags=(), nproc=1, folder=tmp_path, environ={})
+    launch.metrics.write_text("{}\n")
+    searched: list[bool] = []
+
+    class Searched(psutil.Process):
+        def children(self, recursive: bool = False) -> list[psutil.Process]:
+            searched.append(recursive)
+            return [psutil.Process()]
+
+    monkeypatch.setattr("tools.planner_validation.measured_run.psutil.Process", Searched)
+    queues = CpuContention(launch)
+    for _ in range(3):
+        queues.look()
+    assert searched == [True]
+    assert 0 <= queues.share < 1
