@@ -51,10 +51,10 @@ class CpuContention:
     def look(self) -> None:
         if not self._metrics.exists() or not self._metrics.stat().st_size:
             return  # it starts, which is not measured
-        with contextlib.suppress(psutil.Error, OSError, ValueError):
-            # Ranks that train are all there. To look through all processes of the machine again
-            # would hold them up: it takes a millisecond.
-            for pid in self._seen or [p.pid for p in psutil.Process().children(recursive=True)]:
+        # Ranks that train are all there. To look through all processes of the machine again would
+        # hold them up: it takes a millisecond.
+        for pid in list(self._seen) or _descendants():
+            with contextlib.suppress(OSError, ValueError):  # it has just ended
                 _, queued, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
                 self._seen.setdefault(pid, []).append((time.monotonic(), int(queued) / 1e9))
 
@@ -62,3 +62,10 @@ class CpuContention:
     def share(self) -> float:
         spans = [(seen[0], seen[-1]) for seen in self._seen.values() if len(seen) > 1]
         return max((b[1] - a[1]) / (b[0] - a[0]) for a, b in spans) if spans else 0.0
+
+
+def _descendants() -> list[int]:
+    """The processes that this one and its children have started."""
+    with contextlib.suppress(psutil.Error):
+        return [process.pid for process in psutil.Process().children(recursive=True)]
+    return []
