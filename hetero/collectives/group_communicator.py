@@ -42,6 +42,9 @@ from hetero.collectives.work import CollectiveWork, Worker
 from hetero.errors import LinkError
 
 _CLOSE_SECONDS = 5.0
+_CATCH_UP_SECONDS = 1e-3
+"""How long a caller lets the worker finish earlier calls before it leaves it another one. Two
+threads that both use torch take Python's lock from each other, up to 5 ms each time."""
 _NO_MODE = contextlib.nullcontext()
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
 
@@ -175,7 +178,7 @@ class Communicator:
                 return work
             running = RunningCall(call, work, algorithm, self._context)
             may_start_here = blocking or (self._is_connected and self._stream.exists)
-            if may_start_here and self._worker.try_acquire():
+            if may_start_here and self._worker.try_acquire(seconds=_CATCH_UP_SECONDS):
                 try:
                     if blocking:
                         self._progress(running)

@@ -18,9 +18,12 @@ _GPU_CHUNK_BYTES, _GPU_CHUNKS = (128 << 20, 512 << 20), 4
 A chunk costs a rank's CPU up to half a millisecond. Within one host, where ranks of two vendors are
 no further apart than those of one, overlapping gains less than that, and chunks are the largest.
 """
-_GPU_CHUNK_BYTES_ONE_PER_VENDOR = 64 << 20, 256 << 20
-"""The same bounds if no vendor has a second rank. Only the reduction kernels overlap with transfers
-then, and issuing one more chunk from Python takes as long as they do for a smaller one."""
+_GPU_CHUNK_BYTES_ONE_PER_VENDOR = 256 << 20
+"""The size of an all-reduce's chunk if no vendor has a second rank. Only the reduction kernels
+overlap with transfers then: for a smaller chunk they take less time than issuing one from Python.
+"""
+_GPU_ROW_CHUNK_BYTES = 64 << 20, 256 << 20
+"""The bounds for a reduce-scatter there, whose chunks are issued once, an all-reduce's twice."""
 _CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
 """How many further chunks are in flight while one is reduced.
 
@@ -33,7 +36,7 @@ C = TypeVar("C")
 
 
 def chunk_spans(context: CallContext, length: int, *, element_size: int) -> list[Span]:
-    """The chunks of memory that is reduced; the same on every rank.
+    """The chunks of memory that is reduced at every rank; the same on all of them.
 
     Args:
         length: in elements.
@@ -41,9 +44,20 @@ def chunk_spans(context: CallContext, length: int, *, element_size: int) -> list
     if context.device.type == "cpu":
         nbytes = CHUNK_BYTES
     elif context.layout.alignment == 1:
-        nbytes = _one_of_several(length * element_size, _GPU_CHUNK_BYTES_ONE_PER_VENDOR)
+        nbytes = _GPU_CHUNK_BYTES_ONE_PER_VENDOR
     else:
         nbytes = _gpu_chunk_bytes(context, length * element_size)
+    return _spans(context, length, nbytes, element_size)
+
+
+def row_chunks(context: CallContext, length: int, *, element_size: int) -> list[Span]:
+    """The chunks of the row that a rank keeps of a reduce-scatter, if no vendor has a second rank.
+
+    Only the additions overlap with the transfers.
+    """
+    nbytes = CHUNK_BYTES
+    if context.device.type != "cpu":
+        nbytes = _one_of_several(length * element_size, _GPU_ROW_CHUNK_BYTES)
     return _spans(context, length, nbytes, element_size)
 
 

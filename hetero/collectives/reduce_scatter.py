@@ -9,7 +9,7 @@ import torch
 from hetero.collectives.all_reduce import all_reduce_direct, direct_bytes
 from hetero.collectives.intra_vendor import LibraryWork
 from hetero.collectives.memory_segments import full_segment, pad_to_multiple, share_memory
-from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, columns, overlapped
+from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped, row_chunks
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, combine_in_order
 from hetero.collectives.vendor_layout import equal_parts, overlaps, row_spans
@@ -29,8 +29,8 @@ def reduce_scatter(
     element_size, size = result.element_size(), context.layout.size
     if context.layout.alignment > 1 and flat.nbytes <= direct_bytes(context):
         return _reduce_scatter_direct(context, result, flat, reduction)
-    if context.layout.alignment == 1:  # only the additions overlap with the transfers
-        spans = chunk_spans(context, length, element_size=element_size)
+    if context.layout.alignment == 1:
+        spans = row_chunks(context, length, element_size=element_size)
     else:
         spans = columns(context, length, element_size=element_size, rows=size)
     # The rows of a vendor's only rank are that vendor's partial results.

@@ -180,14 +180,14 @@ class Worker:
         self._running = threading.Lock()
         self._pending = 0
         self._is_closed = False
-        self._pending_lock = threading.Lock()
+        self._pending_changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._thread_id = self._thread.ident
 
     def submit(self, task: Task) -> None:
         """Have the thread run it after all tasks submitted before."""
-        with self._pending_lock:
+        with self._pending_changed:
             self._require_open()
             self._pending += 1
             self._queue.put(task)
@@ -211,12 +211,15 @@ class Worker:
                 return
             self._execute(task)
 
-    def try_acquire(self) -> bool:
+    def try_acquire(self, *, seconds: float = 0.0) -> bool:
         """Let the calling thread run a task itself, if none is pending; whether it may.
 
-        Submit what is left of the task before `release`, so that it stays first in the queue.
+        Waits up to so many `seconds` for the pending ones. Submit what is left of the task before
+        `release`, so that it stays first in the queue.
         """
-        with self._pending_lock:
+        with self._pending_changed:
+            if self._pending and threading.get_ident() != self._thread_id:
+                self._pending_changed.wait_for(lambda: not self._pending, seconds)
             self._require_open()
             if self._pending:
                 return False
@@ -227,7 +230,7 @@ class Worker:
         self._running.release()
 
     def close(self, *, seconds: float) -> None:
-        with self._pending_lock:
+        with self._pending_changed:
             self._is_closed = True
             self._queue.put(None)
         if threading.get_ident() != self._thread_id:
@@ -247,8 +250,10 @@ class Worker:
 
     def _execute(self, task: Task) -> None:
         task()
-        with self._pending_lock:
+        with self._pending_changed:
             self._pending -= 1
+            if not self._pending:
+                self._pending_changed.notify_all()
 
     def _poll_if_idle(self) -> None:
         """Skip the poll while a caller runs a task itself."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.collectives import overlapped_steps
-from hetero.collectives.overlapped_steps import chunk_spans, columns, overlapped
+from hetero.collectives.overlapped_steps import chunk_spans, columns, overlapped, row_chunks
 from hetero.collectives.vendor_layout import Layout, Member, Span
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import (
@@ -47,6 +47,7 @@ def test_chunks_cover_everything_once(
     here = context(vendors, device=device)
     for spans in (
         chunk_spans(here, length, element_size=element_size),
+        row_chunks(here, length, element_size=element_size),
         columns(here, length, element_size=element_size, rows=len(vendors)),
     ):
         assert spans[0].begin == 0
@@ -74,11 +75,17 @@ def test_columns_are_cut_where_steps_within_a_vendor_can_overlap_with_a_transfer
 
 
 @pytest.mark.parametrize(
-    ("total", "chunk"), [(100, 64), (256, 64), (512, 128), (1024, 256), (4096, 256)]
+    ("row", "chunk"), [(32, 32), (100, 64), (256, 64), (512, 128), (1024, 256), (4096, 256)]
 )
-def test_two_gpus_reduce_in_quarters_of_64_to_256_mib(total: int, chunk: int) -> None:
-    spans = chunk_spans(context("na", device="cuda"), total * MIB, element_size=1)
+def test_two_gpus_reduce_a_row_in_quarters_of_64_to_256_mib(row: int, chunk: int) -> None:
+    spans = row_chunks(context("na", device="cuda"), row * MIB, element_size=1)
     assert len(spans[0]) == chunk * MIB
+
+
+def test_two_gpus_reduce_whole_tensors_of_up_to_256_mib() -> None:
+    for total, chunk in ((256, 256), (512, 256)):
+        spans = chunk_spans(context("na", device="cuda"), total * MIB, element_size=1)
+        assert len(spans[0]) == chunk * MIB
 
 
 @given(st.integers(0, 7), st.lists(st.integers(1, 3), min_size=1, max_size=4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +31,33 @@ def test_a_task_that_comes_while_its_group_ends_is_refused_and_earlier_ones_are_
         with pytest.raises(LinkError, match="was destroyed; make a new one"):
             later()
     assert done == [1]
+
+
+def test_a_caller_that_waits_for_the_worker_runs_its_own_task_after_the_pending_ones() -> None:
+    worker, may_end, done = Worker("calls", poll=lambda: None, seconds=60.0), threading.Event(), []
+    worker.submit(may_end.wait)
+    worker.submit(lambda: done.append(1))
+    assert not worker.try_acquire()
+    assert not worker.try_acquire(seconds=0.001)
+    threading.Timer(0.05, may_end.set).start()
+    assert worker.try_acquire(seconds=60.0)
+    assert done == [1]
+    worker.release()
+    worker.close(seconds=10.0)
+
+
+def test_a_callback_does_not_wait_for_the_task_that_it_is_part_of() -> None:
+    worker, ended = Worker("calls", poll=lambda: None, seconds=60.0), threading.Event()
+    acquired = []
+
+    def task() -> None:
+        acquired.append(worker.try_acquire(seconds=60.0))
+        ended.set()
+
+    worker.submit(task)
+    assert ended.wait(10.0)
+    worker.close(seconds=10.0)
+    assert acquired == [False]
 
 
 def test_a_call_not_done_in_time_raises_what_scripts_catch_of_pytorchs_groups() -> None:
