@@ -65,7 +65,7 @@ class P2PBatch:
     Do not change what is sent before the batch has been waited for.
     """
 
-    __slots__ = ("_context", "_pending", "ops")
+    __slots__ = ("_context", "_followers", "_pending", "ops")
 
     def __init__(self, context: CallContext) -> None:
         self._context = context
@@ -73,6 +73,14 @@ class P2PBatch:
         """Peer, contiguous memory, offset and size in bytes, whether it is a receive."""
         self._pending: Sequence[Transfer] | None = None
         """None until the batch is issued."""
+        self._followers: Sequence[P2PBatch] = ()
+
+    def issue_with(self, followers: Sequence[P2PBatch]) -> None:
+        """Have other batches issued in one call with this one, and each waited for by itself.
+
+        So Python need not issue anything between one batch's end and the next one's.
+        """
+        self._followers = followers
 
     def send(self, rank: int, memory: torch.Tensor, offset: int = 0, nbytes: int = -1) -> None:
         """Add a send of contiguous memory, or of `nbytes` of it; no-op if that is 0."""
@@ -101,11 +109,21 @@ class P2PBatch:
     def start(self) -> None:
         """Issue the batch now, to overlap it with what the caller does before `wait()`."""
         if (messages := self._messages()) is not None:
-            self._pending = self._context.ring.start(messages, tag=self._context.tag)
+            self._share_out(self._context.ring.start(messages, tag=self._context.tag))
+
+    def _share_out(self, left: Sequence[Transfer]) -> None:
+        """Give each batch what is left to wait for of its own; the followers' comes last."""
+        end = len(left)
+        for batch in reversed(self._followers):
+            begin = end - len(batch.ops)
+            batch._pending, end = left[begin:end], begin
+        self._pending = left[:end] if self._followers else left
 
     def _messages(self) -> list[Message] | None:
         """None if a link has to be opened first and the calling thread may not wait for that."""
         links, ops = self._context.links, self.ops
+        if self._followers:
+            ops = [op for batch in (self, *self._followers) for op in batch.ops]
         by_rank = links.by_rank
         try:  # mostly all are open
             return [(by_rank[op[0]], *op[1:]) for op in ops]
@@ -128,8 +146,13 @@ class P2PBatch:
                 return False
             self._pending = ()
             if messages:
-                self._pending = self._context.ring.order(
-                    messages, tag=self._context.tag, microseconds=microseconds
+                self._share_out(
+                    self._context.ring.order(
+                        messages,
+                        tag=self._context.tag,
+                        microseconds=microseconds,
+                        waited=len(self.ops),
+                    )
                 )
         elif self._pending and self._context.ring.progress(
             self._pending, microseconds=microseconds

@@ -12,7 +12,7 @@ from hetero.collectives.memory_segments import full_segment, pad_to_multiple, sh
 from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped, row_chunks
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.reductions import Reduction, combine_in_order
-from hetero.collectives.vendor_layout import equal_parts, overlaps, row_spans
+from hetero.collectives.vendor_layout import Span, equal_parts, overlaps, row_spans
 
 
 def reduce_scatter(
@@ -33,10 +33,9 @@ def reduce_scatter(
         spans = row_chunks(context, length, element_size=element_size)
     else:
         spans = columns(context, length, element_size=element_size, rows=size)
-    # The rows of a vendor's only rank are that vendor's partial results.
-    if context.library is None and len(spans) == 1:
-        return _reduce_scatter_one_step(context, result, flat, reduction)
     table, ahead = flat.view(-1, length), chunks_ahead(context, len(spans))
+    if context.library is None and len(spans) <= 1 + ahead:
+        return _reduce_scatter_between_vendors(context, result, flat, reduction, spans)
     pipeline = [
         _Chunk(context, result[s.begin : s.end], table[:, s.begin : s.end], reduction, ahead=ahead)
         for s in spans
@@ -58,25 +57,42 @@ def _reduce_scatter_direct(
     result.copy_(table.view(context.layout.size, -1)[context.layout.rank])
 
 
-def _reduce_scatter_one_step(
-    context: CallContext, result: torch.Tensor, flat: torch.Tensor, reduction: Reduction
+def _reduce_scatter_between_vendors(
+    context: CallContext,
+    result: torch.Tensor,
+    flat: torch.Tensor,
+    reduction: Reduction,
+    spans: Sequence[Span],
 ) -> Schedule:
-    """One batch for all of it, so that Python issues once."""
-    layout, batch = context.layout, P2PBatch(context)
-    length, nbytes = result.numel(), result.nbytes
+    """The part of a vendor's only rank, whose rows are that vendor's partial results.
+
+    It issues all chunks in one call into C, and adds up one while the next are on their way.
+    """
+    layout, length, unit = context.layout, result.numel(), result.element_size()
     partials = {layout.vendor: flat[layout.rank * length : (layout.rank + 1) * length]}
-    for rank in layout.remote_ranks:
-        batch.send(rank, flat, rank * nbytes, nbytes)
     # Receive one vendor's partial result into `result`, unless that overlaps what is sent.
     buffer = None if share_memory(full_segment(result), full_segment(flat)) else result
     for vendor in layout.other_vendors:
-        partial, buffer = torch.empty_like(result) if buffer is None else buffer, None
-        partials[vendor] = partial
-        ranks, unit = layout.vendors[vendor], nbytes // length
-        for rank, part in zip(ranks, equal_parts(length, len(ranks)), strict=True):
-            batch.recv(rank, partial, part.begin * unit, len(part) * unit)
-    yield batch
-    combine_in_order(reduction, partials, out=result)
+        partials[vendor], buffer = torch.empty_like(result) if buffer is None else buffer, None
+    batches = []
+    for span in spans:
+        batches.append(batch := P2PBatch(context))
+        for rank in layout.remote_ranks:
+            batch.send(rank, flat, (rank * length + span.begin) * unit, len(span) * unit)
+        for vendor in layout.other_vendors:
+            ranks = layout.vendors[vendor]
+            for rank, part in zip(ranks, equal_parts(len(span), len(ranks)), strict=True):
+                first = (span.begin + part.begin) * unit
+                batch.recv(rank, partials[vendor], first, len(part) * unit)
+    if len(batches) == 1:
+        yield batches[0]
+        combine_in_order(reduction, partials, out=result)
+        return
+    batches[0].issue_with(batches[1:])
+    for span, batch in zip(spans, batches, strict=True):
+        yield batch
+        parts = {vendor: row[span.begin : span.end] for vendor, row in partials.items()}
+        combine_in_order(reduction, parts, out=result[span.begin : span.end])
 
 
 class _Chunk:

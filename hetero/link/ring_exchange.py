@@ -56,17 +56,25 @@ class RingExchange:
             self._new = (structures.Transfer * count)()
             self._addresses = _addresses(self._new)
 
-    def order(self, messages: Sequence[Message], *, tag: int, microseconds: int) -> Sequence[Work]:
-        """Enqueue the messages and make the caller's stream wait for them.
+    def order(
+        self,
+        messages: Sequence[Message],
+        *,
+        tag: int,
+        microseconds: int,
+        waited: int | None = None,
+    ) -> Sequence[Work]:
+        """Enqueue the messages and make the caller's stream wait for the first `waited` of them.
 
-        Polls the peers for `microseconds`. Returns nothing if all could be enqueued, else a Work
-        for each message.
+        Polls the peers for `microseconds`. Returns a Work for each message that is left to wait
+        for: for those after the first `waited` (None: all) if all could be enqueued, else for each.
         """
-        return self._begin(messages, tag, microseconds, caller_waits=True)
+        waited = len(messages) if waited is None else waited
+        return self._begin(messages, tag, microseconds, waited=waited)
 
     def start(self, messages: Sequence[Message], *, tag: int) -> Sequence[Work]:
         """Enqueue what no peer has to come for first; returns a Work for each message."""
-        return self._begin(messages, tag, 0, caller_waits=False)
+        return self._begin(messages, tag, 0, waited=0)
 
     def progress(self, works: Sequence[Any], *, microseconds: int) -> bool:
         """Go on with what `start` or `order` has returned, as `order`; whether nothing is left.
@@ -81,7 +89,8 @@ class RingExchange:
             addresses = _addresses(work.state for work in works)
             is_over = False
             try:
-                is_over = self._exchange(addresses, len(works), locked, microseconds)
+                count = len(works)
+                is_over = self._exchange(addresses, count, locked, microseconds, waited=count)
             finally:
                 self._end(locked, works, caller_waits=True)
             if is_over:
@@ -93,7 +102,7 @@ class RingExchange:
                 link.unlock()
 
     def _begin(
-        self, messages: Sequence[Any], tag: int, microseconds: int, *, caller_waits: bool
+        self, messages: Sequence[Any], tag: int, microseconds: int, *, waited: int
     ) -> Sequence[Work]:
         links = dict.fromkeys([message[0] for message in messages])
         locked: list[RingLink] = []
@@ -103,13 +112,14 @@ class RingExchange:
                 count, is_over, works = len(messages), False, []
                 try:
                     is_over = self._exchange(
-                        self._addresses, count, locked, microseconds, caller_waits=caller_waits
+                        self._addresses, count, locked, microseconds, waited=waited
                     )
                 finally:
                     # Also where a signal handler's exception hides what C has done.
-                    if not (is_over and caller_waits):
-                        works = self._add_transfers(messages)
-                    self._end(locked, works, caller_waits=caller_waits)
+                    first = waited if is_over else 0
+                    if first < count:
+                        works = self._add_transfers(messages, first)
+                    self._end(locked, works, caller_waits=waited > 0)
                 return works
         finally:
             for link in locked:
@@ -150,20 +160,21 @@ class RingExchange:
         links: Sequence[RingLink],
         microseconds: int,
         *,
-        caller_waits: bool = True,
+        waited: int,
     ) -> bool:
-        """With the locks; whether all is enqueued, and waited for if `caller_waits`."""
-        progress = self._call(addresses, count, microseconds, caller_waits)
+        """With the locks; whether all is enqueued, and the first `waited` are waited for."""
+        progress = self._call(addresses, count, microseconds, waited)
         for link in links:
             if link.peer_has_failed:
                 return False
         return bool(progress == _ENQUEUED)
 
-    def _add_transfers(self, messages: Sequence[Any]) -> list[RingTransfer]:
-        """Make the handles of messages that C has begun."""
+    def _add_transfers(self, messages: Sequence[Any], first: int) -> list[RingTransfer]:
+        """Make the handles of messages that C has begun, from the `first` on."""
         return [
-            link.add_transfer(tensor, new, is_receive=is_receive)
-            for (link, tensor, _, _, is_receive), new in zip(messages, self._new, strict=False)
+            link.add_transfer(tensor, self._new[number], is_receive=is_receive)
+            for number, (link, tensor, _, _, is_receive) in enumerate(messages)
+            if number >= first
         ]
 
     @staticmethod

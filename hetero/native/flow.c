@@ -321,7 +321,7 @@ static uint32_t make_caller_wait(struct transfer *const *transfers, uint32_t cou
 }
 
 uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
-                         bool caller_waits)
+                         uint32_t waited)
 {
     int64_t end = spin_clock() + (int64_t)microseconds * 1000;
     uint32_t left;
@@ -332,7 +332,7 @@ uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint
         for (int poll = 0; poll < SPIN_POLLS; poll++) {
             left = progress_transfers(transfers, count);
             if (left == 0)
-                return caller_waits ? make_caller_wait(transfers, count) : ENQUEUED;
+                return make_caller_wait(transfers, waited);
             if (left == STUCK)
                 return WAITING;
             spin_pause();

@@ -135,9 +135,9 @@ struct transfer {
 uint32_t native_progress(struct transfer *transfer, bool by_caller);
 
 /* The same of messages of several flows, in which nothing waits but these, in this order. Polls the peers
- * for so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and,
- * if `caller_waits`, that stream waits for them; else each has its progress. */
+ * for so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and
+ * that stream waits for the first `waited`; else each has its progress. */
 uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
-                         bool caller_waits);
+                         uint32_t waited);
 
 #endif

@@ -66,6 +66,7 @@ def walk_all(side: Side) -> dict[str, str]:
             for shape in SIZES[2:]:
                 if shape == SIZES[-1]:
                     overlapped_steps._GPU_CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES
+                    overlapped_steps._GPU_ROW_CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES
                 check_reductions(side, name, dtype, shape, digests)
                 check_copies(side, dtype, shape)
         for check in (check_coalesced, check_strided, check_uneven, check_objects, check_empty):

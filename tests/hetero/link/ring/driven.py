@@ -165,7 +165,7 @@ class World:
             made.append((transfer, Header(JOB, number, torch.uint8, (nbytes,), nbytes).pack()))
         addresses = [addressof(transfer.state) for transfer, _ in made]
         pointers = (c_uint64 * len(made))(*addresses)
-        answer: int = native().native_exchange(pointers, len(made), 0, True)
+        answer: int = native().native_exchange(pointers, len(made), 0, len(made))
         for transfer, header in made:
             assert transfer.header == header
             transfer.flow.take_enqueued()

@@ -59,6 +59,33 @@ def test_messages_that_the_stream_waits_for_leave_their_tensors_to_it() -> None:
         assert not [*pair.sender._out.transfers(), *pair.sender._in.transfers()]
 
 
+@DEVICES
+def test_messages_of_one_call_may_be_waited_for_one_after_another(device: Any) -> None:
+    sizes = 3, LARGE, LARGE + 1
+
+    def end(link: Link, number: int) -> None:
+        exchange = RingExchange()
+        sent = [torch.full((size,), float(number)) for size in sizes]
+        got = [torch.zeros_like(tensor) for tensor in sent]
+        messages = [
+            whole(link, tensor, is_receive)
+            for pair in zip(sent, got, strict=True)
+            for tensor, is_receive in zip(pair, (False, True), strict=True)
+        ]
+        left = list(exchange.order(messages, tag=0, microseconds=PATIENCE, waited=2))
+        is_over = len(left) == 4  # a host device leaves all of the waits to Python
+        for place, tensor in enumerate(got):
+            works = [] if is_over and place == 0 else [left.pop(0), left.pop(0)]
+            if works and not exchange.progress(works, microseconds=0):
+                for work in works:
+                    work.wait()
+            assert (tensor == 3 - number).all()
+        assert not left
+
+    with opened(device=device) as pair:
+        both_well(lambda: end(pair.sender, 1), lambda: end(pair.receiver, 2))
+
+
 @pytest.mark.parametrize("late", [0.0, 0.02])
 @DEVICES
 def test_started_messages_go_on_where_they_are_whoever_is_late(device: Any, late: float) -> None:
