@@ -33,9 +33,10 @@ def reduce_scatter(
         spans = row_chunks(context, length, element_size=element_size)
     else:
         spans = columns(context, length, element_size=element_size, rows=size)
-    table, ahead = flat.view(-1, length), chunks_ahead(context, len(spans))
+    ahead = chunks_ahead(context, len(spans))
     if context.library is None and len(spans) <= 1 + ahead:
         return _reduce_scatter_between_vendors(context, result, flat, reduction, spans)
+    table = flat.view(-1, length)
     pipeline = [
         _Chunk(context, result[s.begin : s.end], table[:, s.begin : s.end], reduction, ahead=ahead)
         for s in spans
