@@ -39,13 +39,14 @@ class Outcome:
 def outcome(tmp_path_factory) -> Outcome:
     """Three ranks of two vendors, so that sizes are no multiples of what was asked for."""
     folder = tmp_path_factory.mktemp("collectives")
-    words = (*QUICK, *"--backends gloo nccl hetero flagcx --ranks 2+1 --out".split(), folder)
+    backends = "--backends gloo nccl gloo-again hetero flagcx".split()
+    words = (*QUICK, *backends, "--ranks", "2+1", "--out", folder)
     # As under this project's launcher, which has hetero take NCCL's and even gloo's place.
     stdout = commands.printed(TOOL, *words, HETERO_INSTEAD_OF="nccl,gloo")
     return Outcome(json.loads((folder / "collectives.json").read_text()), stdout)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "hetero"])
+@pytest.mark.parametrize("backend", ["gloo", "gloo-again", "hetero"])
 def test_every_operation_is_measured_in_and_out_of_place_and_right(outcome, backend) -> None:
     points = [p for p in outcome.record["points"] if p["backend"] == backend]
     assert {(p["operation"], p["in_place"]) for p in points} == CASES
@@ -60,7 +61,7 @@ def test_every_operation_is_measured_in_and_out_of_place_and_right(outcome, back
 def test_backends_are_measured_size_by_size_and_the_bare_links_in_the_same_run(outcome) -> None:
     points = outcome.record["points"]
     assert [p["nbytes"] for p in points] == sorted(p["nbytes"] for p in points)
-    assert [p["backend"] for p in points[:2]] == ["gloo", "hetero"]
+    assert [p["backend"] for p in points[:3]] == ["gloo", "gloo-again", "hetero"]
     boundary = {p["nbytes"]: p for p in outcome.record["boundary"]}
     assert set(boundary) == {4092, 16380}
     for point in points:

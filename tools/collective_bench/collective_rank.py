@@ -23,6 +23,7 @@ from tools.collective_bench.all_ranks import AllRanks
 from tools.collective_bench.boundary_links import BoundaryLinks
 from tools.collective_bench.collective_files import write_results
 from tools.collective_bench.collective_record import (
+    AGAIN,
     BoundaryPoint,
     Options,
     Point,
@@ -159,7 +160,8 @@ class CollectiveSession:
             self._ranks.together(lambda: self._require(name))
             groups: list[dist.ProcessGroup] = []
             timeout = timedelta(seconds=self._options.timeout)
-            backend = _GROUP_NAMES.get(name, name)
+            backend = name.removesuffix(AGAIN)
+            backend = _GROUP_NAMES.get(backend, backend)
             self._ranks.together(
                 lambda: groups.append(dist.new_group(backend=backend, timeout=timeout))
             )
@@ -168,7 +170,7 @@ class CollectiveSession:
             self._state.notes.append(f"{name}: not measured, because {failure}")
 
     def _require(self, name: str) -> None:
-        if name == "nccl" and self._device.type != "cuda":
+        if name.removesuffix(AGAIN) == "nccl" and self._device.type != "cuda":
             raise RuntimeError("it needs GPUs")
         if name == "flagcx":
             try:

@@ -10,7 +10,9 @@ from tools.link_bench.bench_record import GIB, KIB
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8")
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
-BACKENDS = ("gloo", "nccl", "hetero", "flagcx")
+AGAIN = "-again"
+"""A second group of a backend: how far the two differ is what a measurement cannot tell apart."""
+BACKENDS = ("gloo", "nccl", "hetero", "flagcx", f"gloo{AGAIN}", f"nccl{AGAIN}")
 OPERATIONS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
     "send_recv",
