@@ -28,9 +28,6 @@ NICS_VARIABLE = "HETERO_NICS"
 """The NICs that this rank's links use, in the format of --hetero-nics."""
 RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 """Of one link, for both directions together, by type of device."""
-_DEVICE_RING_BYTES = 256 << 20
-"""The same in the memory of two GPUs, half in each: no CPU has to make room for messages of up to
-that half while they are on the way."""
 _CLOSE_SECONDS = 2.0
 _GRACE_SECONDS = 2.0
 """Added to this rank's deadline, because the peer's own error says more."""
@@ -121,9 +118,7 @@ class Links:
             device=self._device,
             timeout=self._timeout,
             nics=nic_names(),
-            options=ChannelOptions(
-                ring_bytes=RING_BYTES[self._device.type], device_ring_bytes=_DEVICE_RING_BYTES
-            ),
+            options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
             check_abort=check_abort,
         )
 

@@ -34,6 +34,9 @@ _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
 _CHUNK_BYTES = {"shm": 4 << 20, "verbs": 2 << 20, "verbs-host": 2 << 20, "tcp": 1 << 20}
 """Handing a chunk over costs microseconds: little beside a copy by the host, much beside one of a
 device, for which `ipc` has chunks of half a ring."""
+_RINGS_OF_GPUS = 4
+"""How many times larger rings in GPUs' memory are. No CPU makes room in them for what fits, and
+their copies are large enough for one stream a direction."""
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 """Bytes of the messages that probe a path in each direction."""
@@ -46,9 +49,8 @@ class ChannelOptions:
     """A user's settings for a link: the same at both ends, except addresses and devices."""
 
     ring_bytes: int = 64 << 20
-    """Memory of one link, for both directions; the rings have whole pages. Its only buffers."""
-    device_ring_bytes: int | None = None
-    """The same of rings in the memory of GPUs, each of which has one; None for `ring_bytes`."""
+    """Memory of one link, for both directions; the rings have whole pages. Its only buffers.
+    `ipc` takes four times as much, half of it in each GPU."""
     chunk_bytes: int | None = None
     """The largest chunk; None for the path's default."""
     checksum: bool = False
@@ -62,10 +64,8 @@ class ChannelOptions:
     def __post_init__(self) -> None:
         """Raises ValueError for values with which nothing could move."""
         problems = []
-        for name in ("ring_bytes", "device_ring_bytes"):
-            size = getattr(self, name)
-            if size is not None and size < 2 * PAGE:
-                problems.append(f"{name} {size} is below {2 * PAGE}, a page a direction")
+        if self.ring_bytes < 2 * PAGE:
+            problems.append(f"ring_bytes {self.ring_bytes} is below {2 * PAGE}, a page a direction")
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             problems.append(f"chunk_bytes {self.chunk_bytes} is below 1")
         if self.connections < 1:
@@ -274,9 +274,7 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
         if capabilities.stream_wait_missing is None
         else HostDevice(device, checksum=options.checksum)
     )
-    ring_bytes = options.ring_bytes
-    if path == "ipc":
-        ring_bytes = options.device_ring_bytes or ring_bytes
+    ring_bytes = options.ring_bytes * (_RINGS_OF_GPUS if path == "ipc" else 1)
     ring_bytes = ring_bytes // 2 // PAGE * PAGE
     ring = RingOptions(
         path,

@@ -98,7 +98,8 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
         "--hetero-ring-mib",
         type=integer(1),
         default=64,
-        help="memory of one link's rings, both directions together, in MiB",
+        help="memory of one link's rings, both directions together, in MiB; transport ipc takes "
+        "four times as much, half of it in each GPU",
     )
     group.add_argument(
         "--hetero-chunk-kib",

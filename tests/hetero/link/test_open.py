@@ -105,9 +105,8 @@ def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_say
 @pytest.mark.parametrize(
     ("path", "sizes", "expected"),
     [
-        ("ipc", {}, (64 << 20, 16 << 20)),
-        ("ipc", {"device_ring_bytes": 256 << 20}, (256 << 20, 64 << 20)),
-        ("shm", {"device_ring_bytes": 256 << 20}, (64 << 20, 4 << 20)),
+        ("ipc", {}, (256 << 20, 64 << 20)),
+        ("shm", {}, (64 << 20, 4 << 20)),
         ("shm", {"chunk_bytes": 1 << 20}, (64 << 20, 1 << 20)),
     ],
 )
