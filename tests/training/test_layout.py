@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
@@ -13,24 +12,18 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
-from megatron.training.arguments import parse_args
 from megatron.training.command_line import read_command_line
 from megatron.training.layout import apply_mesh, apply_plan_file, plan_from_args
 from tests.sentences import all_said_of, sentence_of
+from tests.training.launches import command_line, parsed
 
-LAUNCH = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
-)
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
-
-
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
 def _args(flags: str, *, layers: int = 8, ranks: int = 1) -> Namespace:
-    return parse_args(shlex.split(f"{LAUNCH} --num-layers {layers} {flags}"), world_size=ranks)
+    sizes = f"--num-layers {layers} --micro-batch-size 1 --global-batch-size 8"
+    return parsed(f"{sizes} {flags}", world_size=ranks)
 
 
 def _plan(flags: str, *, layers: int = 8, ranks: int = 1) -> Plan:
@@ -179,8 +172,8 @@ def test_a_plan_file_s_micro_batch_sizes_stand_for_the_global_one(
     tmp_path: Path, size: int
 ) -> None:
     text = TWO.replace("tensor: 2, data: 2", f"data: 1, micro_batch_size: {size or 'null'}")
-    words = shlex.split(LAUNCH.replace("--micro-batch-size 1", "") + "--num-layers 8 ")
-    args = parse_args([*words, *_file(tmp_path / "plan.yaml", text).split()], world_size=2)
+    flags = _file(tmp_path / "plan.yaml", text)
+    args = parsed(flags, without="--micro-batch-size", world_size=2)
     if size is None:
         with pytest.raises(UserError, match="--micro-batch-size is required"):
             apply_plan_file(args)
@@ -339,7 +332,6 @@ def test_a_stage_without_layers_is_told_with_all_else(
     layers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = f"{LAUNCH} --num-layers 8 {layers} --hidden 2 --bf16 --fp16"
-    said = all_said_of(read_command_line, shlex.split(flags))
+    said = all_said_of(read_command_line, command_line(f"{layers} --hidden 2 --bf16 --fp16"))
     for words in ("did you mean --hidden-size or", "--bf16 and --fp16", "stage 1 has layers [0];"):
         assert words in said

@@ -1,4 +1,4 @@
-"""Tables of launches: flags that are added to the smallest one (conftest.py), and what comes of it.
+"""Tables of launches: flags that are added to the smallest one (launches.py), and what comes of it.
 
 A section names what it is about and, with bars between, the flags left out of the launch (without),
 the number of ranks (world) and flags of all its lines (with). Then FLAGS => RESULT.

@@ -24,7 +24,7 @@ ELSEWHERE = {
     for file, flags in {
         "training/arguments/test_config_file.py": "--yaml-cfg",
         "training/test_layers.py": "--attention-backend",
-        "training/arguments/test_arguments_model.py": "--no-position-embedding",
+        "training/arguments/accepted.txt": "--no-position-embedding",
         "training/arguments/test_transformer_engine.py": "--transformer-impl",
         "training/test_flags_in_a_run.py": (
             "--exit-interval --exit-duration-in-mins --no-check-for-nan-in-loss-and-grad "
