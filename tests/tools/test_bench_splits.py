@@ -41,23 +41,6 @@ def test_every_split_runs_with_every_factor_beside_each_vendor_alone() -> None:
     assert parsed(options, last.flags, nproc=2).hetero_pipeline_layers == [22, 10]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--factors 0.5", "--factors must be 1.0 or more"),
-        ("--first-layers 32", "each stage holds one layer or more of the model's 32"),
-        (f"--model {TINY} --layers 3 2", "5"),
-        ("", "llama3_8b would fill its memory"),
-    ],
-)
-def test_what_no_run_could_do_is_refused_in_a_sentence(
-    refused, tmp_path: Path, monkeypatch, words: str, reason: str
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert reason in refused(bench_splits.main, f"{words} --out {tmp_path / 'out'}")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_it_is_told_where_a_split_is_slower_than_the_slower_vendor_alone() -> None:
     options = parse_options("--first-layers 10 16 22 --factors 1 2 --out x".split())
     attempts = [attempt("nvidia-alone", 100), attempt("amd-alone-x2", 50)]

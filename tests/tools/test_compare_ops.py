@@ -58,25 +58,6 @@ def test_dumps_travel_between_machines_as_small_files(tmp_path, capsys, refused)
     assert "layernorm_epsilon is 1e-05 in one and 1e-06" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["check", *TINY, "--hiden-size", "64"], "--hiden-size"),
-        (["check", "--dtype", "int8"], "--dtype"),
-        (["check", *TINY, "--hidden-size", "65"], "hidden"),
-        (["check", "--yaml-cfg", "absent.yaml"], "absent.yaml"),
-        (["run", *TINY], "--out"),
-        (["run", "--out", "absent/folder/dump", *TINY], "there is no folder absent/folder"),
-        (["compare", "absent"], "required"),
-        (["compare", "absent", "absent"], "absent is no file"),
-        (["compare", "a", "b", "--dtype", "bf16"], "compare takes two files and no --dtype"),
-        ([], "COMMAND"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence, refused) -> None:
-    assert sentence in refused(main, words)
-
-
 GPU_SHAPES = {
     "tiny": TINY,
     "llama 8b": [

@@ -165,7 +165,6 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(
         (["--top-k", "5"], "need --temperature"),
         (["--seed", f"{2**64}"], "--seed: must be a whole number of at least 0 and at most"),
         (["--ckpt-step", "7"], "iter_0000007"),
-        (["--load", "nowhere"], "nowhere is no folder; name the one that --save named"),
         (
             ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"],
             "name the same one with --tokenizer-type",

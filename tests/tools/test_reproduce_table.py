@@ -114,29 +114,6 @@ def test_rounds_go_forth_and_back() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--nproc 3", "--nproc 3 cannot be shared by 2 pipeline stages"),
-        ("--model gpt5", "--model gpt5 is neither one of llama3_8b, qwen2_7b nor a preset"),
-        ("--iterations 3 --warmup 3", "--warmup 3 leaves nothing of 3 iterations"),
-        ("--warmup 0", "--warmup: must be a whole number of at least 1, not '0'"),
-        ("--rounds 0", "--rounds: must be a whole number of at least 1, not '0'"),
-        ("--deadline 0", "--deadline: must be a finite number above 0, not '0'"),
-        ("--seq-length 0", "--seq-length: must be a whole number of at least 1, not '0'"),
-        ("--layers 17 16", "33"),
-        ("--global-batch-size 7 --nproc 4", "7"),
-        ("--data-path nowhere", "there is no nowhere.idx"),
-        ("-- --no-such-flag", "--no-such-flag"),
-    ],
-)
-def test_what_no_row_could_run_with_is_refused_in_a_sentence(
-    refused, tmp_path: Path, words: str, reason: str
-) -> None:
-    assert reason in refused(reproduce_table.main, f"--out {tmp_path / 'out'} {words}")
-    assert not (tmp_path / "out").exists()
-
-
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.training.arguments.launch_table import Launch, read_table
+from tests.launch_table import Launch, read_table
 
 
-@pytest.mark.parametrize("launch", read_table("accepted.txt"), ids=str)
+@pytest.mark.parametrize("launch", read_table(Path(__file__).with_name("accepted.txt")), ids=str)
 def test_a_launch_becomes_what_its_line_says(parse, launch: Launch) -> None:
     flags = f"{launch.base} {launch.flags}"
     args = parse(flags, without=launch.without, world_size=launch.world_size)

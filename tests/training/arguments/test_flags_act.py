@@ -11,8 +11,8 @@ import torch
 
 from megatron.training.arguments.parser import build_parser
 from megatron.training.cpu_shim import cpu_shim
+from tests.launch_table import Launch, read_table
 from tests.training.arguments import observers as see
-from tests.training.arguments.launch_table import Launch, read_table
 
 TESTS = Path(__file__).resolve().parents[2]
 OPTIONS = [action for action in build_parser()._actions if action.dest != "help"]
@@ -101,7 +101,7 @@ class Row:
         return self.words
 
 
-ROWS = [Row.of(launch) for launch in read_table("flags_act.txt")]
+ROWS = [Row.of(launch) for launch in read_table(Path(__file__).with_name("flags_act.txt"))]
 
 
 @pytest.fixture(autouse=True)
