@@ -310,7 +310,6 @@ def test_when_killed_it_ends_at_once_and_leaves_no_file(
     text.write_text(CORPUS * 200_000)
     flags = flags_for(tokenizer, tmp_path / "out", text, workers=2)
     process = command(*flags, "--log-interval", "1")
-    assert process.stderr is not None
     assert process.stderr.readline().startswith("processed ")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     # Python's own helper for shared resources is one of them, and ends when its pipe does.

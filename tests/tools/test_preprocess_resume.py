@@ -244,7 +244,6 @@ def test_kill_9_and_two_runs_at_once(tmp_path, capsys):
     flags = flags_for(tmp_path, [str(text)], workers=2)
     for _ in range(2):
         process = preloaded.start(TOOL, [*flags, "--log-interval", "1"], environ=os.environ)
-        assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("processed"):
                 break

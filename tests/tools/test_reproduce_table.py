@@ -229,14 +229,10 @@ def test_efficiency_compares_within_a_round() -> None:
         Attempt("homogeneous", 2, slower(0.5)),
     ]
     baseline, direct = summarise(attempts, LLAMA3_8B)
-    assert direct.efficiency is not None
     assert direct.efficiency.smallest == pytest.approx(0.96)
     assert direct.efficiency.largest == pytest.approx(0.98)
-    assert baseline.efficiency is not None
     assert baseline.efficiency.median == 1.0
-    assert direct.tflops is not None
     assert direct.tflops.largest == pytest.approx(0.98 * 505)
-    assert direct.published is not None
     assert direct.published.tflops == 539.6
     assert direct.published_efficiency == pytest.approx(539.6 / 549.7)
 
@@ -245,7 +241,6 @@ def test_on_amd_the_homogeneous_row_stands_beside_amds_published_figure() -> Non
     on_amd = replace(MEASURED, actual_vendor="amd")
     (row,) = summarise([Attempt("homogeneous", 1, on_amd)], QWEN2_7B)
     assert row.boundary == "RCCL"
-    assert row.published is not None
     assert row.published.tflops == 514.5
     (row,) = summarise([Attempt("gloo", 1, slower(0.8))], LLAMA3_8B)
     assert row.efficiency is None  # without the homogeneous row

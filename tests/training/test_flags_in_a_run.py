@@ -142,7 +142,6 @@ def test_every_evaluation_takes_the_samples_after_those_of_the_last(
     with mock.patch.object(run_job, "build_data_iterators") as built:
         validate = run_job._validation(job, trainer, evaluator)
     assert built.call_args.kwargs["consumed"] == consumed
-    assert validate is not None
     validate()
     validate(" on validation set")
     assert {call.args for call in evaluator.run.call_args_list} == {(built.return_value,)}

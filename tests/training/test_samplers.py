@@ -138,7 +138,6 @@ def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_rea
 
     def masks(order: Iterable[int]) -> dict[int, list[float]]:
         train, _, _ = build_datasets(args, tokenizer=tokenizer, empty_splits=frozenset())
-        assert train is not None
         return {index: train[index]["loss_mask"].tolist() for index in order}
 
     forwards = masks(range(60))

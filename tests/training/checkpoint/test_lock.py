@@ -70,7 +70,6 @@ def holder(save: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the folder."""
     process = start(save)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
     finally:
