@@ -17,7 +17,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.dataset_description import read_description
 from tests import preloaded
 from tests.tools.refusals import refusal
-from tools import preprocess_data, text_input, train_tokenizer
+from tests.training.tokenizer.tiny_tokenizers import train_sentencepiece
+from tools import preprocess_data, text_input
 from tools.preprocess_data import main
 from tools.preprocessing import batches
 from tools.preprocessing.encoder import Encoder
@@ -30,12 +31,8 @@ PARAGRAPHS = ["one small step\nfor a man", "one giant leap", "for mankind 1969"]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> str:
-    """A SentencePiece model; module-wide, for training one is the slowest step here."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    (directory / "text.txt").write_text(CORPUS * 5)
-    command = ["--input", f"{directory}/text.txt", "--output-prefix", f"{directory}/tok"]
-    assert train_tokenizer.main([*command, "--vocab-size", "300"]) == 0
-    return f"{directory}/tok.model"
+    """Of the whole module, for training one is the slowest step here."""
+    return train_sentencepiece(tmp_path_factory.mktemp("tokenizer") / "tok")
 
 
 @pytest.fixture

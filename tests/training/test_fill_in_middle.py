@@ -21,7 +21,7 @@ from megatron.training.tokenizer.build import build_tokenizer
 from tests.sentences import sentence_of
 from tests.training.launches import parsed
 from tests.training.token_files import build
-from tests.training.tokenizer.test_tokenizer_build import train_gpt2, train_sentencepiece
+from tests.training.tokenizer.tiny_tokenizers import train_gpt2, train_sentencepiece
 
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
 FLAGS = {
