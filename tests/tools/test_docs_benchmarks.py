@@ -28,9 +28,6 @@ def time_timers() -> ModuleType:
     return scripts.load(FOLDER / "time_timers.py")
 
 
-# What a save costs.
-
-
 def finished(seconds: list[float], *ranks: list[tuple[float, float]]) -> Finished:
     """A run: the times of its iterations, and (stood still, memory) of every rank's saves."""
     return Finished(
@@ -101,9 +98,6 @@ def test_two_kinds_on_the_cpu(tmp_path: Path) -> None:
     for rank in record["runs"]["async"]["ranks"]:
         assert [save["iteration"] for save in rank["saves"]] == [2, 4, 6]
     assert not list(tmp_path.glob("saved-*"))
-
-
-# What timers cost.
 
 
 def test_a_step_lasts_from_end_to_end_with_what_lies_between(time_timers: ModuleType) -> None:

@@ -115,8 +115,6 @@ def test_a_default_is_shown_once(program) -> None:
     assert [text for text in helps if text.count("(default: ") > 1] == []
 
 
-# Flags that messages name.
-
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
 DECLARES = ("add_argument", "add_parser")
 TRAINS = {

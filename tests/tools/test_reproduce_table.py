@@ -40,9 +40,6 @@ def options(words: str) -> Options:
     return parse_options(words.split(), description="")
 
 
-# The rows.
-
-
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(
     ("setting", "nvidia", "amd"), [(LLAMA3_8B, 17, 15), (QWEN2_7B, 16, 12)], ids=str
@@ -181,9 +178,6 @@ def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
     assert [row["row"] for row in record["rows"]] == list(ROWS)
 
 
-# The figures.
-
-
 def slower(factor: float, **changed: object) -> Measurement:
     return replace(
         MEASURED,
@@ -277,9 +271,6 @@ def test_the_picture_can_be_drawn_with_rows_missing(runs: list[Attempt]) -> None
     assert image.startswith(b"\x89PNG")
 
 
-# How steady a run is.
-
-
 def test_a_long_run_is_told_by_its_ends_and_its_spread() -> None:
     tokens = (*[1000.0] * 100, *range(1000, 900, -1), *[900.0] * 100)
     losses = (9.0, *[5.0] * 200, *[4.0] * 100)
@@ -293,9 +284,6 @@ def test_a_long_run_is_told_by_its_ends_and_its_spread() -> None:
     assert (run.first_loss, run.last_loss) == (9.0, 4.0)
     assert "| homogeneous | 300 |" in steadiness.render([run])
     assert steadiness.draw([Attempt("gloo", 2, long_run)], title="a title").startswith(b"\x89PNG")
-
-
-# One real run.
 
 
 def test_a_table_of_a_tiny_model_on_this_machines_cpu(

@@ -109,7 +109,9 @@ def test_the_log_names_the_flags_that_do_nothing(ramp: Run) -> None:
 
 def test_points_are_written_and_made_up_tokens_learnt(ramp: Run) -> None:
     """--tensorboard-dir, --tensorboard-log-interval; --mock-data needs no file."""
-    assert [step for step, _ in points(ramp.folder / "tb")["lm loss"]] == [3, 6]
+    found = points(ramp.folder / "tb")
+    assert [step for step, _ in found["lm loss"]] == [3, 6]
+    assert [step for step, _ in found["lm loss validation"]] == [4, 6]
     assert ramp.rows[-1]["loss"] < ramp.rows[0]["loss"]
     assert ramp.rows[0]["loss"] == pytest.approx(math.log(384), rel=0.05)
 

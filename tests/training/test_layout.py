@@ -38,9 +38,6 @@ def _mesh(vendor: str, stages: int, **sizes: Any) -> Mesh:
     return Mesh(vendor, stages, **{"micro_batch_size": 1, "sequence_parallel": False} | sizes)
 
 
-# Homogeneous.
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks", "meshes", "layers"),
     [
@@ -91,23 +88,13 @@ def test_layers_fall_as_the_flags_say(flags: str, stages: int, layers: tuple[int
     [
         ("--num-layers-per-virtual-pipeline-stage 2", ((2, 2), (2, 2))),
         ("--num-virtual-stages-per-pipeline-rank 4", ((1, 1, 1, 1), (1, 1, 1, 1))),
-        ("--pipeline-model-parallel-layout Et|ttt|t|tttL", ((1, 1), (3, 3))),
+        # A stage's neighbour is the schedule's, not the listing's.
+        ("--pipeline-model-parallel-layout Et|tt|ttt|ttL", ((1, 3), (2, 2))),
         (f"--num-virtual-stages-per-pipeline-rank 2 {FIRST} 2", ((1, 1), (3, 3))),
     ],
 )
 def test_interleaved_layers_fall_as_the_flags_say(flags: str, layers: object) -> None:
     assert _plan(f"--pipeline-model-parallel-size 2 {flags}", ranks=2).layers == layers
-
-
-def test_a_stage_of_a_layout_is_the_schedules_not_the_listings_neighbour() -> None:
-    plan = _plan(
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|ttt|ttL", ranks=2
-    )
-    assert plan.layers == ((1, 3), (2, 2))
-    assert plan.layer_range(0, 1) == range(3, 6)
-
-
-# Mixed.
 
 
 def test_interleaved_layers_are_given_chunk_by_chunk_in_layer_order() -> None:
@@ -117,9 +104,6 @@ def test_interleaved_layers_are_given_chunk_by_chunk_in_layer_order() -> None:
     assert plan.layers == ((3, 1), (2, 2))
     visited = [plan.layer_range(s, c) for c in range(2) for s in range(2)]
     assert visited == [range(3), range(3, 5), range(5, 6), range(6, 8)]
-
-
-# Plan files.
 
 
 def _file(path: Path, text: str) -> str:
@@ -162,9 +146,6 @@ def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> N
         "which do not divide the 5 layers of pipeline stage 1",
     ):
         assert words in said
-
-
-# Meshes of their own shapes.
 
 
 @pytest.mark.parametrize("size", [None, 2])
@@ -268,9 +249,6 @@ def test_a_mesh_recomputes_as_the_global_flags_say_how() -> None:
     assert args.recompute_num_layers == 2
     with pytest.raises(PlanError, match="do not divide the 3 layers of pipeline stage 0"):
         _plan(UNEQUAL_FLAGS + how.replace("block", "uniform"), ranks=8)
-
-
-# Recomputation.
 
 
 def test_units_of_recomputation_have_to_divide_every_stage() -> None:

@@ -86,13 +86,6 @@ def test_a_flag_adds_its_points_or_leaves_some_out(
     assert _written(tmp_path, flag).get(name) == points
 
 
-@pytest.mark.parametrize(("interval", "written"), [(2, True), (3, False)])
-def test_points_are_as_far_apart_as_asked(tmp_path: Path, interval: int, written: bool) -> None:
-    points = _written(tmp_path, f"--tensorboard-log-interval {interval}")
-    assert ("lm loss" in points) is written
-    assert "lm loss validation" in points
-
-
 def test_the_queue_has_the_size_asked_for(tmp_path: Path) -> None:
     with mock.patch("torch.utils.tensorboard.SummaryWriter") as writer:
         _recorder(f"--tensorboard-dir {tmp_path} --tensorboard-queue-size 5")

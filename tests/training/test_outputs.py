@@ -54,9 +54,6 @@ def record(**changed: Any) -> IterationRecord:
     return IterationRecord(**rest | values | changed)
 
 
-# Before training.
-
-
 def test_wandb_that_is_not_installed_is_refused_with_the_remedy_and_no_folder_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -158,9 +155,6 @@ def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     metrics_logger.iteration(record())
     metrics_logger.close()
     assert not path.exists()
-
-
-# The console.
 
 
 def test_a_table_is_aligned_under_its_heading() -> None:

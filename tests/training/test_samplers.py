@@ -129,9 +129,6 @@ def test_data_too_small_for_one_step_gives_nothing_instead_of_running_for_ever()
     assert _sequential(3, 2, 2) == [[], []]
 
 
-# Loss masks.
-
-
 def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_read_first() -> None:
     args = parsed("--tokenizer-type ByteLevelTokenizer", without="--tokenizer-type --vocab-size")
     tokenizer = build_tokenizer(args)

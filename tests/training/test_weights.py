@@ -64,9 +64,6 @@ def _by_halves(shards: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*gates, *ups])
 
 
-# Any layout, one model.
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("name", "shape", "dim", "gather"),
@@ -140,9 +137,6 @@ def test_names_seeds_and_layers_draw_differently_and_the_global_state_is_left_al
         assert not torch.equal(reference, other)
 
 
-# How they are distributed.
-
-
 def test_biases_are_zero_and_norms_are_one() -> None:
     assert torch.equal(_draw("decoder.layers.0.mlp.linear_fc1.bias", (9,)), torch.zeros(9))
     assert torch.equal(_draw("decoder.final_layernorm.bias", (9,)), torch.zeros(9))
@@ -193,9 +187,6 @@ def test_neither_the_order_nor_the_threads_matter_and_dtypes_stay() -> None:
     serial, shuffled = weights(names, 1), weights(names[::-1], 4)
     assert all(torch.equal(serial[name], shuffled[name]) for name in names)
     assert torch.equal(serial[COLUMN], _draw(COLUMN, (8, 8)).bfloat16())
-
-
-# Digests.
 
 
 @given(

@@ -32,9 +32,6 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
         apply_plan_file(args)
 
 
-# Meshes of their own sizes.
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -69,9 +66,6 @@ def test_sizes_of_meshes_without_meshes_are_refused_and_compared_with_nothing(re
     told = refusal(flag, world_size=2)
     assert f"{flag.split()[0]} needs --hetero-pipeline" in told
     assert "\n" not in told
-
-
-# Whole replicas.
 
 
 def test_all_that_is_wrong_with_replicas_is_said_at_once(refusal):

@@ -167,9 +167,6 @@ def test_the_vocabulary_is_padded_as_in_megatron():
     assert padded_vocab_size(1024, make_divisible_by=128, tensor_parallel_size=8) == 1024
 
 
-# Word pieces and bytes.
-
-
 @pytest.fixture(scope="module")
 def bert_vocabulary(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("bert") / "vocab.txt"
@@ -195,9 +192,6 @@ def test_bytes_are_tokens_and_two_more_end_and_pad():
     assert (built.vocab_size, built.eod, built.pad) == (258, 256, 257)
     built = build("ByteLevelTokenizer", tokenizer_special_tokens=["<x>", "<y>"])
     assert (built.vocab_size, {built.eod, built.pad}) == (260, {258, 259})
-
-
-# The embedding.
 
 
 def sized(rows: int | None, ranks: int = 1, **given: Any) -> Namespace:
