@@ -208,30 +208,6 @@ def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, refused,
     assert dataset.index.dtype is getattr(numpy, dtype)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--input {folder}/no.txt", "{folder}/no.txt does not exist"),
-        ("--input {folder}/*.md", "{folder}/*.md matches no file"),
-        ("--input {folder}", "{folder} is a directory"),
-        ("--tokenizer-model /no/such.model", "/no/such.model"),
-        ("--json-keys body", "corpus.txt, which is plain text"),
-        ("--output-prefix {folder}/corpus.txt/out", "corpus.txt: "),
-        ("--output-prefix=", "must not be empty"),
-        ("--workers 0", "--workers"),
-    ],
-)
-def test_what_a_flag_cannot_name_is_one_sentence(
-    tmp_path, corpus, tokenizer, refused, flags, sentence
-):
-    words = [
-        *flags_for(tokenizer, tmp_path / "out", corpus),
-        *flags.format(folder=tmp_path).split(),
-    ]
-    assert sentence.format(folder=tmp_path) in refused(main, words)
-    assert files_in(tmp_path) == ["corpus.txt"]
-
-
 def test_every_file_that_cannot_be_read_is_told_at_once(tmp_path, corpus, tokenizer, refused):
     words = flags_for(tokenizer, tmp_path / "out", corpus)
     words += ["--input", corpus, f"{tmp_path}/no.txt", tmp_path, "--tokenizer-model", "/no/such"]

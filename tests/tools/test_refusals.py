@@ -32,7 +32,7 @@ def test_what_a_tool_cannot_do_is_one_sentence_and_leaves_nothing(
 ) -> None:
     made, folder = tmp_path / "made", tmp_path / "folder"
     (made / "hf").mkdir(parents=True)
-    (made / "file").touch()
+    (made / "file").write_text("some text\n")
     folder.mkdir()
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     before = set(tmp_path.rglob("*"))

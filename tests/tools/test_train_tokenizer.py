@@ -105,19 +105,6 @@ def test_an_impossible_vocabulary_size_is_answered_with_one_that_works(
     assert f"vocabulary of {suggested} tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flag", ["--vocab-size", "--input-sentence-size", "--seed", "--threads"])
-def test_a_number_that_sentencepiece_cannot_read_is_refused(tmp_path, text_file, refused, flag):
-    words = [*words_for(tmp_path / "tok", text_file), flag, 2**31]
-    assert f"argument {flag}: must be a whole number of at least" in refused(main, words)
-    assert not (tmp_path / "tok.model").exists()
-
-
-@pytest.mark.parametrize("lines", [1, 100])
-def test_too_few_lines_to_draw_are_refused_before_any_is_read(tmp_path, text_file, refused, lines):
-    words = [*words_for(tmp_path / "tok", text_file), "--input-sentence-size", lines]
-    assert "must be 0 or more than 100" in refused(main, words)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
