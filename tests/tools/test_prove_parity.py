@@ -11,8 +11,6 @@ import pytest
 from tools.prove_parity import HOMOGENEOUS, conclude, parse_options
 from tools.runs import Finished
 
-pytestmark = pytest.mark.usefixtures("preloaded_ranks")
-
 
 def finished(losses: list[float], *, weights: str = "ab", speed: float = 100.0) -> Finished:
     figures = {"grad_norm": 1.0, "tokens_per_s": speed, "tflops_per_gpu": 1.0}
