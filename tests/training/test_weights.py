@@ -195,14 +195,13 @@ def test_neither_the_order_nor_the_threads_matter_and_dtypes_stay() -> None:
     bit=st.integers(0, 7),
 )
 def test_one_bit_changes_the_digest(dtype: torch.dtype, position: int, bit: int) -> None:
+    def digest_of(parameter: torch.nn.Parameter) -> dict[str, str]:
+        return digest([("w", parameter)], tp_rank=0, tp_size=1)
+
     one, other = (torch.nn.Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(2))
-    assert digest([("w", one)], tp_rank=0, tp_size=1) == digest(
-        [("w", other)], tp_rank=0, tp_size=1
-    )
+    assert digest_of(one) == digest_of(other)
     other.data.view(-1).view(torch.uint8)[position] ^= 1 << bit
-    assert digest([("w", one)], tp_rank=0, tp_size=1) != digest(
-        [("w", other)], tp_rank=0, tp_size=1
-    )
+    assert digest_of(one) != digest_of(other)
 
 
 def test_the_combined_digest_does_not_depend_on_who_held_what() -> None:
