@@ -22,7 +22,7 @@ from tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_link.py"
+TOOL = commands.ROOT / "tools" / "bench_link.py"
 # The second is no multiple of a word and spans the slots.
 SIZES = (4096, 200_003)
 QUICK = ("--seconds-a-point", "0.02", "--idle-seconds", "0.05", "--cpu")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 from tools import bench_meshes
 from tools.bench_meshes import parse_options
@@ -18,7 +19,7 @@ from tools.reproduction.run_options import parsed, possible_here
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+TINY = PRESETS / "tiny.yaml"
 ON_EIGHT = "--meshes TP4xDP1/TP2xDP2 TP1xDP4/TP2xDP2 --out x"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import HeteroError
+from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 from tools import bench_splits
 from tools.bench_splits import parse_options
@@ -19,7 +20,7 @@ from tools.reproduction.split_sweep import curves, planned_runs
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+TINY = PRESETS / "tiny.yaml"
 
 
 def attempt(row: str, tokens: float) -> Attempt:

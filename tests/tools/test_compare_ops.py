@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import PRESETS
 from tools.compare_ops import main
 from tools.operators import dump as dumps
 from tools.operators.sample import Sample
 
-PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
 TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--padded-vocab-size", "512"]
 
 
@@ -25,7 +25,7 @@ def _changed(path: Path, name: str, factor: float) -> None:
     dumps.write(dumps.Dump(dump.header, samples), path)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_check_compares_this_device_with_float64(dtype, capsys) -> None:
     assert main(["check", "--dtype", dtype, *TINY]) == 0
     text = capsys.readouterr().out

@@ -119,7 +119,7 @@ def test_a_cost_is_the_ratio_of_two_runs_of_one_repeat(time_timers: ModuleType) 
 def test_a_run_that_is_refused_ends_the_benchmark_with_what_the_run_said(
     time_timers: ModuleType, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    words = f"{tmp_path} --preset {ROOT}/examples/presets/tiny.yaml -- --no-such-flag"
+    words = f"{tmp_path} --preset {commands.PRESETS}/tiny.yaml -- --no-such-flag"
     monkeypatch.setattr("sys.argv", ["time_timers.py", *words.split()])
     assert time_timers.main() == 1
     said = capsys.readouterr().err

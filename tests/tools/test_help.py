@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments.parser import build_parser
+from tests.commands import ROOT
 from tools import inspect_data
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
 MODULES = [

@@ -16,6 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
 from tests import preloaded
+from tests.commands import ROOT
 from tests.tools.refusals import refusal
 from tests.training.tokenizer.tiny_tokenizers import train_sentencepiece
 from tools import preprocess_data, text_input
@@ -24,7 +25,7 @@ from tools.preprocessing import batches
 from tools.preprocessing.encoder import Encoder
 from tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
 
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+TOOL = ROOT / "tools" / "preprocess_data.py"
 CORPUS = "one small step\nfor a man\n\n\none giant leap\n\nfor mankind 1969\n"
 PARAGRAPHS = ["one small step\nfor a man", "one giant leap", "for mankind 1969"]
 

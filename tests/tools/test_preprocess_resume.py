@@ -19,11 +19,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
 from tests import preloaded
+from tests.commands import ROOT
 from tools.preprocess_data import main
 from tools.preprocessing import batches, work_folder
 from tools.preprocessing.work_folder import WorkFolder
 
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+TOOL = ROOT / "tools" / "preprocess_data.py"
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
 OUTPUT = ["out_text_document.bin", "out_text_document.idx"]
 

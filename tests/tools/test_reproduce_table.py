@@ -11,6 +11,7 @@ import pytest
 
 from hetero.errors import HeteroError, UserError
 from megatron.training.arguments import parse_args
+from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 from tests.tools.refusals import Refused
 from tools import reproduce_table
@@ -33,7 +34,7 @@ from tools.runs import DeadlinePassed, Finished, Launch
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+TINY = PRESETS / "tiny.yaml"
 
 
 def options(words: str) -> Options:

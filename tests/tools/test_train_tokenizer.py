@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from tests.commands import ROOT
 from tools.train_tokenizer import SENTENCE_BYTES, cut_sentences, main
 
-TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+TOOL = ROOT / "tools" / "train_tokenizer.py"
 
 
 def made_up_lines(count: int = 300) -> list[str]:

@@ -19,10 +19,11 @@ from hetero.plan import Mesh, Plan
 from megatron.training import overview, pretrain, run_job
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.trainer import Trainer
-from tests.distributed.harness import ROOT, launch_well, read_rows
+from tests.commands import PRESETS
+from tests.distributed.harness import launch_well, read_rows
 from tests.training.test_metrics_logger_flags import points
 
-TINY = ["--yaml-cfg", str(ROOT / "examples" / "presets" / "tiny.yaml")]
+TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml")]
 # The preset names everything; this makes the runs short and their steps of different sizes.
 RAMP = (
     "--train-iters 6 --rampup-batch-size 2 2 8 --global-batch-size 6 --lr-decay-style constant "
@@ -60,7 +61,7 @@ def ramp(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def cyclic(tmp_path_factory: pytest.TempPathFactory) -> Run:
     flags = list(TINY)
-    shape = (ROOT / "examples" / "presets" / "tiny.yaml").read_text()
+    shape = (PRESETS / "tiny.yaml").read_text()
     # A run is counted in steps or in samples, and the preset counts in steps.
     path = tmp_path_factory.mktemp("preset") / "tiny.yaml"
     dropped = ("train-iters", "lr-warmup-iters")

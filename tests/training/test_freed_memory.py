@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import ROOT, changed_entry, launch_well
+from tests.commands import PRESETS
+from tests.distributed.harness import changed_entry, launch_well
 
 TRIMMED_ONCE_MORE = """
 import ctypes
@@ -24,7 +25,7 @@ def trimming(self, *words):
 Trainer.train = trimming
 """
 LAYERS = "--num-layers 6 --hidden-size 512 --ffn-hidden-size 1408 --train-iters 3".split()
-TINY = ["--yaml-cfg", str(ROOT / "examples" / "presets" / "tiny.yaml"), *LAYERS]
+TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), *LAYERS]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")

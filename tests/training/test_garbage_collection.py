@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from tests.distributed.harness import ROOT, changed_entry, launch_well
+from tests.commands import PRESETS
+from tests.distributed.harness import changed_entry, launch_well
 
 COUNTING = """
 import atexit, gc
@@ -19,7 +20,7 @@ def counting(self, record):
     advance(self, record)
 Console.advance = counting
 """
-TINY = ["--yaml-cfg", str(ROOT / "examples" / "presets" / "tiny.yaml"), "--train-iters", "4"]
+TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--train-iters", "4"]
 
 
 def test_a_later_collection_looks_at_few_objects_and_at_no_record_of_an_earlier_iteration(

@@ -11,10 +11,10 @@ import torch
 from megatron.training import kernels
 from megatron.training.arguments import parse_args
 from megatron.training.kernels import Kernels, select_kernels
-from tests.distributed.harness import ROOT
+from tests.commands import PRESETS
 
 GPU = torch.device("cuda")
-PRESET = ROOT / "examples" / "presets" / "llama3.1_8b.yaml"
+PRESET = PRESETS / "llama3.1_8b.yaml"
 RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from megatron.training.arguments import build_parser, parse_args
 from megatron.training.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
 from megatron.training.huggingface.configuration import args_from_config, config_from_args
 from megatron.training.huggingface.mapping import ModelShape
+from tests.commands import PRESETS
 from tests.sentences import sentence_of
 from tests.training.huggingface.tiny_huggingface import LLAMA3_SCALING
-
-PRESETS = Path(__file__).resolve().parents[3] / "examples" / "presets"
 
 # As the models' own folders have them, without what does not concern us.
 LLAMA_3_1_8B = {
