@@ -23,7 +23,7 @@ class Launch:
     world_size: int
 
     def __str__(self) -> str:
-        return self.flags
+        return self.flags or self.section
 
 
 def read_table(path: Path) -> Iterator[Launch]:
