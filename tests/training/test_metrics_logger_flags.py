@@ -11,8 +11,8 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.training.arguments import build_parser
-from megatron.training.metrics_logger import MetricsLogger, check_outputs
-from tests.training.test_outputs import record
+from megatron.training.metrics_logger import MetricsLogger
+from tests.training.test_outputs import check, record
 
 RECORD = record(
     iteration=4,
@@ -136,17 +136,12 @@ def test_empty_words_of_unset_variables_are_left_out(wandb: Any) -> None:
 
 def test_the_folder_of_wandb_is_made_or_refused(wandb: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    made, refused = (
-        build_parser().parse_args(f"{WANDB} --wandb-save-dir {tmp_path}/{folder}".split())
-        for folder in ("a/b", "file/x")
-    )
-    check_outputs(made)
+    check(f"{WANDB} --wandb-save-dir {tmp_path}/a/b")
     assert (tmp_path / "a" / "b").is_dir()
     with pytest.raises(UserError, match=r"--wandb-save-dir .* cannot be made .*; name another"):
-        check_outputs(refused)
+        check(f"{WANDB} --wandb-save-dir {tmp_path}/file/x")
 
 
 def test_a_folder_that_is_there_and_cannot_be_written_to_is_refused() -> None:
-    args = build_parser().parse_args("--tensorboard-dir /proc".split())
     with pytest.raises(UserError, match=r"--tensorboard-dir /proc cannot be written to .*; name"):
-        check_outputs(args)
+        check("--tensorboard-dir /proc")
