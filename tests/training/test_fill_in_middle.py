@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.errors import UserError
+from megatron.training.arguments import build_parser
 from megatron.training.data import build_datasets
 from megatron.training.dataset_checks import require_same_data
 from megatron.training.fill_in_middle import FillInMiddle, fill_in_middle
@@ -24,20 +25,7 @@ from tests.training.token_files import build
 from tests.training.tokenizer.tiny_tokenizers import train_gpt2, train_sentencepiece
 
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
-FLAGS = {
-    "fim_data": True,
-    "seed": 1234,
-    "fim_rate": 1.0,
-    "fim_spm_rate": 0.5,
-    "fim_split_sample": None,
-    "fim_fragment_rate": None,
-    "fim_no_prefix": None,
-    "fim_prefix_token": "<fim_prefix>",
-    "fim_middle_token": "<fim_middle>",
-    "fim_suffix_token": "<fim_suffix>",
-    "fim_pad_token": "<fim_pad>",
-    "fim_eod_token": "<|endoftext|>",
-}
+FLAGS = vars(build_parser().parse_args("--fim-data --fim-rate 1".split()))
 BYTES = {"tokenizer_type": "ByteLevelTokenizer", "tokenizer_special_tokens": NAMES}
 
 

@@ -15,6 +15,7 @@ from megatron.training.metrics import (
     planned_state_bytes,
     tflops_per_gpu,
 )
+from tests.training.launches import parsed
 
 LLAMA_8B = Namespace(
     hidden_size=4096,
@@ -74,34 +75,23 @@ def test_attention_may_be_counted_as_a_full_square() -> None:
     assert causal == pytest.approx(51.470401536 / 4)
 
 
-def _state(**changed: Any) -> int:
-    args = {
-        "params_dtype": "bfloat16",
-        "accumulate_allreduce_grads_in_fp32": True,
-        "optimizer": "adam",
-        "sgd_momentum": 0.9,
-        "use_distributed_optimizer": False,
-    }
-    data_size = changed.pop("data_size", 1)
-    return planned_state_bytes(1000, args=Namespace(**args | changed), data_size=data_size)
-
-
 @pytest.mark.parametrize(
-    ("changed", "per_parameter"),
+    ("flags", "data_size", "per_parameter"),
     [
-        ({}, 2 + 4 + 8 + 4),
-        ({"accumulate_allreduce_grads_in_fp32": False}, 2 + 2 + 8 + 4),
-        ({"params_dtype": "float32"}, 4 + 4 + 8),
-        ({"optimizer": "sgd"}, 2 + 4 + 4 + 4),
-        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 2 + 4 + 4),
-        ({"data_size": 4}, 2 + 4 + 8 + 4),
-        ({"data_size": 4, "use_distributed_optimizer": True}, 2 + 4 + (8 + 4) // 4),
+        ("--bf16", 1, 2 + 4 + 8 + 4),
+        ("--bf16 --grad-reduce-in-bf16", 1, 2 + 2 + 8 + 4),
+        ("", 1, 4 + 4 + 8),
+        ("--bf16 --optimizer sgd", 1, 2 + 4 + 4 + 4),
+        ("--bf16 --optimizer sgd --sgd-momentum 0", 1, 2 + 4 + 4),
+        ("--bf16", 4, 2 + 4 + 8 + 4),
+        ("--bf16 --use-distributed-optimizer", 4, 2 + 4 + (8 + 4) // 4),
     ],
 )
 def test_the_bytes_that_a_parameter_costs_before_any_activation(
-    changed: dict[str, Any], per_parameter: int
+    flags: str, data_size: int, per_parameter: int
 ) -> None:
-    assert _state(**changed) == 1000 * per_parameter
+    found = planned_state_bytes(1000, args=parsed(flags), data_size=data_size)
+    assert found == 1000 * per_parameter
 
 
 def test_the_peak_on_cpu_is_the_resident_set() -> None:
