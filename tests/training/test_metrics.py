@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training.arguments import parse_args
 from megatron.training.metrics import (
     DataWaitTimes,
     measured_peak_bytes,
@@ -15,20 +16,12 @@ from megatron.training.metrics import (
     planned_state_bytes,
     tflops_per_gpu,
 )
+from tests.commands import PRESETS
 from tests.training.launches import parsed
 
-LLAMA_8B = Namespace(
-    hidden_size=4096,
-    num_layers=32,
-    num_attention_heads=32,
-    group_query_attention=True,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=14336,
-    seq_length=8192,
-    padded_vocab_size=128256,
-    swiglu=True,
-    world_size=2,
+RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --seq-length 8192"
+LLAMA_8B = parse_args(
+    f"--yaml-cfg {PRESETS}/llama3.1_8b.yaml {RUN} --padded-vocab-size 128256".split(), world_size=2
 )
 
 
