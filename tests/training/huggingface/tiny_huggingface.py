@@ -40,7 +40,7 @@ def llama(**changes: Any) -> Any:
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": LLAMA3_SCALING,
+        "rope_scaling": dict(LLAMA3_SCALING),  # transformers adds to it
         "tie_word_embeddings": False,
     }
     return _randomised(
