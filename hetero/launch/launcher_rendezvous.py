@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hetero.errors import UserError
 from hetero.formatting import spans
+from hetero.launch.interruptible_store import InterruptibleStore
 from hetero.store import BoundedStore, StoreCall, StoreUnresponsive
 from hetero.wait_reporter import WaitReporter, await_listener
 
@@ -107,7 +108,9 @@ class LauncherRendezvous:
                     "reach it"
                 ) from error
         self._on_joined(info)
-        return info
+        store: Any = InterruptibleStore(info.store)
+        bootstrap: Any = info.bootstrap_store_info
+        return RendezvousInfo(store, info.rank, info.world_size, bootstrap)
 
     def _create_handler(self) -> RendezvousHandler:
         """The wrapped handler. Creating c10d's connects."""
