@@ -194,9 +194,8 @@ def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
         raise
     except Exception as error:
         raise rendezvous.failure(
-            f"rank {rendezvous.description.peer} said nothing about its {what} within "
-            f"{rendezvous.timeout:g} s",
-            "see its log, and whether it opens this link too",
+            f"rank {rendezvous.description.peer} did not answer within {rendezvous.timeout:g} s",
+            "see its log, whether it opens this link too, and whether it can reach the store",
         ) from error
     return dict(json.loads(rendezvous.store.get(key)))
 
