@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from hetero.addresses import is_loopback
 from hetero.errors import UserError
 from hetero.formatting import spans
 from hetero.launch.interruptible_store import InterruptibleStore
@@ -92,6 +93,7 @@ class LauncherRendezvous:
             # later waits for it in vain.
             if settings.nodes > 1:
                 os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+            self._settle_who_hosts()
             if not self._is_host():
                 self._await_listener()
         self._handler = self._create_handler()
@@ -120,6 +122,30 @@ class LauncherRendezvous:
             raise self._unreachable("it does not answer") from error
         except ValueError as error:
             raise UserError(f"--rdzv-backend {self._settings.backend}: {error}") from error
+
+    def _settle_who_hosts(self) -> None:
+        """Tell torchelastic whether this host is the one, where it would not find out.
+
+        It looks for the endpoint among the addresses of this host's own name, which may be of
+        another interface, and has no addresses where no name service knows it.
+        """
+        if self._is_host() and self._name_leads_here():
+            return  # and may be the second launcher of this host, which joins the first
+        self._parameters.config["is_host"] = self._is_host()
+
+    def _name_leads_here(self) -> bool:
+        host, _ = self._settings.address
+        name = socket.gethostname()
+        if host in ("localhost", name):
+            return True
+        try:
+            wanted, own = (
+                {str(address[0]) for *_, address in socket.getaddrinfo(which, 0)}
+                for which in (host, name)
+            )
+        except OSError:
+            return False
+        return bool(wanted & own) or any(map(is_loopback, wanted))
 
     def _is_host(self) -> bool:
         """Whether this host hosts c10d's rendezvous: whether it can listen at its address."""
