@@ -323,6 +323,26 @@ def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
         assert "was killed by SIGKILL" in line
 
 
+def test_nodes_that_are_started_with_different_sizes_of_the_job_are_told_so(
+    script: str, soon: tuple[str]
+) -> None:
+    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    nodes = [
+        start(
+            *("--nnodes", size, "--node-rank", str(node), *place, script, "well"),
+            launcher=soon,
+        )
+        for node, size in enumerate(("2", "3"))
+    ]
+    for process in nodes:
+        code, _, err = ended(process)
+        assert code == 2
+        assert err[-1].startswith("error: node ")
+        for node, size in enumerate(("2", "3")):
+            assert f"node {node} on {socket.gethostname()} " in err[-1]
+            assert f" with --nnodes {size}" in err[-1] or f" with {size};" in err[-1]
+
+
 def start_two_nodes(script: str, how: str, *launcher: str) -> list[subprocess.Popen[str]]:
     place = ["--nnodes", "2", "--nproc-per-node", "1"]
     place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
