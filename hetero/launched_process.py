@@ -13,6 +13,10 @@ from hetero.parent_process import end_with_parent
 
 LAUNCHER_VARIABLE = "HETERO_LAUNCHER_PID"
 """Set by `hetero.run` for the processes that it starts."""
+_IN_A_CALLBACK = "Got the following error when running the callback: "
+"""PyTorch's words before the error of a future, such as that of one of DDP's buckets: only the text
+of the exception is left."""
+_OF_A_GROUP = "CollectiveError: "
 
 
 def serve_launcher() -> None:
@@ -40,9 +44,15 @@ def _write(error: Exception) -> None:
 
     if Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).is_file():
         return  # torchelastic's `record` has written it
-    own = isinstance(error, HeteroError)
     first_line = (str(error).splitlines() or [""])[0]
-    text = str(error) if own else f"{type(error).__name__}: {first_line}".rstrip(": ")
+    in_callback = first_line.rpartition(_IN_A_CALLBACK)[2]
+    own = isinstance(error, HeteroError) or in_callback.startswith(_OF_A_GROUP)
+    if isinstance(error, HeteroError):
+        text = str(error)
+    elif own:
+        text = in_callback.removeprefix(_OF_A_GROUP)
+    else:
+        text = f"{type(error).__name__}: {first_line}".rstrip(": ")
     # Where groups or links fail another rank may have ended before. Our own errors name the ranks.
     write_error_file(
         text, printed=False, known_to_all=own, consequence=own or isinstance(error, DistError)

@@ -63,6 +63,10 @@ class StoreUnresponsive(DistNetworkError):
     """The process that hosts the store exists, but does not answer."""
 
 
+class StoreHostEnded(DistNetworkError):
+    """The process that hosts the store has ended, or its network is lost."""
+
+
 class BoundedStore:
     """A store whose operations have a deadline each. StoreUnresponsive where one does not end.
 
@@ -109,12 +113,23 @@ class BoundedStore:
         if self._last is None or self._last.done.wait(seconds):
             self._last = call = StoreCall(operation)
             if call.done.wait(max(0.0, deadline - time.monotonic())):
-                return call.result()
+                return _told_of_host(call)
         raise StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
             "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached, "
             "by large packets too (compare the MTUs of NICs and switches)"
         )
+
+
+def _told_of_host(call: StoreCall[_Result]) -> _Result:
+    """Its result or exception: torch's own text says "Broken pipe" where the host has ended."""
+    try:
+        return call.result()
+    except DistNetworkError as error:
+        raise StoreHostEnded(
+            "the process that hosts the store, rank 0 or the launcher, has ended, or its network "
+            "is lost; see its log, and keep it until all ranks have ended"
+        ) from error
 
 
 class WaitAborted(LinkError):
