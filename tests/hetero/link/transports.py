@@ -88,8 +88,9 @@ def open_channel(
     checksum: bool = False,
 ) -> Link:
     rendezvous = _rendezvous(description, store)
-    # Small chunks, so that even small messages are cut and every ring wraps.
-    options = ChannelOptions(ring_bytes=2 << 20, chunk_bytes=64 << 10, checksum=checksum)
+    # Small chunks and rings, so that even small messages are cut and every ring wraps.
+    ring_bytes = (512 if path == "ipc" else 2048) << 10
+    options = ChannelOptions(ring_bytes=ring_bytes, chunk_bytes=64 << 10, checksum=checksum)
     capabilities = PeerCapabilities.of(rendezvous, device=device, options=options)
     return open_path(path, rendezvous, capabilities)
 
