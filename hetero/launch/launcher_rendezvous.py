@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hetero.errors import UserError
 from hetero.formatting import spans
-from hetero.store import BoundedStore, StoreCall, StoreUnresponsive
+from hetero.store import BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
@@ -145,7 +145,7 @@ class LauncherRendezvous:
         else:
             self._await_listener()
             whom = f"{self._store_host()}, where something else may listen"
-        opening = StoreCall(
+        opening = in_thread(
             lambda: TCPStore(
                 host,
                 port,
@@ -156,12 +156,11 @@ class LauncherRendezvous:
                 multi_tenant=True,
             )
         )
-        with self._reporting(whom):
-            has_ended = opening.done.wait(settings.timeout + _GRACE)
-        if not has_ended:
-            raise self._unreachable("it does not answer")
         try:
-            return opening.result()
+            with self._reporting(whom):
+                return opening.result(settings.timeout + _GRACE)
+        except TimeoutError:
+            raise self._unreachable("it does not answer") from None
         except (DistError, ValueError, RuntimeError) as error:
             if is_host:
                 raise UserError(
