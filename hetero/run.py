@@ -194,7 +194,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _checked(options: argparse.Namespace) -> RendezvousSettings:
-    """The rendezvous of the command line. Raises a Refusal with all that is wrong with it."""
+    """The rendezvous of the command line. Raises UserError with all that is wrong with it."""
     faults = Faults()
     settings = _rendezvous_settings(options, faults)
     faults.sentences += [*_program_problems(options), *_host_name_problems(socket.gethostname())]

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
-    """The plan and the training run. Raises a Refusal with every problem of both."""
+    """The plan and the training run. Raises UserError with every problem of both."""
     faults = Faults()
     chunks = options.num_virtual_stages_per_pipeline_rank
     file = faults.read(lambda: read_plan_file(options.plan, chunks=chunks))
