@@ -182,13 +182,9 @@ class LivenessServer(Liveness):
             try_send(client.connection, encode({"closed": True}))
 
     def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
-        silent_for = time.monotonic() - client.last_heard
         self._drop(client)
         if client.rank is not None:
-            host = self._hosts[client.rank]
-            self._report(
-                RankFailure(client.rank, host, "", clock(silent_for), silent_for, is_unreachable)
-            )
+            self._report_end(client.rank, client.last_heard, is_unreachable=is_unreachable)
 
     def _drop(self, client: _Client) -> None:
         if client not in self._clients:
