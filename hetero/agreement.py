@@ -220,7 +220,6 @@ class Agreement:
         return failure(text, agreed=0 not in late)
 
     def _combined(self, errors: Mapping[str, list[int]]) -> str:
-        if len(errors) == 1:
-            (text, ranks), *_ = errors.items()
-            return text if len(ranks) == self._world_size else f"rank {ranks[0]}: {text}"
+        if [len(ranks) for ranks in errors.values()] == [self._world_size]:
+            return next(iter(errors))
         return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())

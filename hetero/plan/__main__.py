@@ -28,8 +28,7 @@ from hetero.plan.limits import (
     world_size_problems,
 )
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
-from hetero.plan.nodes import nodes_of
-from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, notes
+from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, nodes_of, notes
 from hetero.plan.plan import Plan
 from hetero.plan.plan_file import PlanFile, read_plan_file
 from hetero.planner.memory_limits import memory_problems

@@ -82,9 +82,6 @@ class Plan:
                 yield "all replicas must have the same micro-batch size"
         elif any(mesh.share != 1 for mesh in self.meshes):
             yield "only a mesh of whole replicas can have a share of its own"
-        yield from self._problems_of_layers()
-
-    def _problems_of_layers(self) -> Iterator[str]:
         if len(self.layers) != self.stages:
             yield (
                 f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "

@@ -9,7 +9,7 @@ import pytest
 
 CHILD = """
 import signal, time
-from hetero.parent_process import end_with_parent
+from hetero.launched_process import end_with_parent
 end_with_parent(signal.SIGTERM)
 print("ready", flush=True)
 time.sleep(120)
