@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(argv)
         allow_open_files()
-        with _quiet_torch(), _own_log_folder(options):
+        _quiet_torch()
+        with _own_log_folder(options):
             settings = _checked(options)
             _share_cores(settings.processes)
             return _Launcher(settings).run(options)
@@ -317,14 +318,12 @@ def _by_torchrun(faults: Faults, flag: str, read: Callable[[], T]) -> T | None:
         return None
 
 
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
+def _quiet_torch() -> None:
     """Silence torchelastic's log of every failure, unless the user has set LOGLEVEL."""
     if "LOGLEVEL" not in os.environ:
         for name in logging.root.manager.loggerDict:
             if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
                 logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    yield
 
 
 @contextmanager
