@@ -14,12 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from hetero.formatting import counted
-from hetero.plan.limits import (
-    layer_problems,
-    micro_batch_sizes,
-    stage_problems,
-    world_size_problems,
-)
+from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
 
 
@@ -233,10 +228,6 @@ class Plan:
             entry |= {n: value for n in OPTIONS if (value := getattr(mesh, n)) is not None}
             meshes.append(entry)
         return {"meshes": meshes}
-
-    def require_world_size(self, world_size: int) -> None:
-        for problem in world_size_problems(self.meshes, world_size):
-            raise PlanError(problem)
 
     def require_layers(self, num_layers: int) -> None:
         for problem in layer_problems([sum(chunks) for chunks in self.layers], num_layers):
