@@ -14,6 +14,10 @@ from hetero.errors import HeteroError, write_error_file
 LAUNCHER_VARIABLE = "HETERO_LAUNCHER_PID"
 """Set by `hetero.run` for the processes that it starts."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_IN_A_CALLBACK = "Got the following error when running the callback: "
+"""PyTorch's words before the error of a future, such as that of one of DDP's buckets: only the text
+of the exception is left."""
+_OF_A_GROUP = "CollectiveError: "
 
 
 def end_with_parent(number: signal.Signals) -> None:
@@ -49,9 +53,15 @@ def _write(error: Exception) -> None:
 
     if Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).is_file():
         return  # torchelastic's `record` has written it
-    own = isinstance(error, HeteroError)
     first_line = (str(error).splitlines() or [""])[0]
-    text = str(error) if own else f"{type(error).__name__}: {first_line}".rstrip(": ")
+    in_callback = first_line.rpartition(_IN_A_CALLBACK)[2]
+    own = isinstance(error, HeteroError) or in_callback.startswith(_OF_A_GROUP)
+    if isinstance(error, HeteroError):
+        text = str(error)
+    elif own:
+        text = in_callback.removeprefix(_OF_A_GROUP)
+    else:
+        text = f"{type(error).__name__}: {first_line}".rstrip(": ")
     # Where groups or links fail another rank may have ended before. Our own errors name the ranks.
     write_error_file(
         text, printed=False, known_to_all=own, consequence=own or isinstance(error, DistError)

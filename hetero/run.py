@@ -58,6 +58,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from hetero.addresses import address_leading_to
 from hetero.collectives.autoload import replace_nccl
 from hetero.errors import Faults, UserError, print_error, print_line
 from hetero.formatting import counted
@@ -258,6 +259,11 @@ def _rendezvous_settings(options: argparse.Namespace, faults: Faults) -> Rendezv
             f"{host} is a link-local address, by which gloo and links cannot meet; give the hosts "
             "others (ip address add fd00::1/64 dev INTERFACE, and fd00::2 on the next)"
         )
+    if options.local_addr is None:
+        # Where rank 0's store is reached. torchelastic gives this host's name, which may lead
+        # nowhere.
+        own = "127.0.0.1" if nodes == 1 else address_leading_to(host.strip("[]"))
+        options.local_addr = own
     options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, BACKEND, endpoint
     return RendezvousSettings(
         backend=backend,

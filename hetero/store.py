@@ -50,6 +50,10 @@ class StoreUnresponsive(DistNetworkError):
     """The process that hosts the store exists, but does not answer."""
 
 
+class StoreHostEnded(DistNetworkError):
+    """The process that hosts the store has ended, or its network is lost."""
+
+
 class BoundedStore:
     """A store whose operations have a deadline each. StoreUnresponsive where one does not end.
 
@@ -78,12 +82,23 @@ class BoundedStore:
         if self._last is None or futures.wait([self._last], seconds).done:
             self._last = call = in_thread(operation)
             if futures.wait([call], deadline - time.monotonic()).done:
-                return call.result()
+                return _told_of_host(call)
         raise StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
             "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached, "
             "by large packets too (compare the MTUs of NICs and switches)"
         )
+
+
+def _told_of_host(call: Future[_Result]) -> _Result:
+    """Its result or exception: torch's own text says "Broken pipe" where the host has ended."""
+    try:
+        return call.result()
+    except DistNetworkError as error:
+        raise StoreHostEnded(
+            "the process that hosts the store, rank 0 or the launcher, has ended, or its network "
+            "is lost; see its log, and keep it until all ranks have ended"
+        ) from error
 
 
 class WaitAborted(LinkError):

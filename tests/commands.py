@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PRESETS = ROOT / "examples" / "presets"
 
 
 def ended(*words: object, seconds: float = 240, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -86,6 +86,7 @@ def replace_backends() -> None:
     original = c10d._new_process_group_helper
     if hasattr(original, "__wrapped__"):
         return
+    _answer_for_absent_nccl()
     signature = inspect.signature(original)
 
     @functools.cache
@@ -108,6 +109,18 @@ def replace_backends() -> None:
         return group, store
 
     c10d._new_process_group_helper = new_group
+
+
+def _answer_for_absent_nccl() -> None:
+    """Give a build without NCCL no version of it, instead of an AttributeError.
+
+    When a call on a group whose backend is said to be NCCL has failed, torch asks for the version
+    to log it, and that error would take the place of the call's own.
+    """
+    import torch
+
+    if not hasattr(torch._C, "_nccl_version"):
+        torch.cuda.nccl.version = tuple
 
 
 def instead_of(backend: Any) -> Any:

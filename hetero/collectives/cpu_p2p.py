@@ -82,7 +82,7 @@ class CpuP2P:
         """Send contiguous memory; the work finishes when it may be overwritten."""
         with self._changed:
             if self._closed.is_set():  # no thread would take it from its queue
-                work.finish(self._why_closed)
+                work.fail(self._why_closed)
                 return
             sends = self._send_queues.get(rank)
             if sends is None:
@@ -110,7 +110,7 @@ class CpuP2P:
                         self._deliver(posted, message.memory, rank)
                         return
             if error := self._error_of(source):
-                work.finish(error)
+                work.fail(error)
                 return
             self._posted.append(posted)
             self._changed.notify_all()
@@ -153,7 +153,7 @@ class CpuP2P:
                 if tensor.numel():
                     link.send(as_bytes(tensor)).wait()
             except Exception as error:
-                work.finish(self._cause_of(error))
+                work.fail(self._cause_of(error))
             else:
                 work.finish()
 
@@ -179,7 +179,7 @@ class CpuP2P:
             memory = _read(link, posted, nbytes)
         except Exception as error:
             if posted is not None:  # which `_fail` does not find among those that wait
-                posted.work.finish(self._cause_of(error))
+                posted.work.fail(self._cause_of(error))
             raise
         if posted is None:
             with self._changed:
@@ -229,7 +229,7 @@ class CpuP2P:
     def _deliver(self, posted: _PostedRecv, memory: torch.Tensor, rank: int) -> None:
         source = self._layout.members[rank]
         if memory.numel() != posted.memory.numel():
-            posted.work.finish(
+            posted.work.fail(
                 LinkError(
                     f"{source} sent {counted(memory.numel(), 'byte')} with tag {posted.tag} where "
                     f"{posted.memory.numel()} were to be received; make both the same"
@@ -241,7 +241,7 @@ class CpuP2P:
                 posted.memory.copy_(memory)
             posted.on_received()
         except Exception as error:
-            posted.work.finish(error)
+            posted.work.fail(error)
         else:
             posted.work.finish(source=rank)
 
@@ -278,7 +278,7 @@ class CpuP2P:
             self._errors[rank] = error
             for posted in [p for p in self._posted if self._error_of(p.source)]:
                 self._posted.remove(posted)
-                posted.work.finish(error)
+                posted.work.fail(error)
 
 
 def _read(link: Link, posted: _PostedRecv | None, nbytes: int) -> torch.Tensor:

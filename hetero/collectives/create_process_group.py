@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,7 +27,13 @@ from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
-from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, WaitAborted
+from hetero.store import (
+    AbortableStore,
+    BoundedStore,
+    StoreHostEnded,
+    StoreUnresponsive,
+    WaitAborted,
+)
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -39,7 +45,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
     # may have been others.
     names = spans(global_ranks)
-    incarnation = options.store.add(f"incarnation/{names}/{options.group_rank}", 1)
+    with _building(options.group_id):
+        shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
+        incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
     rendezvous = _Rendezvous(
         options.store,
@@ -139,6 +147,15 @@ def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.Proce
     )
 
 
+@contextlib.contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Have the error of a store whose host has ended, or does not answer, name the group."""
+    try:
+        yield
+    except (StoreHostEnded, StoreUnresponsive) as error:
+        raise LinkError(f"group {name} could not be built: {error}") from error
+
+
 class _Rendezvous:
     """What the members of a group tell each other, through its store, while they create it."""
 
@@ -206,10 +223,8 @@ class _Rendezvous:
 
     def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Every member's payload, with its host; LinkError if one has an error or does not come."""
-        try:
+        with _building(self._name):
             payloads = self._all_gather(what, own)
-        except StoreUnresponsive as error:
-            raise LinkError(f"group {self._name} could not be built: {error}") from error
         errors = {rank: p["error"] for rank, p in enumerate(payloads) if "error" in p}
         if errors:
             rank, reason = next(iter(errors.items()))

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from hetero.collectives.calls import Call
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
 from hetero.formatting import spans
-from hetero.store import BoundedStore, StoreUnresponsive
+from hetero.store import BoundedStore, StoreHostEnded, StoreUnresponsive
 
 POLL_SECONDS = 2.0
 """How often a rank that is in no call polls the failure flag."""
@@ -68,7 +68,7 @@ class StatusReport:
 
     statuses: Sequence[RankStatus]
     store_error: str = ""
-    """Why no other rank's status could be read, if so."""
+    """Why statuses could not be read, if so, and who has ended as far as that is known."""
 
 
 class StatusBoard:
@@ -123,9 +123,24 @@ class StatusBoard:
                     time.sleep(_PAUSE_SECONDS)
         except StoreUnresponsive as error:
             return StatusReport([own], str(error))
-        except RuntimeError:
-            pass  # The store's host has ended; report the statuses read before.
+        except StoreHostEnded as error:
+            store_error = "; ".join([*self._ended_with_store(missing), str(error)])
+            return StatusReport([found[rank] for rank in sorted(found)], store_error)
         return StatusReport([found[rank] for rank in sorted(found)])
+
+    def _ended_with_store(self, missing: Sequence[Member]) -> Iterator[str]:
+        """Which rank has ended, if the store was in its process.
+
+        Without a store the others cannot say that they are there, and end for the same reason: only
+        who has ended first is of interest.
+        """
+        deadline = time.monotonic() + POLL_SECONDS
+        while time.monotonic() < deadline:
+            for member in missing:
+                if self._has_gone(member):
+                    yield f"{member} has ended, or has left the group"
+                    return
+            time.sleep(_PAUSE_SECONDS)
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -170,20 +185,25 @@ def explain(
             if status.state == state and last < latest:
                 after = f" since {status.call}" if status.call else ""
                 reasons.append(f"{layout.members[status.rank]} {what}{after}")
-    # What this rank's link says adds nothing to the error that came first, or to other calls.
-    adds = own.error and reasons and not different
-    own_error = f" ({own.error})" if adds else ""
-    return f"{opening}: {'; '.join(reasons or _first_error(layout, statuses, calls))}{own_error}"
+    first = _first_failed(statuses)
+    if first is None or not reasons:
+        return f"{opening}: {'; '.join(reasons or _first_error(layout, first, calls))}"
+    # The links of the others say that a rank has closed its own, which is not to blame for that.
+    who = "" if first is own else f"{layout.members[first.rank]}: "
+    is_told = different or first.state == ABORTED
+    return f"{opening}: {'; '.join(reasons)}{'' if is_told else f' ({who}{first.error})'}"
 
 
-def _first_error(
-    layout: Layout, statuses: Sequence[RankStatus], calls: Mapping[Call, str]
-) -> list[str]:
-    """The error that came before all others, and which ranks were in other calls then."""
+def _first_failed(statuses: Sequence[RankStatus]) -> RankStatus | None:
+    """The status whose error came before all others."""
     failed = [status for status in statuses if status.error]
-    if not failed:
+    return min(failed, key=lambda status: status.failure_order) if failed else None
+
+
+def _first_error(layout: Layout, first: RankStatus | None, calls: Mapping[Call, str]) -> list[str]:
+    """The error that came before all others, and which ranks were in other calls then."""
+    if first is None:
         return []
-    first = min(failed, key=lambda status: status.failure_order)
     during = f" failed in {first.call}" if len(calls) > 1 else ""
     last = first.call.sequence if first.call else 0
     return [

@@ -18,6 +18,7 @@ from hetero.collectives.group_links import Link, Links, Transfer, as_bytes, requ
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.work import CollectiveWork, Worker
+from hetero.errors import LinkError
 
 _CLOSE_SECONDS = 1.0
 _IDLE_SECONDS = 3600.0
@@ -42,7 +43,10 @@ class P2PWork(CollectiveWork):
         if timeout or self._channel is None:
             self._delegate()
             return super().wait(timeout)
-        self._transfer.wait()
+        try:
+            self._transfer.wait()
+        except LinkError as error:
+            raise self.named(error) from error
         # Once: the caller may have changed the tensor before it waits again.
         on_received, self._on_received = self._on_received, _no_op
         on_received()
@@ -170,7 +174,7 @@ class _Channel:
                     on_received()
                     end = self._stream.record_end((transfer, on_received))
             except Exception as error:
-                work.finish(error)
+                work.fail(error)
             else:
                 work.finish(end_event=end, stream=self._stream.stream)
 

@@ -260,7 +260,8 @@ class Communicator:
     ) -> CollectiveWork:
         self._stream.require_no_capture()
         peer = "any rank" if rank is None else str(self.layout.members[rank])
-        what = f"{verb} {peer} with tag {tag}"
+        own = self.layout.members[self.layout.rank]
+        what = f"{verb} {peer} by {own} with tag {tag}"
         return self._p2p.new_work(what, [tensor], timeout=self.timeout, group=self.name)
 
     def abort(self, reason: str = "") -> None:

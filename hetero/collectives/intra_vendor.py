@@ -213,4 +213,11 @@ class VendorLibrary:
         self._backend.abort()
 
     def shutdown(self) -> None:
-        self._backend.shutdown()
+        """End it, and let its threads and connections go.
+
+        Python finds a group that was destroyed only when it collects garbage, which training
+        scripts often switch off.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.shutdown()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.collectives.failure_report import CollectiveError
 from hetero.collectives.side_stream import current_stream
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.errors import LinkError
@@ -78,6 +79,19 @@ class CollectiveWork(dist.Work):
             event.set()
         if future is not None:
             self._complete(future)
+
+    def fail(self, error: BaseException) -> None:
+        """End a message with its error."""
+        self.finish(self.named(error))
+
+    def named(self, error: BaseException) -> BaseException:
+        """The error of a link or of a wait for a peer, which knows no message, with this one's
+        name. A group's own names its rank and call."""
+        if not isinstance(error, LinkError) or isinstance(error, CollectiveError):
+            return error
+        named = LinkError(f"{self._what} in group {self._group} failed: {error}")
+        named.__cause__ = error
+        return named
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Block until the call is done; on a GPU, have the current stream wait for its work.

@@ -28,13 +28,18 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from hetero.addresses import is_loopback
 from hetero.errors import UserError
 from hetero.formatting import spans
+from hetero.launch.interruptible_store import InterruptibleStore
 from hetero.store import BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
 _PAUSE = 0.1
+_LOOK_SECONDS = 1.0
+"""Between two looks of a node that waits at whether another has refused the job."""
+_FIRST, _REFUSAL = "first node", "refusal"
 _GRACE = 2.0
 """Seconds added to PyTorch's own deadline, after which its call is abandoned."""
 
@@ -91,6 +96,7 @@ class LauncherRendezvous:
             # later waits for it in vain.
             if settings.nodes > 1:
                 os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+            self._settle_who_hosts()
             if not self._is_host():
                 self._await_listener()
         self._handler = self._create_handler()
@@ -107,7 +113,9 @@ class LauncherRendezvous:
                     "reach it"
                 ) from error
         self._on_joined(info)
-        return info
+        store: Any = InterruptibleStore(info.store)
+        bootstrap: Any = info.bootstrap_store_info
+        return RendezvousInfo(store, info.rank, info.world_size, bootstrap)
 
     def _create_handler(self) -> RendezvousHandler:
         """The wrapped handler. Creating c10d's connects."""
@@ -117,6 +125,30 @@ class LauncherRendezvous:
             raise self._unreachable("it does not answer") from error
         except ValueError as error:
             raise UserError(f"--rdzv-backend {self._settings.backend}: {error}") from error
+
+    def _settle_who_hosts(self) -> None:
+        """Tell torchelastic whether this host is the one, where it would not find out.
+
+        It looks for the endpoint among the addresses of this host's own name, which may be of
+        another interface, and has no addresses where no name service knows it.
+        """
+        if self._is_host() and self._name_leads_here():
+            return  # and may be the second launcher of this host, which joins the first
+        self._parameters.config["is_host"] = self._is_host()
+
+    def _name_leads_here(self) -> bool:
+        host, _ = self._settings.address
+        name = socket.gethostname()
+        if host in ("localhost", name):
+            return True
+        try:
+            wanted, own = (
+                {str(address[0]) for *_, address in socket.getaddrinfo(which, 0)}
+                for which in (host, name)
+            )
+        except OSError:
+            return False
+        return bool(wanted & own) or any(map(is_loopback, wanted))
 
     def _is_host(self) -> bool:
         """Whether this host hosts c10d's rendezvous: whether it can listen at its address."""
@@ -211,20 +243,50 @@ class LauncherRendezvous:
                 f"another launcher is node {settings.node_rank} at {settings.endpoint} already; "
                 "give each node its own --node-rank, and each job its own --master-port"
             )
+        self._require_one_size(store)
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
         waiting, deadline = WaitReporter(), time.monotonic() + settings.timeout
+        next_look = 0.0
         everyone = [str(node) for node in range(settings.nodes)]
         # One request each time, however many nodes there are: all of them poll this one store.
         while not store.check(everyone):
             if settings.node_rank == 0:
                 waiting.report(lambda: f"{self._missing(store)} at {self._own_endpoint()}")
+            if time.monotonic() > next_look:
+                self._look_for_refusal(store)
+                next_look = time.monotonic() + _LOOK_SECONDS
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{self._missing(store)} did not come to {self._own_endpoint()} within "
                     f"{settings.timeout:g} s; see that every node was started and can reach it"
                 )
             time.sleep(_PAUSE)
+
+    def _require_one_size(self, store: BoundedStore) -> None:
+        """Refuse a job whose nodes were started with different --nnodes, on all of them.
+
+        Before this node counts as there: those with a smaller number would go on.
+        """
+        node, nodes = self._settings.node_rank, self._settings.nodes
+        mine = {"node": node, "host": socket.gethostname(), "nodes": nodes}
+        first = json.loads(store.compare_set(_FIRST, "", json.dumps(mine)))
+        if first["nodes"] != nodes:
+            store.set(
+                _REFUSAL,
+                f"node {first['node']} on {first['host']} was started with --nnodes "
+                f"{first['nodes']} and node {node} on {mine['host']} with {nodes}; give every node "
+                "the same",
+            )
+            self._look_for_refusal(store)
+
+    def _look_for_refusal(self, store: BoundedStore) -> None:
+        if not store.check([_REFUSAL]):
+            return
+        refusal = store.get(_REFUSAL).decode()
+        if self._settings.node_rank == 0:
+            time.sleep(2 * _LOOK_SECONDS)  # the store ends with this process
+        raise UserError(refusal)
 
     def _own_endpoint(self) -> str:
         """Where node 0 listens, with a warning if the address is not one of this host."""

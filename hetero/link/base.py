@@ -189,6 +189,11 @@ def require_contiguous(tensor: torch.Tensor) -> None:
             f"recv needs a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()}"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "recv needs a tensor of plain values, got a view of another one's conjugates or "
+            "negatives, which would change what is received; give resolve_conj().resolve_neg()"
+        )
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive
+from hetero.store import AbortableStore, BoundedStore, StoreHostEnded, StoreUnresponsive
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -72,7 +72,7 @@ def connect(
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
     try:
         number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
-    except StoreUnresponsive as error:
+    except (StoreHostEnded, StoreUnresponsive) as error:
         raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
     name = f"{pair}/{number}"
     rendezvous = Rendezvous(

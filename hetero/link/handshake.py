@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from hetero.addresses import close_in_child, family_of
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
@@ -192,11 +194,16 @@ def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
         rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
     except WaitAborted:
         raise
+    except DistNetworkError as error:
+        reason = str(error).partition("\n")[0]
+        raise rendezvous.failure(
+            f"the store was lost ({reason})",
+            "see the log of the process that hosts it: rank 0, or the launcher of node 0",
+        ) from error
     except Exception as error:
         raise rendezvous.failure(
-            f"rank {rendezvous.description.peer} said nothing about its {what} within "
-            f"{rendezvous.timeout:g} s",
-            "see its log, and whether it opens this link too",
+            f"rank {rendezvous.description.peer} did not answer within {rendezvous.timeout:g} s",
+            "see its log, whether it opens this link too, and whether it can reach the store",
         ) from error
     return dict(json.loads(rendezvous.store.get(key)))
 

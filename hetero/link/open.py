@@ -6,6 +6,7 @@ have opened and verified.
 
 from __future__ import annotations
 
+import errno
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -254,8 +255,13 @@ def open_path(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities)
         link = _open(path, rendezvous, capabilities)
     except OSError as error:
         peer = rendezvous.description.peer
+        remedy = f"see the log of rank {peer}"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "raise the limit of open files (ulimit -n)"
+        elif isinstance(error, TimeoutError):
+            remedy += ", and whether the network between loses packets"
         raise rendezvous.failure(
-            f"{path} ended while it was being opened ({error})", f"see the log of rank {peer}"
+            f"{path} ended while it was being opened ({error})", remedy
         ) from error
     device = capabilities.device
     if capabilities.stream_wait_missing is not None and device.type != "cpu":

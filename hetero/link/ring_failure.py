@@ -6,8 +6,10 @@ garbage, and a caller that synchronizes the device and calls `check()` never use
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,6 +169,35 @@ class RingLinkBase(Link):
         finally:
             self._lock.release()
 
+    def break_in_fork(self) -> None:
+        """Fail whatever a forked child asks of its parent's link.
+
+        It shares the memory, and would write the parent's messages over. Change nothing in that.
+        """
+        self._lock = threading.Lock()  # whoever held it does not exist in the child
+        self._broken = error = self.failure(
+            "it belongs to the process that this one was forked from",
+            expected="a link of one's own",
+            remedy="open it after the fork, or have the parent send and receive",
+        )
+        for flow in (self._out, self._in):
+            for transfer in flow.transfers():
+                transfer.error = error
+            flow.waiting.clear()
+            flow.in_flight.clear()
+
     def _release_completed(self) -> None:
         self._out.release_completed()
         self._in.release_completed()
+
+
+def refuse_forks(link: RingLinkBase) -> None:
+    """Have a link fail in every child that this process forks from now on."""
+    # Python keeps these handlers for ever, so hold no link in one.
+    reference = weakref.ref(link)
+
+    def refuse() -> None:
+        if (inherited := reference()) is not None:
+            inherited.break_in_fork()
+
+    os.register_at_fork(after_in_child=refuse)

@@ -129,5 +129,10 @@ def new_transfer(
     state, handle = Transfer(), 0 if event is None else event.handle
     given = flow.address, tensor.data_ptr(), tensor.nbytes, caller_stream, handle, tag
     after_caller = event is None
-    _TENSOR_TRANSFER.pack_into(state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header)
+    try:
+        _TENSOR_TRANSFER.pack_into(
+            state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header
+        )
+    except struct.error as error:
+        raise ValueError(f"tag {tag!r} is no whole number from 0 to 4294967295") from error
     return RingTransfer(link, flow, tensor, state, event)

@@ -4,9 +4,13 @@
 
 /* Of a rail without samples, while no other has any. */
 #define ASSUMED_BYTES_PER_SECOND 1e9
-/* The weight of a new sample in the moving average; growth of an idle rail at each speed_raise_idle. */
-#define SAMPLE_WEIGHT 0.3
-#define IDLE_GROWTH 1.1
+/* The moving average forgets in about so long: a sample weighs as long as it took, or a chunk that took a
+ * second would count as little as one that took a millisecond. */
+#define AVERAGED_SECONDS 0.3
+/* Growth of an idle rail at each speed_raise_idle, as a part of the fastest one's bandwidth. So a rail of a
+ * hundredth of the bandwidth, which holds a message up for a second when it is tried, is tried every half
+ * minute, and not every second. */
+#define IDLE_GROWTH (1.0 / 500)
 
 static double fastest(struct rail *const *rails, int count)
 {
@@ -59,11 +63,9 @@ struct rail *speed_choose(struct rail *const *rails, int count, enum message mes
 void speed_add_sample(struct rail *rail, uint64_t nbytes, double seconds)
 {
     double sample = (double)nbytes / (seconds + 1e-9);
+    double weight = rail->bytes_per_second == 0 ? 1 : seconds / (seconds + AVERAGED_SECONDS);
 
-    rail->bytes_per_second = rail->bytes_per_second == 0
-                                 ? sample
-                                 : (1 - SAMPLE_WEIGHT) * rail->bytes_per_second +
-                                       SAMPLE_WEIGHT * sample;
+    rail->bytes_per_second += weight * (sample - rail->bytes_per_second);
 }
 
 void speed_completed(struct rail *rail, uint64_t nbytes, double posted, double now)
@@ -82,8 +84,11 @@ void speed_raise_idle(struct rail *const *rails, int count)
 {
     double max_speed = fastest(rails, count);
 
-    for (int index = 0; index < count; index++)
-        if (bytes_in_flight_on(rails[index]) == 0 &&
-            rails[index]->bytes_per_second * IDLE_GROWTH < max_speed)
-            rails[index]->bytes_per_second *= IDLE_GROWTH;
+    for (int index = 0; index < count; index++) {
+        double raised = rails[index]->bytes_per_second + IDLE_GROWTH * max_speed;
+
+        if (bytes_in_flight_on(rails[index]) == 0 && rails[index]->bytes_per_second > 0 &&
+            raised < max_speed)
+            rails[index]->bytes_per_second = raised;
+    }
 }

@@ -226,7 +226,6 @@ static void *send_loop(void *argument)
         if (!rail->rail.live)
             break;
         complete_sends(rail, messages);
-        measure_bandwidth(rail);
         engine_progress(&rail->carrier->engine);
     }
     pthread_mutex_unlock(&rail->carrier->lock);
@@ -263,11 +262,12 @@ static bool is_late(const struct rail *base, double before, char *reason)
     return true;
 }
 
-/* Its threads report to the engine themselves. */
-static bool poll_nothing(struct rail *base, struct engine *engine)
+/* Its threads report to the engine themselves. Measured here, or what the kernel sends on by itself after
+ * the last call of sendmsg would not count. */
+static bool poll_bandwidth(struct rail *base, struct engine *engine)
 {
-    (void)base;
     (void)engine;
+    measure_bandwidth(rail_of(base));
     return false;
 }
 
@@ -323,7 +323,7 @@ static const struct rail_operations operations = {
     .is_late = is_late,
     .last_ack = last_ack,
     .last_send = last_send,
-    .poll = poll_nothing,
+    .poll = poll_bandwidth,
     .start = start,
     .stop = stop,
     .join = join,

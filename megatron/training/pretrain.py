@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _LOADER_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
 )
+_SHARED_MEMORY = re.compile(r"unable to \w+ shared memory.*: (.*) \(\d+\)$", re.MULTILINE)
+_IN_WORKER = re.compile(r"Caught \w+ (in DataLoader worker process \d+)\.\nOriginal Traceback")
 
 
 def pretrain(argv: Sequence[str] | None = None) -> int:
@@ -133,10 +135,27 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
             )
         )
         return
-    initializer.announce_failure(text or type(error).__name__)
+    if memory := _SHARED_MEMORY.search(text):
+        initializer.report(
+            DataError(
+                f"no shared memory can be had for the data ({memory[1]}); make /dev/shm larger, "
+                "in a container with docker run --shm-size, or try --num-workers 0"
+            )
+        )
+        return
+    summary = _summary(error)
+    initializer.announce_failure(summary)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
-    write_error_file(f"{type(error).__name__}: {error}", printed=True)
+    write_error_file(summary, printed=True)
+
+
+def _summary(error: Exception) -> str:
+    """An unexpected exception in a line, for those who do not see its traceback."""
+    lines = str(error).splitlines() or [""]
+    if found := _IN_WORKER.match(str(error)):
+        return f"{lines[-1]} ({found[1]})"
+    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
 
 
 def _short_cause(text: str) -> str:

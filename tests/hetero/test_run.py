@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -29,6 +31,12 @@ if how == "well":
     words = [str(rank), os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], *sys.argv[2:]]
     # As a whole: Python's output is unbuffered here, and another rank writes to the same pipe.
     sys.stdout.write(" ".join(words) + "\\n")
+    sys.exit(0)
+if how == "late" and rank == int(os.environ["WORLD_SIZE"]) - 1:
+    time.sleep(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+if how in ("late", "first") and rank == 0:
+    print("ends", flush=True)
     sys.exit(0)
 if how == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
     sys.exit(0)
@@ -313,6 +321,59 @@ def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
         (line,) = [line for line in err if line.startswith("error: ")]
         assert line.startswith("error: rank 3 on ")
         assert "was killed by SIGKILL" in line
+
+
+def test_nodes_that_are_started_with_different_sizes_of_the_job_are_told_so(
+    script: str, soon: tuple[str]
+) -> None:
+    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    nodes = [
+        start(
+            *("--nnodes", size, "--node-rank", str(node), *place, script, "well"),
+            launcher=soon,
+        )
+        for node, size in enumerate(("2", "3"))
+    ]
+    for process in nodes:
+        code, _, err = ended(process)
+        assert code == 2
+        assert err[-1].startswith("error: node ")
+        for node, size in enumerate(("2", "3")):
+            assert f"node {node} on {socket.gethostname()} " in err[-1]
+            assert f" with --nnodes {size}" in err[-1] or f" with {size};" in err[-1]
+
+
+def start_two_nodes(script: str, how: str, *launcher: str) -> list[subprocess.Popen[str]]:
+    place = ["--nnodes", "2", "--nproc-per-node", "1"]
+    place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [
+        start(*place, "--node-rank", str(node), script, how, launcher=launcher) for node in range(2)
+    ]
+
+
+def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(
+    script: str, soon: tuple[str]
+) -> None:
+    for process in start_two_nodes(script, "late", *soon):
+        code, _, err = ended(process)
+        assert code == 137
+        assert err[-1].startswith("error: rank 1 on ")
+
+
+def test_a_node_whose_processes_have_ended_well_can_be_interrupted_while_another_still_runs(
+    script: str, soon: tuple[str]
+) -> None:
+    first, other = start_two_nodes(script, "first", *soon)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "ends\n"
+    while psutil.Process(first.pid).children():
+        time.sleep(0.05)
+    for process in (first, other):
+        process.send_signal(signal.SIGINT)
+    for process in (first, other):
+        code, _, err = ended(process)
+        assert code == 130
+        assert err[-1].startswith("error: interrupted")
 
 
 def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(

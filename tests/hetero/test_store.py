@@ -6,7 +6,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, WaitAborted
+from hetero.store import (
+    AbortableStore,
+    BoundedStore,
+    StoreHostEnded,
+    StoreUnresponsive,
+    WaitAborted,
+)
 
 
 class StoppedStore:
@@ -50,6 +56,15 @@ def test_no_operation_waits_longer_than_allowed_for_a_host_that_is_stopped():
     stopped.goes_on.set()
     store._seconds = 30.0
     assert store.add("count", 1) == 1
+
+
+def test_a_host_that_has_ended_is_told_in_a_sentence():
+    class EndedStore:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Broken pipe")
+
+    with pytest.raises(StoreHostEnded, match="rank 0 or the launcher, has ended"):
+        BoundedStore(EndedStore(), seconds=30.0).check(["key"])
 
 
 def test_a_wait_ends_when_it_is_aborted_or_times_out():

@@ -142,25 +142,6 @@ def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tm
     assert measured == [("all_reduce", 4096), ("broadcast", 4096), ("broadcast", 16384)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--backends smoke", "invalid choice: 'smoke' (choose from"),
-        ("--operations barrier", "invalid choice: 'barrier' (choose from"),
-        ("--ranks 1", "'1' is not 2 ranks or more"),
-        ("--ranks 1000+25", "'1000+25' is not 2 ranks or more, up to 1024, of"),
-        ("--ranks 1+1+1+1", "of at most 3 vendors"),
-        ("--ranks 2+x", "'2+x' is not 2 ranks or more"),
-        ("--min-size 4X", "'4X' is no size"),
-        ("--min-size 8K --max-size 4K", "--min-size 8192 is larger than --max-size 4096"),
-        ("--factor 1", "--factor 1 leads to no other size"),
-        ("--dtype int8 --reduction avg", "--reduction avg of int8 would be cut off"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, refused) -> None:
-    assert says in refused(parse_options, flags)
-
-
 def test_ranks_without_a_gpu_each_are_refused(tmp_path, monkeypatch, refused) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     said = refused(main, f"--device cuda --ranks 2 --out {tmp_path}")

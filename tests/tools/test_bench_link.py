@@ -22,7 +22,7 @@ from tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_link.py"
+TOOL = commands.ROOT / "tools" / "bench_link.py"
 # The second is no multiple of a word and spans the slots.
 SIZES = (4096, 200_003)
 QUICK = ("--seconds-a-point", "0.02", "--idle-seconds", "0.05", "--cpu")
@@ -173,23 +173,6 @@ def test_a_transport_that_broke_is_the_exit_code(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_link, "run_ranks", lambda *_, **__: None)
     assert main(["--out", str(tmp_path)]) == 1
     assert "broke while it was measured: shm" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--transports smoke", "invalid choice: 'smoke' (choose from"),
-        ("--sizes 4X", "'4X' is no size"),
-        ("--seconds-a-point 0", "must be a finite number above 0"),
-        ("--seconds-a-point nan", "must be a finite number above 0"),
-        ("--repeats -1", "must be a whole number of at least 1"),
-        ("--ring 1M --chunk 2M", "--chunk 2097152 is larger than --ring 1048576"),
-        (f"--out {TOOL}", f"--out {TOOL} cannot be made (File exists); name another folder"),
-        (f"--out {TOOL}/x", f"--out {TOOL}/x cannot be made (Not a directory); name another"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(flags, says, refused):
-    assert says in refused(main, flags)
 
 
 def test_by_default_every_transport_is_measured_that_does_not_choose_among_others():

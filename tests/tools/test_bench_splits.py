@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import HeteroError
+from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 from tools import bench_splits
 from tools.bench_splits import parse_options
 from tools.reproduction import split_sweep
 from tools.reproduction.measurement import Attempt
 from tools.reproduction.run_options import parsed
-from tools.reproduction.split_sweep import curves, planned_runs, split_name
+from tools.reproduction.split_sweep import curves, planned_runs
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+TINY = PRESETS / "tiny.yaml"
 
 
 def attempt(row: str, tokens: float) -> Attempt:
@@ -41,35 +42,12 @@ def test_every_split_runs_with_every_factor_beside_each_vendor_alone() -> None:
     assert parsed(options, last.flags, nproc=2).hetero_pipeline_layers == [22, 10]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--factors 0.5", "--factors must be 1.0 or more"),
-        ("--first-layers 32", "each stage holds one layer or more of the model's 32"),
-        (f"--model {TINY} --layers 3 2", "5"),
-        ("", "llama3_8b would fill its memory"),
-    ],
-)
-def test_what_no_run_could_do_is_refused_in_a_sentence(
-    refused, tmp_path: Path, monkeypatch, words: str, reason: str
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert reason in refused(bench_splits.main, f"{words} --out {tmp_path / 'out'}")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_it_is_told_where_a_split_is_slower_than_the_slower_vendor_alone() -> None:
     options = parse_options("--first-layers 10 16 22 --factors 1 2 --out x".split())
-    attempts = [attempt("nvidia-alone", 100), attempt("amd-alone-x2", 50)]
-    for (split, factor), tokens in {
-        ((10, 22), 1.0): 70,
-        ((16, 16), 1.0): 101,
-        ((22, 10), 1.0): 80,
-        ((10, 22), 2.0): 24,
-        ((16, 16), 2.0): 49,
-        ((22, 10), 2.0): 60,
-    }.items():
-        attempts.append(attempt(split_name(split, factor), tokens))
+    speeds = {"nvidia-alone": 100, "amd-alone-x2": 50}
+    speeds |= {"10-22-amd-x1": 70, "16-16-amd-x1": 101, "22-10-amd-x1": 80}
+    speeds |= {"10-22-amd-x2": 24, "16-16-amd-x2": 49, "22-10-amd-x2": 60}
+    attempts = [attempt(row, tokens) for row, tokens in speeds.items()]
     equal, slowed = curves(options, attempts)
     assert equal.below(equal.alone) == [(10, 22), (22, 10)]
     assert (slowed.alone, slowed.best.split) == (50, (22, 10))

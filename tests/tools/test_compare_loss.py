@@ -13,7 +13,7 @@ from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with
 from tools.compare_loss import main
 from tools.run_comparison.curves import Curve
 
-TOOL = Path(__file__).parents[2] / "tools" / "compare_loss.py"
+TOOL = commands.ROOT / "tools" / "compare_loss.py"
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "weight_decay", "batch_size", "consumed_tokens")
 

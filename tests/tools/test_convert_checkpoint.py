@@ -40,6 +40,14 @@ def sharded(tmp_path: Path) -> Path:
     return _save(qwen2(), tmp_path / "model")
 
 
+@pytest.fixture
+def ours(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Its checkpoint; what was said of it is forgotten."""
+    assert _there(sharded, tmp_path / "ours") == 0
+    capsys.readouterr()
+    return tmp_path / "ours"
+
+
 def _save(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder, max_shard_size="100KB")
     save_tokenizer(folder)
@@ -171,16 +179,14 @@ def _add_output_layer(folder: Path, weight: torch.Tensor) -> None:
 
 
 def test_what_config_json_has_no_key_for_is_told(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _there(sharded, tmp_path / "ours") == 0
-    _change_flags(tmp_path / "ours" / "release", hidden_dropout=0.1, attention_dropout=0.2)
-    capsys.readouterr()
-    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    _change_flags(ours / "release", hidden_dropout=0.1, attention_dropout=0.2)
+    assert _back(ours, tmp_path / "back") == 0
     assert "has no key for --hidden-dropout 0.1, which training used" in capsys.readouterr().out
     assert _config(tmp_path / "back")["attention_dropout"] == 0.2
-    _change_flags(tmp_path / "ours" / "release", layernorm_zero_centered_gamma=True)
-    assert _back(tmp_path / "ours", tmp_path / "no") == 2
+    _change_flags(ours / "release", layernorm_zero_centered_gamma=True)
+    assert _back(ours, tmp_path / "no") == 2
     assert "because of --apply-layernorm-1p (on)" in capsys.readouterr().err
 
 
@@ -253,16 +259,14 @@ def test_a_folder_that_a_run_saves_to_is_not_written_to(
 
 
 def test_a_conversion_that_breaks_off_leaves_nothing(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _there(sharded, tmp_path / "ours") == 0
-
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(convert.hub_folders, "copy_companions", disk_full)
     assert _there(sharded, tmp_path / "second") == 2
-    assert _back(tmp_path / "ours", tmp_path / "back") == 2
+    assert _back(ours, tmp_path / "back") == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "ours"]
 
 
@@ -278,48 +282,40 @@ def _trained(ours: Path, *iterations: int) -> None:
 
 
 def test_an_export_names_its_iteration_and_never_takes_an_older_one_by_itself(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _there(sharded, tmp_path / "ours") == 0
-    _trained(tmp_path / "ours", 5, 10, 20)
-    capsys.readouterr()
-    newest = tmp_path / "ours" / "iter_0000020"
-    assert _back(tmp_path / "ours", tmp_path / "newest") == 0
+    _trained(ours, 5, 10, 20)
+    newest = ours / "iter_0000020"
+    assert _back(ours, tmp_path / "newest") == 0
     assert f"parameters of {newest}, iteration 20" in capsys.readouterr().out
     weights = newest / "weights_00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert _back(tmp_path / "ours", tmp_path / "back") == 2
+    assert _back(ours, tmp_path / "back") == 2
     said = capsys.readouterr().err
     assert f"the newest checkpoint, {newest}, cannot be used: weights_00000.safetensors has" in said
     assert "name an older one instead: --ckpt-step 10 or --ckpt-step 5" in said
     assert not (tmp_path / "back").exists()
-    assert _back(tmp_path / "ours", tmp_path / "back", "--ckpt-step", "10") == 0
+    assert _back(ours, tmp_path / "back", "--ckpt-step", "10") == 0
     assert "iteration 10 written to" in capsys.readouterr().out
 
 
 def test_an_export_says_that_the_tracker_passes_over_newer_ones(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _there(sharded, tmp_path / "ours") == 0
-    _trained(tmp_path / "ours", 20, 10)
-    capsys.readouterr()
-    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    _trained(ours, 20, 10)
+    assert _back(ours, tmp_path / "back") == 0
     shown = capsys.readouterr()
     assert "iteration 10 written to" in shown.out
     assert shown.err.startswith("note: iter_0000020 in ")
 
 
 def test_a_folder_with_anything_in_it_is_not_written_to(
-    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ours: Path, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _there(sharded, tmp_path / "ours") == 0
-    for convert_again in (
-        lambda: _there(sharded, tmp_path / "ours"),
-        lambda: _back(tmp_path / "ours", sharded),
-    ):
+    for convert_again in (lambda: _there(sharded, ours), lambda: _back(ours, sharded)):
         assert convert_again() == 2
         assert "is not empty" in capsys.readouterr().err
-    assert _back(tmp_path / "ours", tmp_path / "back", "--vocab-size", "513") == 2
+    assert _back(ours, tmp_path / "back", "--vocab-size", "513") == 2
     assert "has 512 rows of vocabulary, not 513" in capsys.readouterr().err
 
 

@@ -47,6 +47,17 @@ def _export(source: Path, target: Path, *flags: str) -> int:
     return main(["export-megatron", str(source), str(target), *flags])
 
 
+def _there_and_back(folder: Path, *flags: str) -> dict[str, torch.Tensor]:
+    """The tensors of `ours`, exported as Megatron-LM's `theirs` and imported again as `back`."""
+    assert _export(folder / "ours", folder / "theirs", *flags) == 0
+    return _back(folder)
+
+
+def _back(folder: Path) -> dict[str, torch.Tensor]:
+    assert _import(folder / "theirs", folder / "back") == 0
+    return read(folder / "back")
+
+
 def _sizes(tensor: int, pipeline: int, per_chunk: int | None = None) -> list[str]:
     flags = ["--tensor-model-parallel-size", str(tensor)]
     flags += ["--pipeline-model-parallel-size", str(pipeline)]
@@ -66,12 +77,9 @@ def test_weights_go_through_the_older_layout_of_any_size(
     save_weights(tmp_path / "ours", MODELS[name], expected)
     impl = "local" if layout[0] == 2 else "transformer_engine"
     flags = ["--format", "torch", "--transformer-impl", impl, *_sizes(*layout)]
-    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 0
+    assert_same(_there_and_back(tmp_path, *flags), expected)
     assert (tmp_path / "theirs" / TRACKER).read_text() == "release"
-    ranks = list((tmp_path / "theirs" / "release").glob("mp_rank_*/model_optim_rng.pt"))
-    assert len(ranks) == layout[0] * layout[1]
-    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
-    assert_same(read(tmp_path / "back"), expected)
+    assert len(_rank_files(tmp_path / "theirs")) == layout[0] * layout[1]
     args = read_index(tmp_path / "back" / "release").args
     assert {key: args[key] for key in MODELS[name]} == dict(MODELS[name])
 
@@ -85,10 +93,8 @@ def test_weights_and_optimizer_go_through_torch_dist(
 ) -> None:
     expected = save_training(tmp_path / "ours", MODELS[name], dtype=dtype)
     kind = "--use-distributed-optimizer" if distributed else "--no-use-distributed-optimizer"
-    assert _export(tmp_path / "ours", tmp_path / "theirs", kind) == 0
+    assert_same(_there_and_back(tmp_path, kind), expected)
     assert (tmp_path / "theirs" / TRACKER).read_text() == "3"
-    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
-    assert_same(read(tmp_path / "back"), expected)
     there, back = (read_index(tmp_path / n / "iter_0000003") for n in ("ours", "back"))
     for fact in ("iteration", "consumed_train_samples", "scheduler", "optimizer_step", "holds"):
         assert back.run[fact] == there.run[fact]
@@ -111,9 +117,7 @@ def test_the_vocabulary_is_padded_as_asked(tmp_path: Path) -> None:
     expected = weights(LLAMA)
     save_weights(tmp_path / "ours", {**LLAMA, "vocab_size": 27}, expected)
     flags = ["--format", "torch", "--make-vocab-size-divisible-by", "20", *_sizes(2, 1)]
-    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 0
-    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
-    found = read(tmp_path / "back")
+    found = _there_and_back(tmp_path, *flags)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert len(found[name]) == 40
         assert torch.equal(found[name][:32], expected[name])
@@ -192,8 +196,7 @@ def test_names_and_order_from_before_megatron_core_are_known(
         if version < 2:
             _edit(path, _in_old_order(version, heads=2))
         _edit(path, _with_old_names)
-    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
-    assert_same(read(tmp_path / "back"), expected)
+    assert_same(_back(tmp_path), expected)
 
 
 def test_flat_parts_of_older_versions_are_put_together(tmp_path: Path) -> None:
@@ -201,10 +204,8 @@ def test_flat_parts_of_older_versions_are_put_together(tmp_path: Path) -> None:
     anywhere, here at a third of every piece."""
     expected = save_training(tmp_path / "ours", LLAMA, dtype=torch.float32)
     assert _export(tmp_path / "ours", tmp_path / "theirs") == 0
-    folder = tmp_path / "theirs" / "iter_0000003"
-    _flatten_optimizer(folder)
-    assert _import(tmp_path / "theirs", tmp_path / "back") == 0
-    assert_same(read(tmp_path / "back"), expected)
+    _flatten_optimizer(tmp_path / "theirs" / "iter_0000003")
+    assert_same(_back(tmp_path), expected)
 
 
 def _flatten_optimizer(folder: Path) -> None:

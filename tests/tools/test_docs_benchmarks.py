@@ -1,4 +1,4 @@
-"""The scripts of docs/benchmarks: what they count as a cost, and what they refuse."""
+"""The scripts of docs/benchmarks: what they count as a cost."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 from tests import commands, scripts
-from tests.tools.refusals import refusal
 from tests.tools.test_benchmark_parity import TINY
 from tools.runs import ROOT, Finished
 
@@ -28,60 +26,6 @@ def async_save() -> ModuleType:
 @pytest.fixture(scope="module")
 def time_timers() -> ModuleType:
     return scripts.load(FOLDER / "time_timers.py")
-
-
-@pytest.mark.parametrize(
-    ("command", "reason"),
-    [
-        (
-            "async_save.py out --iterations 8 --interval 3",
-            "--iterations must be at least three times",
-        ),
-        ("async_save.py out --interval 1", "--interval must be at least 2"),
-        ("async_save.py out --kinds async", "--kinds must name none"),
-        ("async_save.py out --kinds none", "which the others are compared with, and another"),
-        ("async_save.py out --kinds sometimes", "invalid choice: 'sometimes'"),
-        ("async_save.py out --preset absent.yaml", "absent.yaml is no file; check the path"),
-        (f"async_save.py {__file__}", f"{__file__} is a file; name a folder"),
-        ("time_timers.py out --levels 2 2", "--levels must name two or more"),
-        ("time_timers.py out --warmup 0", "--warmup: must be a whole number of at least 1, not"),
-        ("time_timers.py out --warmup 30", "less than --iterations"),
-        ("time_timers.py out --repeats 0", "--repeats: must be a whole number of at least 1, not"),
-        ("time_timers.py out --preset nowhere.yaml", "nowhere.yaml is no file; check the path"),
-        (f"time_timers.py {__file__}", f"OUT {__file__} cannot be made (File exists)"),
-        ("conversion_8b.py", "the following arguments are required: out"),
-        (f"conversion_8b.py {__file__}", f"OUT {__file__} cannot be made (File exists)"),
-        ("conversion_8b.py {made}", "{made}/hf is there already; remove it"),
-        ("mesh_ablation.py --out {made} --rows 99", "--rows: invalid choice: 99"),
-        ("mesh_ablation.py --out {made} --iterations 4", "of at least 5, not '4'"),
-        ("search_plans.py sum --out nowhere/sum.json", "there is no folder nowhere"),
-        ("search_plans.py sum --out {made}", "--out {made} is a folder; name a file in it"),
-        ("search_plans.py beside --out {made}/x --kinds 7", "--kinds: invalid choice: 7"),
-        ("time_kernels.py --out {made} --tokens 5000", "--tokens 5000 is no multiple of"),
-        ("time_kernels.py --out {made}", "kernels are timed on a GPU"),
-        (
-            "preprocess_rounds.py --work {made} --out {made}/x --megabytes 1 --rounds 1 "
-            "--processes 1",
-            "--work {made} has no folder datasets",
-        ),
-    ],
-)
-def test_what_measures_nothing_is_refused(
-    command: str, reason: str, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    made = tmp_path / "made"
-    (made / "hf").mkdir(parents=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    script, *words = command.format(made=made).split()
-
-    def main(argv: list[str]) -> int:
-        monkeypatch.setattr("sys.argv", [script, *argv])
-        return scripts.load(FOLDER / script).main()
-
-    assert reason.format(made=made) in refusal(capsys, main, words)
-
-
-# What a save costs.
 
 
 def finished(seconds: list[float], *ranks: list[tuple[float, float]]) -> Finished:
@@ -156,9 +100,6 @@ def test_two_kinds_on_the_cpu(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("saved-*"))
 
 
-# What timers cost.
-
-
 def test_a_step_lasts_from_end_to_end_with_what_lies_between(time_timers: ModuleType) -> None:
     ends = {1: 9.0, 2: 10.0, 3: 10.5, 4: 11.2, 5: 11.5}
     assert time_timers.step_milliseconds(ends, warmup=2) == pytest.approx(500)
@@ -178,7 +119,7 @@ def test_a_cost_is_the_ratio_of_two_runs_of_one_repeat(time_timers: ModuleType) 
 def test_a_run_that_is_refused_ends_the_benchmark_with_what_the_run_said(
     time_timers: ModuleType, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    words = f"{tmp_path} --preset {ROOT}/examples/presets/tiny.yaml -- --no-such-flag"
+    words = f"{tmp_path} --preset {commands.PRESETS}/tiny.yaml -- --no-such-flag"
     monkeypatch.setattr("sys.argv", ["time_timers.py", *words.split()])
     assert time_timers.main() == 1
     said = capsys.readouterr().err

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments.parser import build_parser
+from tests.commands import ROOT
 from tools import inspect_data
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
 MODULES = [
@@ -114,8 +114,6 @@ def test_a_default_is_shown_once(program) -> None:
     helps = [text for parser in program for text in parser.format_help().split("\n  --")]
     assert [text for text in helps if text.count("(default: ") > 1] == []
 
-
-# Flags that messages name.
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
 DECLARES = ("add_argument", "add_parser")

@@ -139,7 +139,6 @@ def test_tokens_that_no_tokenizer_made_are_refused(
     assert sentence in refused(main, [data, *NULL])
 
 
-def test_missing_files_and_a_wrong_tokenizer_are_named(tmp_path, data, refused):
-    assert "nothing.idx does not exist" in refused(main, [f"{tmp_path}/nothing"])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, data, refused):
     model = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{tmp_path}/no"]
     assert f"{tmp_path}/no cannot be read" in refused(main, [data, *model])

@@ -14,7 +14,7 @@ from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
 from megatron.training.arguments import parse_args
 from megatron.training.layout import apply_plan_file, plan_from_args
-from tests.distributed.harness import ROOT
+from tests.commands import PRESETS
 from tests.tools.refusals import Refused
 from tools.plan import main
 from tools.planning.plan_files import training_flags
@@ -117,7 +117,7 @@ def test_replicas_are_written_as_flags_that_training_understands(
     flags = training_flags(Placement(plan, ("green", "red"), 16), tmp_path / "plan.yaml")
     file = tmp_path / "flags.yaml"
     file.write_text(yaml.safe_dump(flags))
-    preset = str(ROOT / "examples" / "presets" / "tiny.yaml")
+    preset = str(PRESETS / "tiny.yaml")
     words = ["--yaml-cfg", preset, "--yaml-cfg", str(file)]
     args = parse_args(words, world_size=plan.world_size)
     read = plan_from_args(args, vendor="cpu")

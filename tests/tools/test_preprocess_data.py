@@ -16,26 +16,24 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
 from tests import preloaded
+from tests.commands import ROOT
 from tests.tools.refusals import refusal
-from tools import preprocess_data, text_input, train_tokenizer
+from tests.training.tokenizer.tiny_tokenizers import train_sentencepiece
+from tools import preprocess_data, text_input
 from tools.preprocess_data import main
 from tools.preprocessing import batches
 from tools.preprocessing.encoder import Encoder
 from tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
 
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+TOOL = ROOT / "tools" / "preprocess_data.py"
 CORPUS = "one small step\nfor a man\n\n\none giant leap\n\nfor mankind 1969\n"
 PARAGRAPHS = ["one small step\nfor a man", "one giant leap", "for mankind 1969"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> str:
-    """A SentencePiece model; module-wide, for training one is the slowest step here."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    (directory / "text.txt").write_text(CORPUS * 5)
-    command = ["--input", f"{directory}/text.txt", "--output-prefix", f"{directory}/tok"]
-    assert train_tokenizer.main([*command, "--vocab-size", "300"]) == 0
-    return f"{directory}/tok.model"
+    """Of the whole module, for training one is the slowest step here."""
+    return train_sentencepiece(tmp_path_factory.mktemp("tokenizer") / "tok")
 
 
 @pytest.fixture
@@ -211,30 +209,6 @@ def test_tokens_take_two_bytes_where_the_vocabulary_lets_them(tmp_path, refused,
     assert dataset.index.dtype is getattr(numpy, dtype)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--input {folder}/no.txt", "{folder}/no.txt does not exist"),
-        ("--input {folder}/*.md", "{folder}/*.md matches no file"),
-        ("--input {folder}", "{folder} is a directory"),
-        ("--tokenizer-model /no/such.model", "/no/such.model"),
-        ("--json-keys body", "corpus.txt, which is plain text"),
-        ("--output-prefix {folder}/corpus.txt/out", "corpus.txt: "),
-        ("--output-prefix=", "must not be empty"),
-        ("--workers 0", "--workers"),
-    ],
-)
-def test_what_a_flag_cannot_name_is_one_sentence(
-    tmp_path, corpus, tokenizer, refused, flags, sentence
-):
-    words = [
-        *flags_for(tokenizer, tmp_path / "out", corpus),
-        *flags.format(folder=tmp_path).split(),
-    ]
-    assert sentence.format(folder=tmp_path) in refused(main, words)
-    assert files_in(tmp_path) == ["corpus.txt"]
-
-
 def test_every_file_that_cannot_be_read_is_told_at_once(tmp_path, corpus, tokenizer, refused):
     words = flags_for(tokenizer, tmp_path / "out", corpus)
     words += ["--input", corpus, f"{tmp_path}/no.txt", tmp_path, "--tokenizer-model", "/no/such"]
@@ -310,7 +284,6 @@ def test_when_killed_it_ends_at_once_and_leaves_no_file(
     text.write_text(CORPUS * 200_000)
     flags = flags_for(tokenizer, tmp_path / "out", text, workers=2)
     process = command(*flags, "--log-interval", "1")
-    assert process.stderr is not None
     assert process.stderr.readline().startswith("processed ")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     # Python's own helper for shared resources is one of them, and ends when its pipe does.

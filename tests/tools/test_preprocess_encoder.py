@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.wrapper import Tokenizer
-from tests.training.tokenizer.test_tokenizer_build import train_sentencepiece
+from tests.training.tokenizer.tiny_tokenizers import train_sentencepiece, trained_bpe
 from tools.preprocessing.encoder import tokenize_many
 
 CORPUS = "one small step for a man\n\none giant leap for mankind 1969, don't you know?\n"
@@ -26,23 +26,12 @@ def sentencepiece(folder: Path) -> Tokenizer:
 
 def huggingface(folder: Path) -> Tokenizer:
     """A fast tokenizer whose file asks for truncation and padding, which is not for corpora."""
-    from tokenizers import Tokenizer as Rust
-    from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    rust = Rust(models.BPE())
-    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    rust.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    rust.train_from_iterator([CORPUS], trainer)
-    rust.enable_truncation(4)
-    rust.enable_padding(length=4)
-    fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|end|>")
+    bpe = trained_bpe([CORPUS], vocab_size=300, end="<|end|>")
+    bpe.enable_truncation(4)
+    bpe.enable_padding(length=4)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
     fast.save_pretrained(folder / "fast")
     return build_tokenizer(
         Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=f"{folder}/fast")

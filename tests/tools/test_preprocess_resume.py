@@ -19,11 +19,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.dataset_description import read_description
 from tests import preloaded
+from tests.commands import ROOT
 from tools.preprocess_data import main
 from tools.preprocessing import batches, work_folder
 from tools.preprocessing.work_folder import WorkFolder
 
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+TOOL = ROOT / "tools" / "preprocess_data.py"
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
 OUTPUT = ["out_text_document.bin", "out_text_document.idx"]
 
@@ -244,7 +245,6 @@ def test_kill_9_and_two_runs_at_once(tmp_path, capsys):
     flags = flags_for(tmp_path, [str(text)], workers=2)
     for _ in range(2):
         process = preloaded.start(TOOL, [*flags, "--log-interval", "1"], environ=os.environ)
-        assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("processed"):
                 break

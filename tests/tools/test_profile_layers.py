@@ -171,22 +171,11 @@ def test_a_second_accelerator_joins_the_file(
     assert half < whole
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--num-query-groups", "1"], "is the profile of another model or dtype"),
-        (["--tensor", "2"], "nothing says how fast ranks of one reach each other"),
-        (["--out", "/nowhere/here.json"], "there is no folder /nowhere"),
-        (["--out", "/proc/here.json"], "/proc/here.json cannot be written"),
-        (["--tensor", "1", "3"], "--tensor 3 does not divide the model's 4 heads"),
-        (["--sequence", "65"], "--sequence 65 is more than the model's 64 positions"),
-    ],
-)
-def test_what_cannot_be_measured_leaves_the_file_as_it_was(
-    measured: tuple[Path, MeasuredProfile], refused: Refused, flags: list[str], sentence: str
+def test_another_model_s_profile_stays_as_it_was(
+    measured: tuple[Path, MeasuredProfile], refused: Refused
 ) -> None:
     out, _ = measured
     before = out.read_bytes()
-    words = ["--out", out, "--accelerator", "one", *LLAMA, *flags]
-    assert sentence in refused(main, words)
+    words = ["--out", out, "--accelerator", "one", *LLAMA, "--num-query-groups", "1"]
+    assert "is the profile of another model or dtype" in refused(main, words)
     assert out.read_bytes() == before

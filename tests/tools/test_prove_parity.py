@@ -1,4 +1,4 @@
-"""prove_parity: what it compares bit for bit, and how it is called."""
+"""prove_parity: what it compares bit for bit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from tools import prove_parity
 from tools.prove_parity import HOMOGENEOUS, conclude, parse_options
 from tools.runs import Finished
-
-pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 
 def finished(losses: list[float], *, weights: str = "ab", speed: float = 100.0) -> Finished:
@@ -63,40 +60,3 @@ def test_what_stands_behind_the_dashes_is_the_programs() -> None:
     options = parse_options(["--nproc", "4", "--sizes", "2", "2", "--", "--num-layers", "4"])
     assert (options.nproc, options.sizes) == (4, [2, 2])
     assert options.flags == ["--num-layers", "4"]
-
-
-MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
-    " --max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
-    " --tokenizer-type ByteLevelTokenizer"
-)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("", "error: "),
-        ("--nproc 2", "error: "),
-        ("--nproc 2 --", "error: "),
-        ("--nproc x", "--nproc"),
-        ("--nproc 0 -- --num-layers 4", "--nproc"),
-        (f"--out {__file__}/x -- {MODEL}", f"--out {__file__}/x cannot be made"),
-        (f"-- {MODEL} --no-such-flag", "--no-such-flag"),
-        (f"-- {MODEL} --train-iters many", "--train-iters"),
-        # Else it would compare a mixed run with a mixed one, and call them identical.
-        (
-            f"-- {MODEL} --hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1",
-            "would make the homogeneous run a mixed one",
-        ),
-        (
-            f"--nproc 4 -- {MODEL} --global-batch-size 2 --hetero-data-parallel amd:1,nvidia:1",
-            "would make the homogeneous run a mixed one",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence_and_leaves_nothing(
-    words: str, reason: str, tmp_path: Path, refused, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert reason in refused(prove_parity.main, words)
-    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import pytest
 
 from hetero.errors import HeteroError, UserError
 from megatron.training.arguments import parse_args
+from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 from tests.tools.refusals import Refused
 from tools import reproduce_table
@@ -33,14 +34,11 @@ from tools.runs import DeadlinePassed, Finished, Launch
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TINY = Path(__file__).resolve().parents[2] / "examples" / "presets" / "tiny.yaml"
+TINY = PRESETS / "tiny.yaml"
 
 
 def options(words: str) -> Options:
     return parse_options(words.split(), description="")
-
-
-# The rows.
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -114,29 +112,6 @@ def test_rounds_go_forth_and_back() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("--nproc 3", "--nproc 3 cannot be shared by 2 pipeline stages"),
-        ("--model gpt5", "--model gpt5 is neither one of llama3_8b, qwen2_7b nor a preset"),
-        ("--iterations 3 --warmup 3", "--warmup 3 leaves nothing of 3 iterations"),
-        ("--warmup 0", "--warmup: must be a whole number of at least 1, not '0'"),
-        ("--rounds 0", "--rounds: must be a whole number of at least 1, not '0'"),
-        ("--deadline 0", "--deadline: must be a finite number above 0, not '0'"),
-        ("--seq-length 0", "--seq-length: must be a whole number of at least 1, not '0'"),
-        ("--layers 17 16", "33"),
-        ("--global-batch-size 7 --nproc 4", "7"),
-        ("--data-path nowhere", "there is no nowhere.idx"),
-        ("-- --no-such-flag", "--no-such-flag"),
-    ],
-)
-def test_what_no_row_could_run_with_is_refused_in_a_sentence(
-    refused, tmp_path: Path, words: str, reason: str
-) -> None:
-    assert reason in refused(reproduce_table.main, f"--out {tmp_path / 'out'} {words}")
-    assert not (tmp_path / "out").exists()
-
-
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -204,9 +179,6 @@ def test_an_interrupt_leaves_what_was_measured_and_the_rest_can_be_made_later(
     assert [row["row"] for row in record["rows"]] == list(ROWS)
 
 
-# The figures.
-
-
 def slower(factor: float, **changed: object) -> Measurement:
     return replace(
         MEASURED,
@@ -252,14 +224,10 @@ def test_efficiency_compares_within_a_round() -> None:
         Attempt("homogeneous", 2, slower(0.5)),
     ]
     baseline, direct = summarise(attempts, LLAMA3_8B)
-    assert direct.efficiency is not None
     assert direct.efficiency.smallest == pytest.approx(0.96)
     assert direct.efficiency.largest == pytest.approx(0.98)
-    assert baseline.efficiency is not None
     assert baseline.efficiency.median == 1.0
-    assert direct.tflops is not None
     assert direct.tflops.largest == pytest.approx(0.98 * 505)
-    assert direct.published is not None
     assert direct.published.tflops == 539.6
     assert direct.published_efficiency == pytest.approx(539.6 / 549.7)
 
@@ -268,7 +236,6 @@ def test_on_amd_the_homogeneous_row_stands_beside_amds_published_figure() -> Non
     on_amd = replace(MEASURED, actual_vendor="amd")
     (row,) = summarise([Attempt("homogeneous", 1, on_amd)], QWEN2_7B)
     assert row.boundary == "RCCL"
-    assert row.published is not None
     assert row.published.tflops == 514.5
     (row,) = summarise([Attempt("gloo", 1, slower(0.8))], LLAMA3_8B)
     assert row.efficiency is None  # without the homogeneous row
@@ -305,9 +272,6 @@ def test_the_picture_can_be_drawn_with_rows_missing(runs: list[Attempt]) -> None
     assert image.startswith(b"\x89PNG")
 
 
-# How steady a run is.
-
-
 def test_a_long_run_is_told_by_its_ends_and_its_spread() -> None:
     tokens = (*[1000.0] * 100, *range(1000, 900, -1), *[900.0] * 100)
     losses = (9.0, *[5.0] * 200, *[4.0] * 100)
@@ -321,9 +285,6 @@ def test_a_long_run_is_told_by_its_ends_and_its_spread() -> None:
     assert (run.first_loss, run.last_loss) == (9.0, 4.0)
     assert "| homogeneous | 300 |" in steadiness.render([run])
     assert steadiness.draw([Attempt("gloo", 2, long_run)], title="a title").startswith(b"\x89PNG")
-
-
-# One real run.
 
 
 def test_a_table_of_a_tiny_model_on_this_machines_cpu(

@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from hetero.errors import UserError
+from tests.commands import ROOT
 from tools.tool_command_line import Parser, run
 
-ROOT = Path(__file__).resolve().parents[2]
 FULL = (errno.ENOSPC, "No space left on device")
 
 

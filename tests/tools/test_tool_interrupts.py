@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tests import preloaded
-from tests.tools.test_help import MODULES, ROOT
+from tests.commands import ROOT
+from tests.tools.test_help import MODULES
 
 TOOLS = {name.rsplit(".", 1)[-1]: ROOT / f"{name.replace('.', '/')}.py" for name in MODULES}
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from tests.commands import ROOT
 from tools.train_tokenizer import SENTENCE_BYTES, cut_sentences, main
 
-TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+TOOL = ROOT / "tools" / "train_tokenizer.py"
 
 
 def made_up_lines(count: int = 300) -> list[str]:
@@ -103,19 +104,6 @@ def test_an_impossible_vocabulary_size_is_answered_with_one_that_works(
     suggested = int(message.split("use at ")[1].split()[1].rstrip(",;"))
     assert main([*words, "--nearest-size"]) == 0
     assert f"vocabulary of {suggested} tokens" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flag", ["--vocab-size", "--input-sentence-size", "--seed", "--threads"])
-def test_a_number_that_sentencepiece_cannot_read_is_refused(tmp_path, text_file, refused, flag):
-    words = [*words_for(tmp_path / "tok", text_file), flag, 2**31]
-    assert f"argument {flag}: must be a whole number of at least" in refused(main, words)
-    assert not (tmp_path / "tok.model").exists()
-
-
-@pytest.mark.parametrize("lines", [1, 100])
-def test_too_few_lines_to_draw_are_refused_before_any_is_read(tmp_path, text_file, refused, lines):
-    words = [*words_for(tmp_path / "tok", text_file), "--input-sentence-size", lines]
-    assert "must be 0 or more than 100" in refused(main, words)
 
 
 @pytest.mark.parametrize(

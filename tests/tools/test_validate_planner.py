@@ -108,11 +108,6 @@ def test_the_tool_prints_errors_and_writes_figures(
     assert figures["scores"]["all"]["runs"] == 2
 
 
-def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path, refused) -> None:
-    told = refused(main, f"--sailor {tmp_path}")
-    assert "holds no measured runs; give a checkout of eth-easl/sailor" in told
-
-
 def test_kendall_tau_counts_pairs_in_the_same_order() -> None:
     assert kendall_tau([(1, 1), (2, 2), (3, 3)]) == 1
     assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.training.arguments import build_parser
 from megatron.training.auto_data_shares import best_shares, common_micro_batches
 
 
@@ -49,15 +50,9 @@ def test_shares_always_divide_the_row_and_are_never_slower_than_equal_ones(
 
 
 def test_every_batch_of_the_run_is_a_multiple_of_a_row() -> None:
-    args = Namespace(
-        micro_batch_size=2,
-        global_batch_size=48,
-        rampup_batch_size=(16, 8, 1000),
-        step_batch_size_schedule=None,
-        eval_iters=1,
-        eval_global_batch_size=12,
-        eval_micro_batch_size=1,
-    )
+    batches = "--micro-batch-size 2 --global-batch-size 48 --rampup-batch-size 16 8 1000"
+    evaluation = "--eval-iters 1 --eval-global-batch-size 12 --eval-micro-batch-size 1"
+    args = build_parser().parse_args(f"{batches} {evaluation}".split())
     assert common_micro_batches(args) == 4
     assert common_micro_batches(Namespace(**vars(args) | {"eval_iters": 0})) == 4
     fixed = Namespace(**vars(args) | {"rampup_batch_size": None})

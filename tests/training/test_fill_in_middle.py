@@ -14,31 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.errors import UserError
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import build_parser
 from megatron.training.data import build_datasets
 from megatron.training.dataset_checks import require_same_data
 from megatron.training.fill_in_middle import FillInMiddle, fill_in_middle
 from megatron.training.tokenizer.build import build_tokenizer
 from tests.sentences import sentence_of
-from tests.training.arguments.conftest import command_line
+from tests.training.launches import parsed
 from tests.training.token_files import build
-from tests.training.tokenizer.test_tokenizer_build import train_gpt2, train_sentencepiece
+from tests.training.tokenizer.tiny_tokenizers import train_gpt2, train_sentencepiece
 
 NAMES = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
-FLAGS = {
-    "fim_data": True,
-    "seed": 1234,
-    "fim_rate": 1.0,
-    "fim_spm_rate": 0.5,
-    "fim_split_sample": None,
-    "fim_fragment_rate": None,
-    "fim_no_prefix": None,
-    "fim_prefix_token": "<fim_prefix>",
-    "fim_middle_token": "<fim_middle>",
-    "fim_suffix_token": "<fim_suffix>",
-    "fim_pad_token": "<fim_pad>",
-    "fim_eod_token": "<|endoftext|>",
-}
+FLAGS = vars(build_parser().parse_args("--fim-data --fim-rate 1".split()))
 BYTES = {"tokenizer_type": "ByteLevelTokenizer", "tokenizer_special_tokens": NAMES}
 
 
@@ -249,12 +236,11 @@ def prefix(tmp_path_factory) -> str:
 
 def train_set(prefix: str, flags: str):
     tokens = shlex.join(NAMES)
-    words = command_line(
+    args = parsed(
         f"--data-path 1 {prefix} 2 {prefix} --split 1 --eval-iters 0 --tokenizer-type "
         f"ByteLevelTokenizer --tokenizer-special-tokens {tokens} {flags}",
-        "--mock-data --tokenizer-type --vocab-size",
+        without="--mock-data --tokenizer-type --vocab-size",
     )
-    args = parse_args(words, world_size=1)
     train, _, _ = build_datasets(
         args, tokenizer=build_tokenizer(args), empty_splits=frozenset({"valid", "test"})
     )

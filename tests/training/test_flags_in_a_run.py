@@ -19,10 +19,11 @@ from hetero.plan import Mesh, Plan
 from megatron.training import overview, pretrain, run_job
 from megatron.training.arguments import build_parser, parse_args
 from megatron.training.trainer import Trainer
-from tests.distributed.harness import ROOT, launch_well, read_rows
+from tests.commands import PRESETS
+from tests.distributed.harness import launch_well, read_rows
 from tests.training.test_metrics_logger_flags import points
 
-TINY = ["--yaml-cfg", str(ROOT / "examples" / "presets" / "tiny.yaml")]
+TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml")]
 # The preset names everything; this makes the runs short and their steps of different sizes.
 RAMP = (
     "--train-iters 6 --rampup-batch-size 2 2 8 --global-batch-size 6 --lr-decay-style constant "
@@ -60,7 +61,7 @@ def ramp(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def cyclic(tmp_path_factory: pytest.TempPathFactory) -> Run:
     flags = list(TINY)
-    shape = (ROOT / "examples" / "presets" / "tiny.yaml").read_text()
+    shape = (PRESETS / "tiny.yaml").read_text()
     # A run is counted in steps or in samples, and the preset counts in steps.
     path = tmp_path_factory.mktemp("preset") / "tiny.yaml"
     dropped = ("train-iters", "lr-warmup-iters")
@@ -109,7 +110,9 @@ def test_the_log_names_the_flags_that_do_nothing(ramp: Run) -> None:
 
 def test_points_are_written_and_made_up_tokens_learnt(ramp: Run) -> None:
     """--tensorboard-dir, --tensorboard-log-interval; --mock-data needs no file."""
-    assert [step for step, _ in points(ramp.folder / "tb")["lm loss"]] == [3, 6]
+    found = points(ramp.folder / "tb")
+    assert [step for step, _ in found["lm loss"]] == [3, 6]
+    assert [step for step, _ in found["lm loss validation"]] == [4, 6]
     assert ramp.rows[-1]["loss"] < ramp.rows[0]["loss"]
     assert ramp.rows[0]["loss"] == pytest.approx(math.log(384), rel=0.05)
 
@@ -142,7 +145,6 @@ def test_every_evaluation_takes_the_samples_after_those_of_the_last(
     with mock.patch.object(run_job, "build_data_iterators") as built:
         validate = run_job._validation(job, trainer, evaluator)
     assert built.call_args.kwargs["consumed"] == consumed
-    assert validate is not None
     validate()
     validate(" on validation set")
     assert {call.args for call in evaluator.run.call_args_list} == {(built.return_value,)}

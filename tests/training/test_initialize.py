@@ -82,6 +82,47 @@ def test_a_worker_of_the_data_loader_that_dies_is_one_sentence(
     assert line.startswith(f"error: rank 0: a worker that reads the data {said} see whether")
 
 
+IN_WORKER = """Caught RuntimeError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "collate.py", line 273, in collate_tensor_fn
+RuntimeError: {}
+"""
+"""What PyTorch raises for an exception of a worker."""
+
+
+def test_shared_memory_that_is_full_is_one_sentence_with_its_name(
+    initializer: Initializer, other: LivenessClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raised = (
+        "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device"
+    )
+    _report_exception(initializer, RuntimeError(IN_WORKER.format(f"{raised} (28)")))
+    (line,) = capsys.readouterr().err.splitlines()
+    said = (
+        "no shared memory can be had for the data (No space left on device); make /dev/shm larger"
+    )
+    assert line.startswith(f"error: rank 0: {said}")
+    assert str(other.cause(10.0)).startswith(f"rank 0 on a (stage 0) failed: {said}")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            RuntimeError(IN_WORKER.format("out of luck")),
+            "RuntimeError: out of luck (in DataLoader worker process 0)",
+        ),
+        (ValueError("one\ntwo"), "ValueError: one"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_other_ranks_are_told_of_an_unexpected_exception_in_a_line(
+    initializer: Initializer, other: LivenessClient, error: Exception, told: str
+) -> None:
+    _report_exception(initializer, error)
+    assert other.cause(10.0) == f"rank 0 on a (stage 0) failed: {told}"
+
+
 def test_who_ends_because_another_has_ended_says_nothing_of_itself(
     initializer: Initializer, server: LivenessServer, other: LivenessClient
 ) -> None:

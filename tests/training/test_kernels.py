@@ -1,4 +1,4 @@
-"""Which fused kernels a run uses follows from its flags and its device."""
+"""Which fused kernels a run uses follows from its device, and flag by flag (flags_act.txt)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from megatron.training import kernels
 from megatron.training.arguments import parse_args
 from megatron.training.kernels import Kernels, select_kernels
-from tests.distributed.harness import ROOT
+from tests.commands import PRESETS
 
 GPU = torch.device("cuda")
-
-
-PRESET = ROOT / "examples" / "presets" / "llama3.1_8b.yaml"
+PRESET = PRESETS / "llama3.1_8b.yaml"
 RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
 
 
@@ -43,22 +41,6 @@ def test_a_llama_on_a_gpu_uses_all_and_a_cpu_none(monkeypatch: pytest.MonkeyPatc
     assert not select_kernels(flags(), GPU).swiglu
 
 
-@pytest.mark.parametrize(
-    ("changed", "kernel"),
-    [
-        ({"gradient_accumulation_fusion": False}, "weight_gradient"),
-        ({"apply_rope_fusion": False}, "rotary"),
-        ({"rotary_interleaved": True}, "rotary"),
-        ({"qk_layernorm": True}, "split_rotary"),
-        ({"num_query_groups": 2, "tensor_model_parallel_size": 4}, "split_rotary"),
-        ({"bias_swiglu_fusion": False}, "swiglu"),
-        ({"add_bias_linear": True}, "swiglu"),
-        ({"swiglu": False}, "swiglu"),
-        ({"cross_entropy_loss_fusion": False}, "cross_entropy"),
-        ({"tensor_model_parallel_size": 2}, "cross_entropy"),
-        ({"transformer_impl": "transformer_engine"}, "rotary"),
-    ],
-    ids=str,
-)
-def test_a_flag_leaves_one_out(changed: dict[str, Any], kernel: str) -> None:
-    assert not getattr(select_kernels(flags(**changed), GPU), kernel)
+def test_queries_and_keys_are_split_where_a_rank_has_whole_groups() -> None:
+    parts = flags(num_query_groups=2, tensor_model_parallel_size=4)
+    assert not select_kernels(parts, GPU).split_rotary

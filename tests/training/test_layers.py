@@ -42,9 +42,6 @@ def _device() -> torch.device:
     return torch.empty(0, device="cuda").device
 
 
-# Norms.
-
-
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
@@ -89,9 +86,6 @@ def test_a_norm_of_half_precision_takes_a_residual_in_float32(ours: Any) -> None
     normed = norm(x)
     assert normed.dtype == torch.bfloat16, "matrices are in half precision too"
     assert torch.equal(normed, ours(_config(), 32, eps=1e-3)(x).bfloat16())
-
-
-# Attention.
 
 
 def _attention(config: TransformerConfig, **arguments: Any) -> SdpaAttention:

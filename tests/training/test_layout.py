@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
@@ -13,24 +12,18 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
-from megatron.training.arguments import parse_args
 from megatron.training.command_line import read_command_line
 from megatron.training.layout import apply_mesh, apply_plan_file, plan_from_args
 from tests.sentences import all_said_of, sentence_of
+from tests.training.launches import command_line, parsed
 
-LAUNCH = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
-)
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
-
-
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 
 
 def _args(flags: str, *, layers: int = 8, ranks: int = 1) -> Namespace:
-    return parse_args(shlex.split(f"{LAUNCH} --num-layers {layers} {flags}"), world_size=ranks)
+    sizes = f"--num-layers {layers} --micro-batch-size 1 --global-batch-size 8"
+    return parsed(f"{sizes} {flags}", world_size=ranks)
 
 
 def _plan(flags: str, *, layers: int = 8, ranks: int = 1) -> Plan:
@@ -43,9 +36,6 @@ def _plan(flags: str, *, layers: int = 8, ranks: int = 1) -> Plan:
 def _mesh(vendor: str, stages: int, **sizes: Any) -> Mesh:
     """A mesh of a plan whose neighbours know what they exchange."""
     return Mesh(vendor, stages, **{"micro_batch_size": 1, "sequence_parallel": False} | sizes)
-
-
-# Homogeneous.
 
 
 @pytest.mark.parametrize(
@@ -98,23 +88,13 @@ def test_layers_fall_as_the_flags_say(flags: str, stages: int, layers: tuple[int
     [
         ("--num-layers-per-virtual-pipeline-stage 2", ((2, 2), (2, 2))),
         ("--num-virtual-stages-per-pipeline-rank 4", ((1, 1, 1, 1), (1, 1, 1, 1))),
-        ("--pipeline-model-parallel-layout Et|ttt|t|tttL", ((1, 1), (3, 3))),
+        # A stage's neighbour is the schedule's, not the listing's.
+        ("--pipeline-model-parallel-layout Et|tt|ttt|ttL", ((1, 3), (2, 2))),
         (f"--num-virtual-stages-per-pipeline-rank 2 {FIRST} 2", ((1, 1), (3, 3))),
     ],
 )
 def test_interleaved_layers_fall_as_the_flags_say(flags: str, layers: object) -> None:
     assert _plan(f"--pipeline-model-parallel-size 2 {flags}", ranks=2).layers == layers
-
-
-def test_a_stage_of_a_layout_is_the_schedules_not_the_listings_neighbour() -> None:
-    plan = _plan(
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|ttt|ttL", ranks=2
-    )
-    assert plan.layers == ((1, 3), (2, 2))
-    assert plan.layer_range(0, 1) == range(3, 6)
-
-
-# Mixed.
 
 
 def test_interleaved_layers_are_given_chunk_by_chunk_in_layer_order() -> None:
@@ -124,9 +104,6 @@ def test_interleaved_layers_are_given_chunk_by_chunk_in_layer_order() -> None:
     assert plan.layers == ((3, 1), (2, 2))
     visited = [plan.layer_range(s, c) for c in range(2) for s in range(2)]
     assert visited == [range(3), range(3, 5), range(5, 6), range(6, 8)]
-
-
-# Plan files.
 
 
 def _file(path: Path, text: str) -> str:
@@ -171,16 +148,13 @@ def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> N
         assert words in said
 
 
-# Meshes of their own shapes.
-
-
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_plan_file_s_micro_batch_sizes_stand_for_the_global_one(
     tmp_path: Path, size: int
 ) -> None:
     text = TWO.replace("tensor: 2, data: 2", f"data: 1, micro_batch_size: {size or 'null'}")
-    words = shlex.split(LAUNCH.replace("--micro-batch-size 1", "") + "--num-layers 8 ")
-    args = parse_args([*words, *_file(tmp_path / "plan.yaml", text).split()], world_size=2)
+    flags = _file(tmp_path / "plan.yaml", text)
+    args = parsed(flags, without="--micro-batch-size", world_size=2)
     if size is None:
         with pytest.raises(UserError, match="--micro-batch-size is required"):
             apply_plan_file(args)
@@ -277,9 +251,6 @@ def test_a_mesh_recomputes_as_the_global_flags_say_how() -> None:
         _plan(UNEQUAL_FLAGS + how.replace("block", "uniform"), ranks=8)
 
 
-# Recomputation.
-
-
 def test_units_of_recomputation_have_to_divide_every_stage() -> None:
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
     assert _plan(flags, layers=6).layers == ((6,),)
@@ -339,7 +310,6 @@ def test_a_stage_without_layers_is_told_with_all_else(
     layers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = f"{LAUNCH} --num-layers 8 {layers} --hidden 2 --bf16 --fp16"
-    said = all_said_of(read_command_line, shlex.split(flags))
+    said = all_said_of(read_command_line, command_line(f"{layers} --hidden 2 --bf16 --fp16"))
     for words in ("did you mean --hidden-size or", "--bf16 and --fp16", "stage 1 has layers [0];"):
         assert words in said

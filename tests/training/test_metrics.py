@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training.arguments import parse_args
 from megatron.training.metrics import (
     DataWaitTimes,
     measured_peak_bytes,
@@ -15,19 +16,12 @@ from megatron.training.metrics import (
     planned_state_bytes,
     tflops_per_gpu,
 )
+from tests.commands import PRESETS
+from tests.training.launches import parsed
 
-LLAMA_8B = Namespace(
-    hidden_size=4096,
-    num_layers=32,
-    num_attention_heads=32,
-    group_query_attention=True,
-    num_query_groups=8,
-    kv_channels=128,
-    ffn_hidden_size=14336,
-    seq_length=8192,
-    padded_vocab_size=128256,
-    swiglu=True,
-    world_size=2,
+RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --seq-length 8192"
+LLAMA_8B = parse_args(
+    f"--yaml-cfg {PRESETS}/llama3.1_8b.yaml {RUN} --padded-vocab-size 128256".split(), world_size=2
 )
 
 
@@ -74,34 +68,23 @@ def test_attention_may_be_counted_as_a_full_square() -> None:
     assert causal == pytest.approx(51.470401536 / 4)
 
 
-def _state(**changed: Any) -> int:
-    args = {
-        "params_dtype": "bfloat16",
-        "accumulate_allreduce_grads_in_fp32": True,
-        "optimizer": "adam",
-        "sgd_momentum": 0.9,
-        "use_distributed_optimizer": False,
-    }
-    data_size = changed.pop("data_size", 1)
-    return planned_state_bytes(1000, args=Namespace(**args | changed), data_size=data_size)
-
-
 @pytest.mark.parametrize(
-    ("changed", "per_parameter"),
+    ("flags", "data_size", "per_parameter"),
     [
-        ({}, 2 + 4 + 8 + 4),
-        ({"accumulate_allreduce_grads_in_fp32": False}, 2 + 2 + 8 + 4),
-        ({"params_dtype": "float32"}, 4 + 4 + 8),
-        ({"optimizer": "sgd"}, 2 + 4 + 4 + 4),
-        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 2 + 4 + 4),
-        ({"data_size": 4}, 2 + 4 + 8 + 4),
-        ({"data_size": 4, "use_distributed_optimizer": True}, 2 + 4 + (8 + 4) // 4),
+        ("--bf16", 1, 2 + 4 + 8 + 4),
+        ("--bf16 --grad-reduce-in-bf16", 1, 2 + 2 + 8 + 4),
+        ("", 1, 4 + 4 + 8),
+        ("--bf16 --optimizer sgd", 1, 2 + 4 + 4 + 4),
+        ("--bf16 --optimizer sgd --sgd-momentum 0", 1, 2 + 4 + 4),
+        ("--bf16", 4, 2 + 4 + 8 + 4),
+        ("--bf16 --use-distributed-optimizer", 4, 2 + 4 + (8 + 4) // 4),
     ],
 )
 def test_the_bytes_that_a_parameter_costs_before_any_activation(
-    changed: dict[str, Any], per_parameter: int
+    flags: str, data_size: int, per_parameter: int
 ) -> None:
-    assert _state(**changed) == 1000 * per_parameter
+    found = planned_state_bytes(1000, args=parsed(flags), data_size=data_size)
+    assert found == 1000 * per_parameter
 
 
 def test_the_peak_on_cpu_is_the_resident_set() -> None:

@@ -11,10 +11,9 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 
 from hetero.plan import Mesh, Plan
 from megatron.training import model, weights
-from megatron.training.arguments import parse_args
 from megatron.training.model import transformer_config
 from megatron.training.model_size import model_shape
-from tests.training.arguments.conftest import command_line
+from tests.training.launches import parsed
 from tools.operators.recording import built_model
 
 # The computed size of a model is that of the model that is built.
@@ -38,8 +37,7 @@ from tools.operators.recording import built_model
     ],
 )
 def test_a_size_that_is_computed_is_the_size_that_is_built(flags: str) -> None:
-    words = command_line(f"--num-layers 2 --padded-vocab-size 100 {flags}", "")
-    args = parse_args(words, world_size=1)
+    args = parsed(f"--num-layers 2 --padded-vocab-size 100 {flags}")
     with built_model(args, torch.device("cpu")) as (model, _):
         built = sum(parameter.numel() for parameter in model.parameters())
     assert model_shape(args).parameters == built
@@ -53,9 +51,8 @@ X = torch.linspace(-4, 4, 33)
 
 def activation(flags: str) -> torch.Tensor:
     """Of `X`, without an accelerator."""
-    args = parse_args(command_line(flags, ""), world_size=1)
     plan = Plan(meshes=(Mesh(vendor="cpu", stages=1),), layers=((1,),))
-    config = transformer_config(args, plan, torch.device("cpu"))
+    config = transformer_config(parsed(flags), plan, torch.device("cpu"))
     assert not config.bias_activation_fusion
     return config.activation_func(X)
 
@@ -85,7 +82,7 @@ FULL = "--recompute-granularity full"
 
 def _train_step(flags: str) -> tuple[dict[str, torch.Tensor], Counter[str]]:
     """Every gradient of one step, and how often each module was computed."""
-    args = parse_args(command_line(f"{SHAPE} {flags}", ""), world_size=1)
+    args = parsed(f"{SHAPE} {flags}")
     calls: Counter[str] = Counter()
     with built_model(args, torch.device("cpu")) as (chunk, _):
         named = list(weights.named_parameters([chunk], [0]))

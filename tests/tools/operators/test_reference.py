@@ -9,12 +9,6 @@ from tools.operators.operator_comparison import compare
 from tools.operators.operator_table import verdict
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_a_llama_layer_agrees_in_every_dtype(dtype) -> None:
-    comparison = checked(LLAMA, dtype)
-    assert comparison.passed, verdict(comparison)
-
-
 @pytest.mark.parametrize(
     "flags",
     [

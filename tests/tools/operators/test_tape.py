@@ -31,15 +31,6 @@ def _isolated(recording: Recording, dtype: torch.dtype = torch.float32) -> Isola
     return IsolatedTape(recording, draws, epsilon=1e-5, angles=None, compute=dtype, device=CPU)
 
 
-def test_an_isolated_operator_does_not_see_the_one_before() -> None:
-    tape = _isolated(_recording())
-    wrong = torch.full((4, 3), 99.0)
-    given = tape.inputs("one", x=wrong)["x"]
-    again = _isolated(_recording()).inputs("one", x=torch.zeros(4, 3))["x"]
-    assert torch.equal(given, again)
-    assert given.requires_grad
-
-
 def test_an_input_lies_in_memory_as_the_one_that_it_replaces() -> None:
     """A value is a slice of the projection, and kernels are chosen by that. An expanded one gets
     memory of its own."""

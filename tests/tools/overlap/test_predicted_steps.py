@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.tools.refusals import Refused
-from tools.measure_overlap import main, phases_of, rows_of
+from tools.measure_overlap import phases_of, rows_of
 from tools.overlap.phases import as_variable, from_variable, phase_of
 from tools.overlap.predicted_steps import Passes, predict
 
@@ -43,12 +40,3 @@ def test_a_row_has_the_medians_of_its_phases() -> None:
     assert (plain.when_asked, plain.early, plain.predicted) == (3.0, 4.0, None)
     assert (slowed.when_asked, slowed.early, slowed.measured) == (5.0, 6.0, 0.5e9)
     assert slowed.predicted == predict(PASSES, crossing=2.0)
-
-
-def test_without_a_gpu_a_large_model_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said = refused(main, f"--out {tmp_path / 'out'}")
-    assert "llama3_8b would fill its memory" in said
-    assert list(tmp_path.iterdir()) == []

@@ -17,9 +17,8 @@ FORWARD = {kernels: Run(kernels, "cpu-forward", 1) for kernels in (DETERMINISTIC
 
 
 def failures(judgement: Judgement, run: Run) -> set[str]:
-    verdict = judgement.verdict(run)
-    assert verdict is not None
-    return {finding.criterion for finding in verdict.findings if finding.passed is False}
+    findings = judgement.verdict(run).findings
+    return {finding.criterion for finding in findings if finding.passed is False}
 
 
 @pytest.mark.parametrize("kernels", [DETERMINISTIC, FAST])
@@ -30,7 +29,6 @@ def test_the_same_numbers_pass(tmp_path: Path, kernels: str) -> None:
     assert not judgement.problems
     assert judgement.verdict(REFERENCE[kernels]) is None
     verdict = judgement.verdict(DIRECT[kernels])
-    assert verdict is not None
     if kernels == FAST:
         assert {finding.criterion for finding in verdict.findings} == {
             *("finite", "schedule", "first-steps", "first-grad-norms", "final-relative"),
@@ -97,8 +95,6 @@ def test_without_an_envelope_the_bound_decides_however_noisy_the_runs_are(tmp_pa
     judgement = judge(FAST, good)
     assert not judgement.passed
     direct, forward = judgement.verdict(DIRECT[FAST]), judgement.verdict(FORWARD[FAST])
-    assert direct is not None
-    assert forward is not None
     assert not judgement.passes(direct)
     assert judgement.passes(forward)
     applied = {f.criterion: f.passed for f in forward.findings}

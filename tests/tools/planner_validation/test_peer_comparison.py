@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def metis(tmp_path: Path, sailor: Path) -> Path:
     for kind in KINDS:
         folder = sailor / "sailor/Planner/baselines/Metis/profiles/OPT-350" / kind
         folder.mkdir(parents=True)
-        for batch in (1, 2):
+        for batch, tensor in itertools.product((1, 2), repeat=2):
             profile = {
                 "model": {"parameters": {"parameters_per_layer_bytes": [4e6] * 26}},
                 "execution_time": {
@@ -60,8 +61,7 @@ def metis(tmp_path: Path, sailor: Path) -> Path:
                 },
                 "execution_memory": {"layer_memory_total_mb": [10.0 + batch] * 26},
             }
-            (folder / f"mbs{batch}_tmp1.json").write_text(json.dumps(profile))
-            (folder / f"mbs{batch}_tmp2.json").write_text(json.dumps(profile))
+            (folder / f"mbs{batch}_tmp{tensor}.json").write_text(json.dumps(profile))
     checkout = tmp_path / "metis"
     checkout.mkdir()
     (checkout / "cost_het_cluster.py").write_text(f"print({RANKED!r})")

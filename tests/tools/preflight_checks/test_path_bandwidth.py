@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -17,25 +17,15 @@ def ends() -> list[list[PathResult]]:
     """Both ends in threads of this process."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=60))
-    results: list[list[PathResult]] = [[], []]
+    addresses = ("127.0.0.1", "127.0.0.2")
 
-    def work(number: int) -> None:
-        end = End(
-            number=number,
-            store=store,
-            secret="secret",
-            addresses=("127.0.0.1", "127.0.0.2"),
-            device=torch.device("cpu"),
-        )
-        results[number] = measure_paths(end)
+    def measured(number: int) -> list[PathResult]:
+        device = torch.device("cpu")
+        end = End(number=number, store=store, secret="secret", addresses=addresses, device=device)
+        return measure_paths(end)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive()
-    return results
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(measured, range(2), timeout=100))
 
 
 def test_auto_every_rail_and_all_rails_together_are_measured():

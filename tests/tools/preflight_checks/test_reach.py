@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -16,34 +16,28 @@ from tools.preflight_checks.reach import Call, NicListeners, call_all
 LOOPBACK = {"lo": "127.0.0.1"}
 
 
-def call_all_of(
-    listeners: NicListeners, store: HashStore, secret: bytes = b"secret", **how: Any
+def called(
+    nics: dict[str, str] = LOOPBACK, *, secret: bytes = b"secret", **how: float
 ) -> list[Call]:
-    """Calls of node 0 to node 3."""
-    return call_all(store, secret, source=0, addresses=LOOPBACK, others={3: listeners.ports}, **how)
+    """Calls of node 0 to node 3, which listens on these NICs."""
+    store = HashStore()
+    with NicListeners(store, nics, b"secret") as listeners:
+        others = {3: listeners.ports}
+        return call_all(store, secret, source=0, addresses=LOOPBACK, others=others, **how)
 
 
 def test_a_node_that_listens_is_reached_and_tells_the_time():
-    store = HashStore()
-    with NicListeners(store, LOOPBACK, b"secret") as listeners:
-        (call,) = call_all_of(listeners, store)
+    (call,) = called()
     assert (call.source, call.target, call.error) == (0, 3, "")
     assert (call.source_nic, call.target_nic) == ("lo", "lo")
-    assert call.clock_difference is not None
     assert abs(call.clock_difference) <= call.clock_uncertainty + 0.05
 
 
 def test_a_clock_that_is_ahead_is_seen_to_be(monkeypatch):
-    store, real, calls = HashStore(), time.time, []
-
-    def of_caller() -> float:
-        calls.append(1)
-        # The caller reads its clock before the listener does, in turns.
-        return real() + (100.0 if len(calls) % 2 == 0 else 0.0)
-
-    with NicListeners(store, LOOPBACK, b"secret") as listeners:
-        monkeypatch.setattr(reach.time, "time", of_caller)
-        (call,) = call_all_of(listeners, store)
+    # The caller reads its clock before the listener does, in turns.
+    real, ahead = time.time, itertools.cycle([0.0, 100.0])
+    monkeypatch.setattr(reach.time, "time", lambda: real() + next(ahead))
+    (call,) = called()
     assert call.clock_difference == pytest.approx(100.0, abs=1.0)
 
 
@@ -64,18 +58,13 @@ def test_a_closed_port_is_reported_with_its_address():
 
 
 def test_a_stranger_is_not_answered():
-    store = HashStore()
-    with NicListeners(store, LOOPBACK, b"secret") as listeners:
-        (call,) = call_all_of(listeners, store, b"another", seconds=0.5)
+    (call,) = called(secret=b"another", seconds=0.5)
     assert call.error
     assert call.clock_difference is None
 
 
 def test_the_side_with_fewer_nics_uses_them_in_turn():
-    store = HashStore()
-    two = {"lo": "127.0.0.1", "lo2": "127.0.0.2"}
-    with NicListeners(store, two, b"secret") as listeners:
-        calls = call_all_of(listeners, store)
+    calls = called({"lo": "127.0.0.1", "lo2": "127.0.0.2"})
     assert [(c.source_nic, c.target_nic, c.error) for c in calls] == [
         ("lo", "lo", ""),
         ("lo", "lo2", ""),

@@ -10,7 +10,7 @@ import pytest
 from tests.sentences import sentence_of
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
 from tools.run_comparison.alignment import align
-from tools.run_comparison.criteria import RULES, Finding, parse_criterion
+from tools.run_comparison.criteria import Finding, parse_criterion
 from tools.run_comparison.curves import Curve
 from tools.run_comparison.loss_comparison import Options, compare
 
@@ -109,12 +109,6 @@ def test_a_gradient_norm_that_is_missing_is_fine_where_the_update_was_skipped():
         candidate = replace(REFERENCE, grad_norm=norms, skipped=flags)
         (verdict,) = compare(align(REFERENCE, seeds=[], candidates=[candidate]), names).verdicts
         assert verdict.passed is passes
-
-
-@pytest.mark.parametrize("name", sorted(set(RULES) - {"identical"}))
-def test_a_criterion_has_a_bound_of_its_own_unless_one_is_given(name):
-    assert parse_criterion(name).bound == RULES[name][0]
-    assert parse_criterion(f"{name}=0.5").bound == 0.5
 
 
 @pytest.mark.parametrize(

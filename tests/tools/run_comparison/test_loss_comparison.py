@@ -96,15 +96,10 @@ def test_a_wrong_run_fails_and_that_of_a_further_seed_nearly_always(fault):
     assert accepted(further_seed(fault), seeds=5, same_seed=False) <= 0.05
 
 
-def test_a_wrong_learning_rate_that_the_file_tells_fails_although_no_loss_shows_it():
-    right = simulated_run(1)
-    told = replace(right, learning_rate=right.learning_rate * 1.1)
-    comparison = compare(align(right, seeds=[], candidates=[told]), Options())
-    assert failed(comparison) == ["schedule"]
-
-
-def failed(comparison: Comparison) -> list[str]:
-    return [f.criterion for f in comparison.verdicts[0].findings if f.passed is False]
+def judged(candidate: Curve, reference: Curve | None = None, **how) -> Comparison:
+    """Without further seeds."""
+    aligned = align(reference or simulated_run(1), seeds=[], candidates=[candidate])
+    return compare(aligned, Options(**how))
 
 
 def unused(comparison: Comparison) -> list[str]:
@@ -112,10 +107,7 @@ def unused(comparison: Comparison) -> list[str]:
 
 
 def test_without_seeds_the_envelopes_are_not_applied_and_the_reason_is_given():
-    comparison = compare(
-        align(simulated_run(1), seeds=[], candidates=[simulated_run(1, rounding=ROUNDED)]),
-        Options(),
-    )
+    comparison = judged(simulated_run(1, rounding=ROUNDED))
     assert comparison.passed
     assert unused(comparison) == ["envelope", "grad-norm-envelope"]
     assert "give --seeds" in comparison.verdicts[0].findings[-1].detail
@@ -128,18 +120,13 @@ def test_without_seeds_the_envelopes_are_not_applied_and_the_reason_is_given():
 def test_first_steps_are_asked_of_a_run_that_starts_as_the_reference_or_is_said_to(
     candidate, same_seed, applied
 ):
-    aligned = align(
-        simulated_run(1), seeds=[], candidates=[simulated_run(candidate, rounding=ROUNDED)]
-    )
-    comparison = compare(aligned, Options(same_seed=same_seed))
+    comparison = judged(simulated_run(candidate, rounding=ROUNDED), same_seed=same_seed)
     assert ("first-steps" not in unused(comparison)) is applied
     assert comparison.passed is (applied <= (candidate == 1))
 
 
 def test_a_first_loss_that_agrees_by_chance_is_a_failure_that_names_the_way_out():
-    other = simulated_run(2)
-    other = with_loss(other, 0, simulated_run(1).loss[0])
-    comparison = compare(align(simulated_run(1), seeds=[], candidates=[other]), Options())
+    comparison = judged(with_loss(simulated_run(2), 0, simulated_run(1).loss[0]))
     detail = {f.criterion: f.detail for f in comparison.verdicts[0].findings}["first-steps"]
     assert "if the candidate ran with another seed, say --other-seed" in detail
 
@@ -155,23 +142,20 @@ def test_seeds_that_end_further_apart_than_candidates_may_are_said():
 def test_a_named_criterion_that_the_files_do_not_allow_is_refused():
     columns = ("grad_norm", "learning_rate", "weight_decay")
     silent = replace(simulated_run(1), **dict.fromkeys(columns, np.full(1000, np.nan)))
-    aligned = align(silent, seeds=[], candidates=[silent])
     for name in ("first-grad-norms", "schedule"):
         with pytest.raises(UserError, match=f"--criteria {name} cannot be applied"):
-            compare(aligned, Options(criteria=(parse_criterion(name),)))
-    comparison = compare(aligned, Options())
+            judged(silent, silent, criteria=(parse_criterion(name),))
+    comparison = judged(silent, silent)
     assert comparison.passed
     assert {"first-grad-norms", "schedule"} <= set(unused(comparison))
 
 
 def test_updates_that_only_one_run_skipped_are_said_and_a_run_that_diverged_is_json():
-    skipping = replace(simulated_run(1), skipped=np.arange(1000) < 4)
-    comparison = compare(align(simulated_run(1), seeds=[], candidates=[skipping]), Options())
+    comparison = judged(replace(simulated_run(1), skipped=np.arange(1000) < 4))
     assert comparison.notes == ("seed1 skipped 4 updates, seed1 0",)
     assert "schedule" in unused(comparison)
-    diverged = with_loss(simulated_run(1), 999, np.nan)
-    comparison = compare(align(simulated_run(1), seeds=[], candidates=[diverged]), Options())
-    mapping = json.loads(json.dumps(comparison.as_mapping(), allow_nan=False))
+    diverged = judged(with_loss(simulated_run(1), 999, np.nan))
+    mapping = json.loads(json.dumps(diverged.as_mapping(), allow_nan=False))
     assert (mapping["passed"], mapping["iterations"]) == (False, 1000)
     (candidate,) = mapping["candidates"]
     (final,) = [f for f in candidate["findings"] if f["criterion"] == "final-relative"]

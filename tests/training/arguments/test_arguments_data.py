@@ -9,22 +9,6 @@ import pytest
 REAL = {"without": "--mock-data"}
 
 
-def test_split_without_a_share_to_train_on_is_refused_unless_nothing_is_trained(parse, refusal):
-    flags = "--data-path a --split 0,1,0"
-    assert "leaves nothing to train on" in refusal(flags, **REAL)
-    assert parse(f"{flags} --skip-train", **REAL).split == "0,1,0"
-
-
-@pytest.mark.parametrize("split", ["98,2", "0.9,0.1,0", "'969, 30, 1'", "99/1/0"])
-def test_split_is_kept_as_it_was_written(parse, split):
-    assert parse(f"--data-path a --split {split}", **REAL).split == split.strip("'")
-
-
-def test_split_of_real_data_defaults_to_that_of_megatron(parse):
-    assert parse("--data-path a", **REAL).split == "969, 30, 1"
-    assert parse("--train-data-path a", **REAL).split is None
-
-
 def test_blend_can_be_read_from_a_file(parse, tmp_path: Path):
     listed = tmp_path / "blend.txt"
     listed.write_text("0.3 a\n0.7 b\n")
@@ -72,16 +56,6 @@ def test_all_that_is_wrong_with_fill_in_the_middle_is_told_together(refusal):
     assert "--fim-split-sample needs --fim-fragment-rate" in text
     assert "are <a>, <fim_middle>, <a>; name three different tokens" in text
     assert "--fim-data takes no value" in refusal("--fim-data=1")
-
-
-def test_flags_of_fill_in_the_middle_that_do_nothing_are_said_to(parse):
-    notes = "; ".join(parse("--fim-rate 0.9 --fim-pad-token x").ignored_flags)
-    assert "--fim-rate, --fim-pad-token: nothing is asked for without --fim-data" in notes
-    alone = parse(
-        "--fim-data --fim-fragment-rate 0.9 --data-path a --tokenizer-type ByteLevelTokenizer",
-        without="--mock-data --tokenizer-type --vocab-size",
-    )
-    assert "--fim-fragment-rate: it needs --fim-split-sample" in alone.ignored_flags
 
 
 def test_workers_need_a_short_path_of_temporary_files(parse, refusal, monkeypatch):

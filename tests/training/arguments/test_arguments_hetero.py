@@ -3,6 +3,8 @@
 import pytest
 
 from hetero.errors import UserError
+from megatron.training.arguments.problems import Problems
+from megatron.training.arguments.validate import check_sizes
 from megatron.training.layout import apply_plan_file
 
 TWO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
@@ -13,6 +15,8 @@ def test_plan_leaves_the_parallel_sizes_to_whoever_reads_it(parse):
     args = parse(PLAN, world_size=6)
     assert args.pipeline_model_parallel_size is None
     assert not hasattr(args, "data_parallel_size")
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
+        check_sizes(args, Problems())  # a mistake of the caller
     args = parse(f"{PLAN} --pipeline-model-parallel-size 2", world_size=2)
     assert args.pipeline_model_parallel_size == 2, "kept for comparison"
 
@@ -26,9 +30,6 @@ def test_plan_and_another_layout_exclude_each_other(parse, flags, tmp_path):
     args = parse(f"--hetero-pipeline --hetero-plan {path} {flags}", world_size=1)
     with pytest.raises(UserError, match="--hetero-plan"):
         apply_plan_file(args)
-
-
-# Meshes of their own sizes.
 
 
 @pytest.mark.parametrize(
@@ -65,42 +66,6 @@ def test_sizes_of_meshes_without_meshes_are_refused_and_compared_with_nothing(re
     told = refusal(flag, world_size=2)
     assert f"{flag.split()[0]} needs --hetero-pipeline" in told
     assert "\n" not in told
-
-
-def test_micro_batch_sizes_of_meshes_stand_for_the_global_one(parse):
-    args = parse(
-        f"{TWO} --hetero-data-sizes 1 2 --hetero-micro-batch-sizes 4 2",
-        without="--micro-batch-size",
-        world_size=3,
-    )
-    assert (args.micro_batch_size, args.data_parallel_size, args.global_batch_size) == (2, 2, 4)
-
-
-@pytest.mark.parametrize("size", ["", "--pipeline-model-parallel-size 1"])
-def test_a_scripts_one_stage_says_nothing_about_the_stages_of_two_vendors(parse, size):
-    args = parse(
-        "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 2 "
-        f"--hetero-pipeline-layers 2 3 3 {size}",
-        world_size=3,
-    )
-    assert args.pipeline_model_parallel_size == 3
-
-
-# Whole replicas.
-
-REPLICAS = "--hetero-data-parallel nvidia:2,amd:1"
-
-
-def test_replicas_share_the_batch_equally_or_as_the_shares_say(parse):
-    args = parse(REPLICAS, world_size=3)
-    assert args.hetero_data_parallel == (("nvidia", 2), ("amd", 1))
-    assert (args.data_parallel_size, args.data_shares, args.global_batch_size) == (3, (1, 1, 1), 6)
-    args = parse(f"{REPLICAS} --hetero-data-shares 6,2", world_size=3)
-    assert (args.data_shares, args.global_batch_size) == ((3, 3, 1), 2 * (6 + 6 + 2))
-    args = parse(f"{REPLICAS} --hetero-data-shares 3,1 --global-batch-size 42", world_size=3)
-    assert args.global_batch_size == 42
-    assert parse("", world_size=3).data_shares == (1, 1, 1)
-    assert parse(f"{REPLICAS} --hetero-data-shares auto", world_size=3).data_shares == (1, 1, 1)
 
 
 def test_all_that_is_wrong_with_replicas_is_said_at_once(refusal):

@@ -70,30 +70,6 @@ def test_left_out_flags_at_their_defaults_are_taken_in_silence(parse, feature):
     assert parse(" ".join(words)).ignored_flags == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "note"),
-    [
-        ("--expert-tensor-parallel-size 1 --num-experts 0", "without --num-experts"),
-        ("--cp-comm-type a2a --context-parallel-size 1", "without --context-parallel-size"),
-        ("--inference-max-seq-length 4096", "nothing is generated"),
-        ("--tp-comm-overlap", "user buffers"),
-        ("--ckpt-format torch", "one format"),
-        ("--no-one-logger --app-tag-run-name=x", "one-logger"),
-    ],
-)
-def test_what_asks_for_nothing_is_taken_and_said(parse, flags, note):
-    (line,) = parse(flags).ignored_flags
-    assert note in line
-    assert line.startswith(flags.split()[0])
-
-
-def test_query_groups_without_grouped_attention_are_reported(parse):
-    assert parse("--num-query-groups 2").ignored_flags == [
-        "--num-query-groups: it needs --group-query-attention"
-    ]
-    assert parse("--num-query-groups 2 --group-query-attention").ignored_flags == []
-
-
 def likeness(one: str, other: str) -> float:
     return SequenceMatcher(None, other, one).ratio()
 
@@ -147,24 +123,6 @@ def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse
         assert sum(words in sentence for sentence in sentences) == 1, words
     # `stray` is taken for a value of --deepspeed; the layers, the rate and the rest are not judged.
     assert len(sentences) == len(told), sentences
-
-
-@pytest.mark.parametrize(
-    ("flags", "name", "value"),
-    [
-        ("""--split "'99,1,0'" """, "split", "99,1,0"),
-        ("""--lr '"1e-4"'""", "lr", 1e-4),
-        ("""--save="'/a b'" """, "save", "/a b"),
-        (
-            """--rampup-batch-size "'2" 2 "8'" --global-batch-size 6""",
-            "rampup_batch_size",
-            [2, 2, 8],
-        ),
-        ("""--tiktoken-pattern "'x'" """, "tiktoken_pattern", "'x'"),
-    ],
-)
-def test_quotes_that_a_shells_array_leaves_are_no_part_of_a_value(parse, flags, name, value):
-    assert getattr(parse(flags), name) == value
 
 
 def test_windows_line_ends_of_a_script_are_no_part_of_a_word(parse):

@@ -7,11 +7,6 @@ from megatron.training.arguments.batch_sizes import batch_size_at, samples_after
 SAMPLES = {"without": "--train-iters"}
 
 
-def test_global_batch_defaults_to_one_micro_batch_on_every_replica(parse):
-    assert parse(world_size=3).global_batch_size == 6
-    assert parse("--global-batch-size 12", world_size=3).global_batch_size == 12
-
-
 @pytest.mark.parametrize(
     ("samples", "ramp"),
     [(100, (2, 2, 30)), (100, (2, 6, 10)), (11, (2, 2, 30)), (64, (2, 2, 64))],
@@ -39,51 +34,12 @@ def test_steps_of_a_growing_batch_are_those_of_megatron_core(parse, samples, ram
     assert args.train_iters == steps + max(samples - consumed, 0) // 8
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype", "fp32_gradients", "nan_check"),
-    [
-        ("", "float32", False, True),
-        ("--bf16", "bfloat16", True, True),
-        ("--bf16 --grad-reduce-in-bf16", "bfloat16", False, True),
-        ("--fp16", "float16", False, False),
-        ("--accumulate-allreduce-grads-in-fp32", "float32", True, True),
-    ],
-)
-def test_what_follows_from_the_precision(parse, flags, dtype, fp32_gradients, nan_check):
-    args = parse(flags)
-    assert args.params_dtype == dtype
-    assert args.accumulate_allreduce_grads_in_fp32 is fp32_gradients
-    assert args.check_for_nan_in_loss_and_grad is nan_check
-
-
 def test_samples_and_steps_of_a_ramp_up_agree(parse):
     flags = "--global-batch-size 10 --rampup-batch-size 2 2 50"
     for steps in (20, 21, 30):
         samples = samples_after(parse(flags), steps)
         counted = parse(f"{flags} --train-samples {samples}", without="--train-iters")
         assert counted.train_iters == steps
-
-
-def test_megatron_writes_minus_one_for_no_evaluation(parse, refusal):
-    assert parse("--eval-iters -1").eval_iters == 0
-    assert "--eval-iters must be" in refusal("--eval-iters -2")
-
-
-def test_a_run_that_only_evaluates_loads_no_optimizer(parse):
-    assert [bool(parse(flags).no_load_optim) for flags in ("", "--skip-train")] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("flags", "needed"),
-    [
-        ("--use-pytorch-profiler", "--profile"),
-        ("--exit-signal SIGUSR1", "--exit-signal-handler"),
-        ("--log-timers-to-tensorboard", "--timing-log-level 1 or 2"),
-        ("--exp-avg-dtype bf16", "--use-precision-aware-optimizer"),
-    ],
-)
-def test_a_flag_of_another_does_nothing_by_itself(parse, flags, needed):
-    assert parse(flags).ignored_flags == [f"{flags.split()[0]}: it needs {needed}"]
 
 
 def test_the_mlp_is_not_recomputed_with_biases(parse, refusal):
@@ -101,41 +57,6 @@ def test_norms_are_recomputed_by_transformer_engine_alone(parse, engine):
     assert args.recompute_modules == ["core_attn"]
     assert len(args.ignored_flags) == 2
     assert parse(flags).recompute_granularity is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ("--recompute-method uniform --recompute-num-layers 1", "recompute_method"),
-        ("--recompute-modules mlp", "recompute_modules"),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-            " --recompute-modules mlp",
-            "recompute_modules",
-        ),
-    ],
-)
-def test_how_to_recompute_means_nothing_where_nothing_like_it_is_recomputed(parse, flags, name):
-    args = parse(flags)
-    assert getattr(args, name) is None
-    assert any(line.startswith(f"--{name.replace('_', '-')}: ") for line in args.ignored_flags)
-
-
-def test_beside_whole_layers_the_modules_are_those_of_a_mesh_that_recomputes_parts(parse):
-    args = parse(
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-        "--recompute-modules core_attn --hetero-pipeline --hetero-vendors nvidia amd "
-        "--hetero-pipeline-sizes 1 1 --hetero-recompute selective full",
-        world_size=2,
-    )
-    assert args.recompute_modules == ["core_attn"]
-    assert args.ignored_flags == []
-
-
-def test_gradients_are_kept_in_bfloat16_where_the_optimizer_may(parse):
-    flags = "--bf16 --use-precision-aware-optimizer"
-    assert parse(flags).accumulate_allreduce_grads_in_fp32 is True
-    assert parse(f"{flags} --main-grads-dtype bf16").accumulate_allreduce_grads_in_fp32 is False
 
 
 SCHEDULE = "--step-batch-size-schedule"
@@ -173,8 +94,3 @@ def test_steps_are_counted_from_where_a_run_resumes(parse):
     assert steps_of(args, consumed=9) == 6
     assert samples_after(args, 6, consumed=9) == 39
     assert [steps_of(args, consumed=consumed) for consumed in (33, 40, 50)] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("flag", ["--save-interval", "--eval-interval"])
-def test_an_interval_of_0_is_never(parse, flag):
-    assert getattr(parse(f"{flag} 0"), flag[2:].replace("-", "_")) is None

@@ -11,67 +11,17 @@ import torch
 
 from megatron.training.arguments.parser import build_parser
 from megatron.training.cpu_shim import cpu_shim
+from tests.launch_table import Launch, read_table
 from tests.training.arguments import observers as see
-from tests.training.arguments.launch_table import Launch, read_table
 
 TESTS = Path(__file__).resolve().parents[2]
 OPTIONS = [action for action in build_parser()._actions if action.dest != "help"]
 # Their tests are those of checkpoints.
 CHECKPOINT_GROUP = "checkpoint"
-# Shown to act where what they do can be seen, by a test in the file named.
 ELSEWHERE = {
-    flag: file
-    for file, flags in {
-        "training/arguments/test_config_file.py": "--yaml-cfg",
-        "training/test_layers.py": "--attention-backend",
-        "training/arguments/test_arguments_model.py": "--no-position-embedding",
-        "training/arguments/test_transformer_engine.py": "--transformer-impl",
-        "training/test_flags_in_a_run.py": (
-            "--exit-interval --exit-duration-in-mins --no-check-for-nan-in-loss-and-grad "
-            "--empty-unused-memory-level --manual-gc --manual-gc-interval --mock-data "
-            "--dataloader-type --log-interval --log-params-norm --log-num-zeros-in-grad "
-            "--log-memory-interval --log-device-memory-used --tensorboard-dir "
-            "--tensorboard-log-interval"
-        ),
-        "distributed/test_meshes.py": "--delay-wgrad-compute",
-        "distributed/test_parity.py": "--hetero-pipeline --hetero-transport",
-        "training/arguments/refusals.txt": (
-            "--use-precision-aware-optimizer --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"
-        ),
-        "training/test_layout.py": (
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-            "--hetero-plan"
-        ),
-        "distributed/test_flags_together.py": (
-            "--check-weight-hash-across-dp-replicas-interval --eval-micro-batch-size"
-        ),
-        "distributed/test_bad_input.py": "--distributed-timeout-minutes",
-        "training/arguments/test_arguments_data.py": "--data-args-path --per-split-data-args-path",
-        "training/tokenizer/test_tokenizer_build.py": "--tokenizer-model --vocab-file --merge-file",
-        "training/tokenizer/test_flags.py": (
-            "--tokenizer-metadata --tiktoken-pattern --tiktoken-num-special-tokens "
-            "--tiktoken-special-tokens --tokenizer-sentencepiece-legacy"
-        ),
-        "distributed/test_timing.py": (
-            "--timing-log-level --timing-log-option --log-timers-to-tensorboard"
-        ),
-        "training/test_outputs.py": "--metrics-file",
-        "training/test_metrics_logger_flags.py": (
-            "--tensorboard-queue-size --log-validation-ppl-to-tensorboard "
-            "--log-memory-to-tensorboard --log-world-size-to-tensorboard "
-            "--no-log-loss-scale-to-tensorboard --wandb-project --wandb-exp-name --wandb-save-dir "
-            "--wandb-entity"
-        ),
-        "training/test_profiling.py": (
-            "--profile --use-pytorch-profiler --profile-step-start --profile-step-end "
-            "--profile-ranks"
-        ),
-        "distributed/test_data_parallelism.py": "--hetero-data-parallel --hetero-data-shares",
-        "tools/preflight_checks/test_node_facts.py": "--hetero-nics",
-        "distributed/test_training_failures.py": "--hetero-timeout",
-        "distributed/harness.py": "--hetero-report",
-    }.items()
-    for flag in flags.split()
+    flag: launch.result
+    for launch in read_table(Path(__file__).with_name("shown_elsewhere.txt"))
+    for flag in launch.flags.split()
 }
 
 
@@ -101,7 +51,7 @@ class Row:
         return self.words
 
 
-ROWS = [Row.of(launch) for launch in read_table("flags_act.txt")]
+ROWS = [Row.of(launch) for launch in read_table(Path(__file__).with_name("flags_act.txt"))]
 
 
 @pytest.fixture(autouse=True)

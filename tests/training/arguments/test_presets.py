@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron.training.arguments import parse_args
 from megatron.training.model_size import model_shape
+from tests.commands import PRESETS
 
-PRESETS = Path(__file__).resolve().parents[3] / "examples" / "presets"
 REST = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
 
 # What the publishers' own files hold: parameters, factor of the scaled positions, rotary base.

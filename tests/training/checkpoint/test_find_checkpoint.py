@@ -17,11 +17,12 @@ from megatron.training.checkpoint.find_checkpoint import (
     NoCheckpoint,
     find_checkpoint,
 )
-from megatron.training.checkpoint.index import INDEX_FILE, Index, StoredFile
-from megatron.training.checkpoint.safetensors_writer import WriteItem, write_safetensors
+from megatron.training.checkpoint.index import INDEX_FILE
+from megatron.training.checkpoint.safetensors_writer import WriteItem
 from tests.sentences import sentence_of
 from tests.training.checkpoint.test_model_flags import SIZES, run, written_by
 from tests.training.checkpoint.test_writer import NAMES
+from tests.training.checkpoint.written_checkpoints import write
 
 MODEL = f"{SIZES} --num-layers 1 --position-embedding-type rope"
 
@@ -33,20 +34,9 @@ def flags(load: Path | None, **changed: Any) -> Namespace:
 
 def checkpoint(save: Path, iteration: int, **about: Any) -> Path:
     path = save / folder.folder_name(iteration)
-    path.mkdir(parents=True)
-    write_items = [WriteItem.whole(name, torch.ones(2, 2)) for name in NAMES]
-    stored: StoredFile = write_safetensors(path / "rank_00000.safetensors", write_items)
-    holds = {"optimizer": True, "random states": True}
-    index = Index(
-        args=written_by(MODEL),
-        run={"iteration": iteration, "holds": holds, **about},
-        tensors={
-            write_item.name: write_item.stored_in("rank_00000.safetensors")
-            for write_item in write_items
-        },
-        files={"rank_00000.safetensors": stored},
-    )
-    (path / INDEX_FILE).write_text(index.to_json())
+    items = [WriteItem.whole(name, torch.ones(2, 2)) for name in NAMES]
+    run = {"iteration": iteration, "holds": {"optimizer": True, "random states": True}, **about}
+    write(path, {"rank_00000.safetensors": items}, args=written_by(MODEL), **run)
     folder.write_tracker(save, str(iteration))
     return path
 

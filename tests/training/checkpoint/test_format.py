@@ -19,7 +19,6 @@ from megatron.training.checkpoint.index import (
     INDEX_FILE,
     DamagedCheckpoint,
     Index,
-    StoredFile,
     StoredTensor,
     parse_index,
     read_index,
@@ -34,25 +33,9 @@ from megatron.training.checkpoint.safetensors_writer import (
     checksum_problem,
     write_safetensors,
 )
+from tests.training.checkpoint.written_checkpoints import write
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
-
-
-def write(folder: Path, parts: dict[str, list[WriteItem]], **run: object) -> Index:
-    """A checkpoint whose file `name` holds the items listed for it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, StoredFile] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for name, write_items in parts.items():
-        files[name] = write_safetensors(folder / name, write_items)
-        for write_item in write_items:
-            stored = write_item.stored_in(name)
-            known = tensors.get(write_item.name)
-            regions = known.regions + stored.regions if known else stored.regions
-            tensors[write_item.name] = StoredTensor(stored.shape, stored.dtype, regions)
-    index = Index(args={"num_layers": 1}, run=run, tensors=tensors, files=files)
-    (folder / INDEX_FILE).write_text(index.to_json())
-    return index
 
 
 def piece_of(name: str, whole: torch.Tensor, regions: list[Region]) -> WriteItem:

@@ -24,9 +24,9 @@ from megatron.training.checkpoint.lock import (
     SaveLock,
     is_held_by_another,
 )
+from tests.commands import ROOT
 from tests.sentences import sentence_of
 
-ROOT = Path(__file__).resolve().parents[3]
 NEVER_RENEWED = 0.2
 """Seconds, for which nobody has to be in time, to watch a lock that has no holder."""
 TAKER = """
@@ -70,7 +70,6 @@ def holder(save: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the folder."""
     process = start(save)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
     finally:

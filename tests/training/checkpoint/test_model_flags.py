@@ -13,7 +13,7 @@ from megatron.training.arguments import build_parser, parse_args
 from megatron.training.checkpoint.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpoint.checkpointer import plain_args
 from megatron.training.checkpoint.compatibility import require_same_model
-from megatron.training.checkpoint.index import INDEX_FILE, Index
+from megatron.training.checkpoint.index import INDEX_FILE
 from megatron.training.checkpoint.model_flags import (
     COMPARED,
     GROUPS,
@@ -23,6 +23,7 @@ from megatron.training.checkpoint.model_flags import (
     spellings,
 )
 from tests.sentences import all_said_of, sentence_of
+from tests.training.checkpoint.written_checkpoints import write
 
 FOLDER = Path("runs/llama/iter_0000010")
 RUN = (
@@ -307,9 +308,7 @@ def test_where_there_is_no_checkpoint_yet_the_flags_are_the_model_s(tmp_path: Pa
 
 def _save(folder: Path, words: str) -> Path:
     """A checkpoint as far as its flags are concerned."""
-    (folder / "iter_0000010").mkdir(parents=True)
-    index = Index(args=written_by(words), run={"iteration": 10}, tensors={}, files={})
-    (folder / "iter_0000010" / INDEX_FILE).write_text(index.to_json())
+    write(folder / "iter_0000010", {}, args=written_by(words), iteration=10)
     return folder
 
 

@@ -30,37 +30,34 @@ def embedding(*, tp_rank: int = 0, tp_size: int = 1) -> RowwiseEmbedding:
     return made
 
 
-@pytest.fixture
-def lone_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _lone_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one tensor-parallel rank adds to the sum."""
     monkeypatch.setattr(fused, "reduce_from_tensor_model_parallel_region", lambda rows, group: rows)
 
 
-@pytest.mark.usefixtures("lone_reduction")
-class TestOnOneRank:
-    def test_rows_of_repeated_tokens_get_every_gradient(self) -> None:
-        made, ids = embedding(), torch.tensor([[3, 7, 3], [3, 0, 9]])
-        output = made(ids)
-        torch.testing.assert_close(output, made.weight.detach()[ids])
-        grad = torch.randn_like(output)
-        output.backward(grad)
-        made(torch.tensor([[5]])).sum().backward()  # micro-batches add up
-        expected = torch.zeros(ROWS, HIDDEN).index_add_(0, ids.view(-1), grad.view(-1, HIDDEN))
-        expected[5] += 1
-        torch.testing.assert_close(made.weight.main_grad, expected)
-        assert made.weight.grad_added_to_main_grad
-
-    def test_a_weight_with_a_second_use_is_given_nothing_twice(self) -> None:
-        made = embedding()
-        made.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-        made(torch.tensor([[5]])).sum().backward()
-        assert made.weight.grad is not None
-        assert made.weight.grad.abs().sum() == 0
-        with pytest.raises(IndexError):
-            made(torch.tensor([[ROWS]]))
+def test_rows_of_repeated_tokens_get_every_gradient() -> None:
+    made, ids = embedding(), torch.tensor([[3, 7, 3], [3, 0, 9]])
+    output = made(ids)
+    torch.testing.assert_close(output, made.weight.detach()[ids])
+    grad = torch.randn_like(output)
+    output.backward(grad)
+    made(torch.tensor([[5]])).sum().backward()  # micro-batches add up
+    expected = torch.zeros(ROWS, HIDDEN).index_add_(0, ids.view(-1), grad.view(-1, HIDDEN))
+    expected[5] += 1
+    torch.testing.assert_close(made.weight.main_grad, expected)
+    assert made.weight.grad_added_to_main_grad
 
 
-@pytest.mark.usefixtures("lone_reduction")
+def test_a_weight_with_a_second_use_is_given_nothing_twice() -> None:
+    made = embedding()
+    made.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+    made(torch.tensor([[5]])).sum().backward()
+    assert made.weight.grad.abs().sum() == 0
+    with pytest.raises(IndexError):
+        made(torch.tensor([[ROWS]]))
+
+
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_a_rank_adds_only_to_rows_that_it_holds(tp_rank: int) -> None:
     made, ids = embedding(tp_rank=tp_rank, tp_size=2), torch.tensor([[1, 6, 6, 4]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +11,10 @@ from megatron.training.arguments import build_parser, parse_args
 from megatron.training.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
 from megatron.training.huggingface.configuration import args_from_config, config_from_args
 from megatron.training.huggingface.mapping import ModelShape
+from tests.commands import PRESETS
 from tests.sentences import sentence_of
+from tests.training.huggingface.tiny_huggingface import LLAMA3_SCALING
 
-PRESETS = Path(__file__).resolve().parents[3] / "examples" / "presets"
-
-SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
 # As the models' own folders have them, without what does not concern us.
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +31,7 @@ LLAMA_3_1_8B = {
     "num_key_value_heads": 8,
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
-    "rope_scaling": SCALING,
+    "rope_scaling": LLAMA3_SCALING,
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "vocab_size": 128256,
@@ -102,7 +94,9 @@ def test_a_config_comes_back_as_it_was(config: dict[str, Any]) -> None:
 
 def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
     old = {k: v for k, v in LLAMA_3_1_8B.items() if k not in ("rope_theta", "rope_scaling")}
-    assert _args(old, rope_parameters={**SCALING, "rope_theta": 500000.0}) == _args(LLAMA_3_1_8B)
+    assert _args(old, rope_parameters={**LLAMA3_SCALING, "rope_theta": 500000.0}) == _args(
+        LLAMA_3_1_8B
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "factor 2.5 of 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "factor None of 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor None of 'llama3'"),
-        ({"rope_scaling": {**SCALING, "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
+        ({"rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "for some layers only"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters than rope_scaling"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "auto_map"),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.tokenizer.tiny_tokenizers import trained_bpe
+
 VOCABULARY = 512
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -38,7 +40,7 @@ def llama(**changes: Any) -> Any:
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
-        "rope_scaling": LLAMA3_SCALING,
+        "rope_scaling": dict(LLAMA3_SCALING),  # transformers adds to it
         "tie_word_embeddings": False,
     }
     return _randomised(
@@ -80,11 +82,7 @@ def _is_norm(parameter: torch.Tensor) -> bool:
 def save_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer of 257 tokens, in Hugging Face's format."""
     transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate([*alphabet, "<|endoftext|>"])}
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|endoftext|>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained_bpe([], vocab_size=257), eos_token="<|endoftext|>"
+    )
     fast.save_pretrained(folder)

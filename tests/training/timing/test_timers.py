@@ -149,15 +149,6 @@ def test_nothing_is_waited_for_until_the_times_are_asked_for(device: Device) -> 
     assert device.waited == [device.now]
 
 
-def test_a_wait_may_be_for_another_side_than_its_name_says(device: Device) -> None:
-    timers = Timers(level=2, clock=device)
-    timers.begin()
-    _spend(timers, device, "forward-send-forward-recv", 5, part="wait next")
-    timers.end()
-    times = timers.take()
-    assert (times.parts["wait next"], times.timers["forward-send-forward-recv"]) == (5, 5)
-
-
 @pytest.mark.parametrize("stopped", ["forward-backward", "backward-compute"])
 def test_a_timer_that_is_stopped_out_of_order_is_an_error(device: Device, stopped: str) -> None:
     timers = Timers(level=2, clock=device)

@@ -105,22 +105,14 @@ def test_ranks_meet_only_when_something_is_told() -> None:
 
 
 def test_points_and_lines_come_at_their_own_intervals() -> None:
-    """Neither takes iterations from the other."""
+    """Neither takes iterations from the other, and what is left is told although it was drawn."""
     found = _log("--timing-log-level 1 --log-timers-to-tensorboard --tensorboard-log-interval 2")
-    _train(found, 7, log_interval=3)
+    _train(found, 8, log_interval=3)
     assert found.intervals == [(1, 3, 3), (4, 6, 3)]
-    assert [step for step, _ in found.points] == [2, 4, 6]
+    assert [step for step, _ in found.points] == [2, 4, 6, 8]
     assert all(values == {"optimizer-time": pytest.approx(0.01)} for _, values in found.points)
-    rest = found.log.rest(7)
-    assert (rest.first, rest.last, rest.ranks[0].iterations) == (7, 7, 1)
-
-
-def test_what_is_left_is_told_although_its_points_were_drawn() -> None:
-    found = _log("--timing-log-level 1 --log-timers-to-tensorboard")
-    _train(found, 2, log_interval=5)
-    rest = found.log.rest(2)
-    assert (rest.first, rest.last, rest.ranks[0].iterations) == (1, 2, 2)
-    assert [step for step, _ in found.points] == [1, 2]
+    rest = found.log.rest(8)
+    assert (rest.first, rest.last, rest.ranks[0].iterations) == (7, 8, 2)
 
 
 def _interval() -> Interval:

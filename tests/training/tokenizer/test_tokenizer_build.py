@@ -16,43 +16,9 @@ from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.vocabulary import embedding_rows, padded_vocab_size
 from megatron.training.tokenizer.wrapper import NO_PAD
 from tests.sentences import sentence_of
+from tests.training.tokenizer.tiny_tokenizers import train_gpt2, train_sentencepiece
 
 TEXT = "héllo  wörld\n漢字 🙂 12"
-
-
-def train_sentencepiece(prefix: Path, **options) -> str:
-    import sentencepiece
-
-    with open(f"{prefix}.model", "wb") as model:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["hello world, hello text"] * 5),
-            model_writer=model,
-            vocab_size=280,
-            model_type="bpe",
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            minloglevel=2,
-            **options,
-        )
-    return f"{prefix}.model"
-
-
-def train_gpt2(folder: Path, texts: list[str], *, vocab_size: int) -> dict[str, str]:
-    """A byte-level BPE of a few tokens; the flags that name GPT-2's two files of it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    bpe.model.save(str(folder))
-    return {"vocab_file": f"{folder}/vocab.json", "merge_file": f"{folder}/merges.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +167,6 @@ def test_the_vocabulary_is_padded_as_in_megatron():
     assert padded_vocab_size(1024, make_divisible_by=128, tensor_parallel_size=8) == 1024
 
 
-# Word pieces and bytes.
-
-
 @pytest.fixture(scope="module")
 def bert_vocabulary(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("bert") / "vocab.txt"
@@ -229,9 +192,6 @@ def test_bytes_are_tokens_and_two_more_end_and_pad():
     assert (built.vocab_size, built.eod, built.pad) == (258, 256, 257)
     built = build("ByteLevelTokenizer", tokenizer_special_tokens=["<x>", "<y>"])
     assert (built.vocab_size, {built.eod, built.pad}) == (260, {258, 259})
-
-
-# The embedding.
 
 
 def sized(rows: int | None, ranks: int = 1, **given: Any) -> Namespace:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
@@ -290,6 +292,45 @@ def test_a_fork_that_closes_a_link_leaves_it_to_its_rank() -> None:
                 os._exit(0)
         os.waitpid(child, 0)
         assert cross(pair, torch.ones(20 * LARGE))
+
+
+def test_a_fork_cannot_use_a_link_of_its_parents() -> None:
+    """It has the link's memory, and would overwrite what its parent sends."""
+    with opened(device=lambda: HostDevice(CPU)) as pair:
+        posted = pair.receiver.recv(torch.zeros(3))
+        uses = {
+            "send": lambda: pair.sender.send(torch.ones(3)),
+            "recv": lambda: pair.receiver.recv(torch.ones(3)),
+            "wait": posted.wait,
+            "check": pair.sender.check,
+        }
+        child, told = refusals_in_fork(uses)
+        os.waitpid(child, 0)
+        assert told.keys() == uses.keys()
+        for text in told.values():
+            assert "belongs to the process that this one was forked from" in text
+        pair.sender.send(torch.ones(3))
+        posted.wait()
+        assert cross(pair, torch.ones(20 * LARGE))
+
+
+def refusals_in_fork(uses: dict[str, Callable[[], object]]) -> tuple[int, dict[str, str]]:
+    """A fork, and what it is told by each of these that fail in it."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            told = {}
+            for name, use in uses.items():
+                try:
+                    use()
+                except LinkError as error:
+                    told[name] = str(error)
+            os.write(writing, json.dumps(told).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return child, json.loads(pipe.read())
 
 
 def test_an_interrupted_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
