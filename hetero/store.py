@@ -106,14 +106,22 @@ class WaitAborted(LinkError):
 
 
 class AbortableStore:
-    """A store whose waits call `check_abort` every second, and end when it raises."""
+    """A store whose waits call `check_abort` every second, and end when it raises.
 
-    def __init__(self, store: Store | BoundedStore, check_abort: Callable[[], None]) -> None:
+    They end by a signal too: torch's own are one call into C++, which none interrupts.
+    """
+
+    def __init__(self, store: Any, check_abort: Callable[[], None] = lambda: None) -> None:
+        """`store` is one of torch's, or a BoundedStore."""
         self._store, self._check_abort = store, check_abort
         self.set, self.get, self.check = store.set, store.get, store.check
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Raises WaitAborted with the text of what `check_abort` raised."""
+        timeout = self._store.timeout if timeout is None else timeout
         began = time.monotonic()
         deadline, next_check = began + timeout.total_seconds(), began + _POLL_SECONDS
         pause = _SHORTEST_PAUSE

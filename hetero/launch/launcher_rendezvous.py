@@ -31,8 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from hetero.addresses import is_loopback
 from hetero.errors import UserError
 from hetero.formatting import spans
-from hetero.launch.interruptible_store import InterruptibleStore
-from hetero.store import BoundedStore, StoreUnresponsive, in_thread
+from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
@@ -113,7 +112,9 @@ class LauncherRendezvous:
                     "reach it"
                 ) from error
         self._on_joined(info)
-        store: Any = InterruptibleStore(info.store)
+        # torchelastic waits in it for five minutes when this node's processes have ended well and
+        # another's still run. Ctrl-C and the failure of the other node have to end that.
+        store: Any = AbortableStore(info.store)
         bootstrap: Any = info.bootstrap_store_info
         return RendezvousInfo(store, info.rank, info.world_size, bootstrap)
 
