@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hetero.errors import LinkError
 from hetero.version import __version__
 
 if TYPE_CHECKING:
+    from hetero.collectives.autoload import register
     from hetero.link.base import Link, Work
     from hetero.link.connect import connect
 
 __all__ = ["Link", "LinkError", "Work", "__version__", "connect", "register"]
 
-
-def register() -> None:
-    """Make `hetero` a backend of torch.distributed: groups that cross vendors."""
-    from hetero.collectives.autoload import register as register_backend
-
-    register_backend()
+_MODULES = {
+    "Link": "hetero.link.base",
+    "Work": "hetero.link.base",
+    "connect": "hetero.link.connect",
+    "register": "hetero.collectives.autoload",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch lazily: command lines are checked before torch is imported."""
-    if name == "connect":
-        from hetero.link.connect import connect
-
-        return connect
-    if name in ("Link", "Work"):
-        from hetero.link import base
-
-        return getattr(base, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, error_text, failure, raise_failure
 from hetero.records import Record, errors_by_text, fold, unfold
-from hetero.store import BoundedStore, Store, StoreCall, StoreUnresponsive
+from hetero.store import BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter
 
 _TIMEOUT_WITH_AN_ERROR = 30.0
@@ -43,7 +44,7 @@ class Agreement:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         *,
         rank: int,
         world_size: int,
@@ -51,7 +52,7 @@ class Agreement:
         liveness: Liveness | None = None,
         endpoint: str = "",
     ) -> None:
-        """`endpoint` is the address of the rendezvous.
+        """`store` is one of torch's; `endpoint` is the address of the rendezvous.
 
         Without `liveness`, a rank that ends is noticed only at the timeout.
         """
@@ -61,9 +62,8 @@ class Agreement:
         self._timeout = timeout
         self._number = 0
         # Wait on one connection and operate on another: a wait may block its own for minutes.
-        self._wait_store: Store = store
-        seconds = min(timeout, _STORE_SECONDS)
-        self._store = BoundedStore(store.clone(), seconds=seconds)  # type: ignore[attr-defined]
+        self._wait_store = store
+        self._store = BoundedStore(store.clone(), seconds=min(timeout, _STORE_SECONDS))
         self._monitor = Monitor(
             liveness, rank=rank, world_size=world_size, timeout=timeout, at=self._at
         )
@@ -155,12 +155,12 @@ class Agreement:
         timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
         deadline = time.monotonic() + timeout - phase.seconds
         limit = timedelta(seconds=timeout + 60.0)
-        store_wait = StoreCall(lambda: self._wait_store.wait([phase.outcome_key], limit))
+        store_wait = in_thread(lambda: self._wait_store.wait([phase.outcome_key], limit))
         waiting = WaitReporter()
         has_grace = False
-        while not store_wait.done.wait(
-            max(0.0, min(Monitor.poll_seconds, deadline - time.monotonic()))
-        ):
+        while not futures.wait(
+            [store_wait], min(Monitor.poll_seconds, deadline - time.monotonic())
+        ).done:
             waiting.report(lambda: self._monitor.awaited(phase))
             if found := self._monitor.find_failure(phase):
                 return phase.decide(found)
@@ -220,7 +220,6 @@ class Agreement:
         return failure(text, agreed=0 not in late)
 
     def _combined(self, errors: Mapping[str, list[int]]) -> str:
-        if len(errors) == 1:
-            (text, ranks), *_ = errors.items()
-            return text if len(ranks) == self._world_size else f"rank {ranks[0]}: {text}"
+        if [len(ranks) for ranks in errors.values()] == [self._world_size]:
+            return next(iter(errors))
         return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -22,7 +22,7 @@ _BOUNDS = {
 
 def integer(minimum: int | None = None, *, maximum: int | None = None) -> Callable[[str], int]:
     """Make a converter for whole numbers of at least `minimum` and at most `maximum`."""
-    return _within({"minimum": minimum, "maximum": maximum}, "a whole number", int)
+    return _within("a whole number", int, minimum=minimum, maximum=maximum)
 
 
 def interval(text: str) -> int | None:
@@ -48,24 +48,20 @@ def number(
         return value
 
     bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
-    return _within(bounds, "a finite number", finite)
+    return _within("a finite number", finite, **bounds)
 
 
 def _within(
-    bounds: Mapping[str, float | None], kind: str, parse: Callable[[str], Number]
+    kind: str, parse: Callable[[str], Number], **bounds: float | None
 ) -> Callable[[str], Number]:
     """Make a converter for what `parse` reads, or refuses with a ValueError, within `bounds`."""
-    given = [
-        (words, holds, bound)
-        for name, (words, holds) in _BOUNDS.items()
-        if (bound := bounds.get(name)) is not None
-    ]
-    within = " and ".join(f"{words} {bound:.15g}" for words, _, bound in given)
+    given = [(_BOUNDS[name], bound) for name, bound in bounds.items() if bound is not None]
+    within = " and ".join(f"{words} {bound:.15g}" for (words, _), bound in given)
 
     def convert(text: str) -> Number:
         with contextlib.suppress(ValueError):
             value = parse(text)
-            if all(holds(value, bound) for _, holds, bound in given):
+            if all(holds(value, bound) for (_, holds), bound in given):
                 return value
         raise argparse.ArgumentTypeError(f"must be {f'{kind} {within}'.rstrip()}, not {text!r}")
 

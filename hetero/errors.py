@@ -24,25 +24,13 @@ class UserError(HeteroError):
 
     exit_code = 2
 
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        """Each mistake."""
-        return (str(self),)
-
-
-class Refusal(UserError):
-    """Bad input with several mistakes, each a sentence."""
-
     def __init__(self, *sentences: str) -> None:
-        self._sentences = sentences
+        """`sentences`: each mistake, one at least."""
+        self.sentences = sentences
         text = sentences[0]
         if len(sentences) > 1:
             text = "\n  ".join([f"{len(sentences)} things have to be put right:", *sentences])
         super().__init__(text)
-
-    @property
-    def sentences(self) -> tuple[str, ...]:
-        return self._sentences
 
 
 class Faults:
@@ -65,7 +53,7 @@ class Faults:
             self.add(error.sentences)
             return None
 
-    def refuse(self, refusal: type[Refusal] = Refusal) -> None:
+    def refuse(self, refusal: type[UserError] = UserError) -> None:
         """Raise `refusal` with all collected sentences, if any."""
         if self.sentences:
             raise refusal(*self.sentences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -9,14 +10,22 @@ from pathlib import Path
 from types import TracebackType
 
 from hetero.errors import HeteroError, write_error_file
-from hetero.parent_process import end_with_parent
 
 LAUNCHER_VARIABLE = "HETERO_LAUNCHER_PID"
 """Set by `hetero.run` for the processes that it starts."""
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _IN_A_CALLBACK = "Got the following error when running the callback: "
 """PyTorch's words before the error of a future, such as that of one of DDP's buckets: only the text
 of the exception is left."""
 _OF_A_GROUP = "CollectiveError: "
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, also if that is killed.
+
+    It outlasts an exec.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def serve_launcher() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.records import Record, pack, read_lines, unpack
-from hetero.store import RendezvousStore
+from hetero.store import BoundedStore
 
 
 class Phase:
@@ -16,7 +16,7 @@ class Phase:
 
     def __init__(
         self,
-        store: RendezvousStore,
+        store: BoundedStore,
         number: int,
         what: str,
         world_size: int,

@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(argv)
         allow_open_files()
-        with _quiet_torch(), _own_log_folder(options):
+        _quiet_torch()
+        with _own_log_folder(options):
             settings = _checked(options)
             _share_cores(settings.processes)
             return _Launcher(settings).run(options)
@@ -195,7 +196,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _checked(options: argparse.Namespace) -> RendezvousSettings:
-    """The rendezvous of the command line. Raises a Refusal with all that is wrong with it."""
+    """The rendezvous of the command line. Raises UserError with all that is wrong with it."""
     faults = Faults()
     settings = _rendezvous_settings(options, faults)
     faults.sentences += [*_program_problems(options), *_host_name_problems(socket.gethostname())]
@@ -323,14 +324,12 @@ def _by_torchrun(faults: Faults, flag: str, read: Callable[[], T]) -> T | None:
         return None
 
 
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
+def _quiet_torch() -> None:
     """Silence torchelastic's log of every failure, unless the user has set LOGLEVEL."""
     if "LOGLEVEL" not in os.environ:
         for name in logging.root.manager.loggerDict:
             if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
                 logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    yield
 
 
 @contextmanager

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -26,37 +29,21 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
-class RendezvousStore(Store, Protocol):
-    """And those that the agreement uses."""
+def in_thread(operation: Callable[[], _Result]) -> Future[_Result]:
+    """Start an operation in a thread of its own: Ctrl-C interrupts whoever waits for it.
 
-    def add(self, key: str, amount: int) -> int: ...
-    def append(self, key: str, value: str) -> None: ...
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    The process may end meanwhile, which threads of an executor would hold up.
+    """
+    future: Future[_Result] = Future()
 
-
-class StoreCall(Generic[_Result]):
-    """An operation on the store in a thread of its own: Ctrl-C interrupts whoever waits for it."""
-
-    def __init__(self, operation: Callable[[], _Result]) -> None:
-        self._operation = operation
-        self.done = threading.Event()
-        self._result: _Result | None = None
-        self._failure: Exception | None = None
-        threading.Thread(target=self._run, name="store operation", daemon=True).start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._operation()
+            future.set_result(operation())
         except Exception as failure:
-            self._failure = failure
-        self.done.set()
+            future.set_exception(failure)
 
-    def result(self) -> _Result:
-        """What it has returned or raised. Call it once `done` is set."""
-        if self._failure is not None:
-            raise self._failure
-        return self._result  # type: ignore[return-value]
+    threading.Thread(target=run, name="store operation", daemon=True).start()
+    return future
 
 
 class StoreUnresponsive(DistNetworkError):
@@ -76,43 +63,25 @@ class BoundedStore:
 
     def __init__(self, store: Any, *, seconds: float) -> None:
         """`store` is one of torch's."""
-        self._store: RendezvousStore = store
+        self._store = store
         self._seconds = seconds
-        self._last: StoreCall[Any] | None = None
+        self._last: Future[Any] | None = None
 
-    def set(self, key: str, value: str) -> None:
-        self._call(self._seconds, lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        return self._call(self._seconds, lambda: self._store.get(key))
-
-    def check(self, keys: list[str]) -> bool:
-        return self._call(self._seconds, lambda: self._store.check(keys))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """An operation of the store: `set`, `get`, `add`, ..."""
+        operation = getattr(self._store, name)
+        return lambda *arguments: self._call(self._seconds, partial(operation, *arguments))
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         seconds = timeout.total_seconds() + self._seconds
         self._call(seconds, lambda: self._store.wait(keys, timeout))
 
-    def add(self, key: str, amount: int) -> int:
-        return self._call(self._seconds, lambda: self._store.add(key, amount))
-
-    def append(self, key: str, value: str) -> None:
-        self._call(self._seconds, lambda: self._store.append(key, value))
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._call(
-            self._seconds, lambda: self._store.compare_set(key, expected_value, desired_value)
-        )
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._call(self._seconds, lambda: self._store.multi_get(keys))
-
-    def _call(self, seconds: float, operation: Callable[[], _Result]) -> _Result:
+    def _call(self, seconds: float, operation: Callable[[], Any]) -> Any:
         """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""
         deadline = time.monotonic() + seconds
-        if self._last is None or self._last.done.wait(seconds):
-            self._last = call = StoreCall(operation)
-            if call.done.wait(max(0.0, deadline - time.monotonic())):
+        if self._last is None or futures.wait([self._last], seconds).done:
+            self._last = call = in_thread(operation)
+            if futures.wait([call], deadline - time.monotonic()).done:
                 return _told_of_host(call)
         raise StoreUnresponsive(
             f"the process that hosts the store has not answered for {seconds:g} s; see whether "
@@ -121,7 +90,7 @@ class BoundedStore:
         )
 
 
-def _told_of_host(call: StoreCall[_Result]) -> _Result:
+def _told_of_host(call: Future[_Result]) -> _Result:
     """Its result or exception: torch's own text says "Broken pipe" where the host has ended."""
     try:
         return call.result()
@@ -137,14 +106,22 @@ class WaitAborted(LinkError):
 
 
 class AbortableStore:
-    """A store whose waits call `check_abort` every second, and end when it raises."""
+    """A store whose waits call `check_abort` every second, and end when it raises.
 
-    def __init__(self, store: Store, check_abort: Callable[[], None]) -> None:
+    They end by a signal too: torch's own are one call into C++, which none interrupts.
+    """
+
+    def __init__(self, store: Any, check_abort: Callable[[], None] = lambda: None) -> None:
+        """`store` is one of torch's, or a BoundedStore."""
         self._store, self._check_abort = store, check_abort
         self.set, self.get, self.check = store.set, store.get, store.check
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Raises WaitAborted with the text of what `check_abort` raised."""
+        timeout = self._store.timeout if timeout is None else timeout
         began = time.monotonic()
         deadline, next_check = began + timeout.total_seconds(), began + _POLL_SECONDS
         pause = _SHORTEST_PAUSE

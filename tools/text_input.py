@@ -330,7 +330,7 @@ def _skip(stream: io.BufferedReader, count: int) -> None:
 def open_inputs(patterns: Sequence[str], format: str) -> list[InputFile]:
     """The files that `--input` names, in the order given and within a glob by name.
 
-    Raises a Refusal with every path that cannot be read.
+    Raises UserError with every path that cannot be read.
     """
     faults = Faults()
     paths = [path for pattern in patterns for path in faults.read(partial(_matches, pattern)) or ()]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hetero.collectives.autoload import replace_nccl
-from hetero.parent_process import end_with_parent
+from hetero.launched_process import end_with_parent
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """What DeepSpeed and torch.distributed.launch put before the words of what they start."""

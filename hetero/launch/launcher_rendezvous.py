@@ -31,8 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from hetero.addresses import is_loopback
 from hetero.errors import UserError
 from hetero.formatting import spans
-from hetero.launch.interruptible_store import InterruptibleStore
-from hetero.store import BoundedStore, StoreCall, StoreUnresponsive
+from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
@@ -113,7 +112,9 @@ class LauncherRendezvous:
                     "reach it"
                 ) from error
         self._on_joined(info)
-        store: Any = InterruptibleStore(info.store)
+        # torchelastic waits in it for five minutes when this node's processes have ended well and
+        # another's still run. Ctrl-C and the failure of the other node have to end that.
+        store: Any = AbortableStore(info.store)
         bootstrap: Any = info.bootstrap_store_info
         return RendezvousInfo(store, info.rank, info.world_size, bootstrap)
 
@@ -177,7 +178,7 @@ class LauncherRendezvous:
         else:
             self._await_listener()
             whom = f"{self._store_host()}, where something else may listen"
-        opening = StoreCall(
+        opening = in_thread(
             lambda: TCPStore(
                 host,
                 port,
@@ -188,12 +189,11 @@ class LauncherRendezvous:
                 multi_tenant=True,
             )
         )
-        with self._reporting(whom):
-            has_ended = opening.done.wait(settings.timeout + _GRACE)
-        if not has_ended:
-            raise self._unreachable("it does not answer")
         try:
-            return opening.result()
+            with self._reporting(whom):
+                return opening.result(settings.timeout + _GRACE)
+        except TimeoutError:
+            raise self._unreachable("it does not answer") from None
         except (DistError, ValueError, RuntimeError) as error:
             if is_host:
                 raise UserError(

@@ -168,14 +168,18 @@ class Liveness(ABC):
         """The ranks without a heartbeat for too long, as rank 0 knows them, and for how long."""
 
     def _report(self, failure: RankFailure) -> None:
-        if not self._closed.is_set():
-            self._record(failure)
-
-    def _record(self, failure: RankFailure) -> None:
+        """Keep the first failure. Those after the end of the run are none."""
+        if self._closed.is_set():
+            return
         if self._failure is None:
             self._hosts.setdefault(failure.rank, failure.host)
             self._failure = failure
         self._failed.set()
+
+    def _report_end(self, rank: int, last_heard: float, *, is_unreachable: bool) -> None:
+        """Report a rank whose connection has ended; `last_heard` by time.monotonic()."""
+        age = time.monotonic() - last_heard
+        self._report(RankFailure(rank, self._hosts[rank], "", clock(age), age, is_unreachable))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from hetero.liveness.liveness import (
     Liveness,
     RankFailure,
     ServerAddress,
-    clock,
     encode,
 )
 
@@ -141,14 +140,11 @@ class LivenessClient(Liveness):
             except (OSError, ValueError) as error:
                 unreachable = isinstance(error, OSError) and is_unreachable(error)
                 break
-        if not self._closed.is_set():
-            silent_for = time.monotonic() - self._last_heard
-            heard = clock(silent_for)
-            self._record(RankFailure(0, self._hosts[0], "", heard, silent_for, unreachable))
+        self._report_end(0, self._last_heard, is_unreachable=unreachable)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         if "failure" in message:
-            self._record(RankFailure(**message["failure"]))
+            self._report(RankFailure(**message["failure"]))
         elif "closed" in message:
             self._closed.set()
         elif "silent" in message:

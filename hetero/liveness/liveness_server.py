@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import select
+import selectors
 import socket
 import threading
 import time
@@ -30,7 +30,7 @@ _ACCEPT_PAUSE_SECONDS = 0.1
 _LEAVE_PAUSE_SECONDS = 0.01
 
 
-@dataclass
+@dataclass(eq=False)
 class _Client:
     """One connection."""
 
@@ -59,15 +59,13 @@ class LivenessServer(Liveness):
         """The ranks that have left or ended."""
         self._stopped = threading.Event()
         self._first_seen: dict[int, float] = {}
-        self._clients: dict[int, _Client] = {}
+        self._clients: set[_Client] = set()
         self._last_poll = time.monotonic()
         self._lock = threading.Lock()
         self._listener = listen_everywhere(backlog=min(world_size, 4096))
         self.port = int(self._listener.getsockname()[1])
-        self._wake, self._woken = socket.socketpair()
-        self._epoll = select.epoll()
-        for descriptor in (self._listener.fileno(), self._woken.fileno()):
-            self._epoll.register(descriptor, select.EPOLLIN)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         os.register_at_fork(after_in_child=self._close_all)
         threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
@@ -81,11 +79,10 @@ class LivenessServer(Liveness):
         while len(self._gone) < self._others and time.monotonic() < deadline:
             time.sleep(_LEAVE_PAUSE_SECONDS)
         self._stopped.set()
-        self._wake.send(b"x")
 
     def heartbeat_ages(self) -> dict[int, float]:
         with self._lock:
-            ages = {c.rank: self._last_poll - c.last_heard for c in self._clients.values()}
+            ages = {c.rank: self._last_poll - c.last_heard for c in self._clients}
         return {rank: max(0.0, age) for rank, age in ages.items() if rank is not None}
 
     def never_connected(self, seconds: float) -> set[int]:
@@ -104,11 +101,11 @@ class LivenessServer(Liveness):
     def _run(self) -> None:
         while not self._stopped.is_set():
             polled = time.monotonic()
-            for descriptor, _ in self._epoll.poll(self._interval, len(self._clients) + 2):
-                if descriptor == self._listener.fileno():
+            for ready, _ in self._selector.select(self._interval):
+                if ready.data is None:
                     self._accept()
-                elif descriptor in self._clients:
-                    self._receive(self._clients[descriptor])
+                else:
+                    self._receive(ready.data)
             # Everything that arrived before has been read: never count a pause of this process as
             # silence of another.
             self._last_poll = polled
@@ -124,10 +121,10 @@ class LivenessServer(Liveness):
         with suppress(OSError):
             connection.setblocking(False)
             keep_alive(connection, ack_timeout=ACK_SECONDS)
+            client = _Client(connection, last_heard=time.monotonic())
             with self._lock:
-                client = _Client(connection, last_heard=time.monotonic())
-                self._clients[connection.fileno()] = client
-            self._epoll.register(connection.fileno(), select.EPOLLIN)
+                self._clients.add(client)
+            self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _receive(self, client: _Client) -> None:
         try:
@@ -172,7 +169,7 @@ class LivenessServer(Liveness):
         if not hmac.compare_digest(str(greeting["token"]), self._token):
             raise ValueError("it is of another job")
         rank = int(greeting["rank"])
-        if any(other.rank == rank for other in self._clients.values()):
+        if any(other.rank == rank for other in self._clients):
             raise ValueError("another process has this rank, as of a job started twice")
         self._hosts[rank] = str(greeting["host"])
         with self._lock:
@@ -185,19 +182,16 @@ class LivenessServer(Liveness):
             try_send(client.connection, encode({"closed": True}))
 
     def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
-        silent_for = time.monotonic() - client.last_heard
         self._drop(client)
         if client.rank is not None:
-            host = self._hosts[client.rank]
-            self._report(
-                RankFailure(client.rank, host, "", clock(silent_for), silent_for, is_unreachable)
-            )
+            self._report_end(client.rank, client.last_heard, is_unreachable=is_unreachable)
 
     def _drop(self, client: _Client) -> None:
+        if client not in self._clients:
+            return
         with self._lock:
-            if self._clients.pop(client.connection.fileno(), None) is None:
-                return
-        self._epoll.unregister(client.connection.fileno())
+            self._clients.remove(client)
+        self._selector.unregister(client.connection)
         client.connection.close()
         if client.rank is not None:
             self._gone.add(client.rank)
@@ -209,10 +203,10 @@ class LivenessServer(Liveness):
 
     def _broadcast(self, message: Mapping[str, Any]) -> None:
         with self._lock:
-            for client in self._clients.values():
+            for client in self._clients:
                 if client.rank is not None:
                     try_send(client.connection, encode(message))
 
     def _close_all(self) -> None:
-        for connection in (self._listener, *(c.connection for c in self._clients.values())):
+        for connection in (self._listener, *(c.connection for c in self._clients)):
             connection.close()

@@ -7,12 +7,12 @@ import secrets
 import socket
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from hetero.addresses import address_leading_to
 from hetero.liveness.liveness import Liveness, ServerAddress
 from hetero.liveness.liveness_client import LivenessClient
 from hetero.liveness.liveness_server import LivenessServer
-from hetero.store import RendezvousStore, Store
 
 _ADDRESS_KEY = "hetero/liveness"
 _PRESENT_KEY = "hetero/present"
@@ -21,14 +21,15 @@ _NO_TIMEOUT = timedelta(days=30)
 """The agreement has a timeout for rank 0; the client's thread needs none of its own."""
 
 
-def open_liveness(store: Store, *, rank: int, world_size: int, master: str) -> Liveness:
+def open_liveness(store: Any, *, rank: int, world_size: int, master: str) -> Liveness:
     """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
 
-    `master` is the host by which the store was reached: rank 0's, unless a rendezvous put it
-    elsewhere. Returns at once, without waiting for rank 0, which may start much later.
+    `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
+    rendezvous put it elsewhere. Returns at once, without waiting for rank 0, which may start much
+    later.
     """
     # A connection of its own: waits block the caller's, and one will block this.
-    own: RendezvousStore = store.clone()  # type: ignore[attr-defined]
+    own = store.clone()
     own.append(_PRESENT_KEY, f"{rank} {socket.gethostname()}\n")
 
     def present() -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -126,10 +126,10 @@ class _Opener:
             return self._open_link(edge, side, peers[place], self._options.channel)
         own, other = (layout_of(plan, stage) for stage in stages)
         sequence = self._options.sequence
-        end = End(own, other, is_source=is_source, place=place, sequence=sequence)
+        end = End(own, other, place=place, sequence=sequence)
         links = {}
         for peer in end.peers():
-            theirs = End(other, own, is_source=not is_source, place=peer, sequence=sequence)
+            theirs = End(other, own, place=peer, sequence=sequence)
             # Split the memory of one link: neither end has more links than this.
             count = max(len(end.peers()), len(theirs.peers()))
             channel = self._options.channel
@@ -139,7 +139,7 @@ class _Opener:
         return ReshardedEdge(end, links, tensor_group=self._options.tensor_group)
 
     def _open_link(self, edge: Edge, side: str, peer: int, channel: ChannelOptions) -> Link:
-        options = self._options
+        options, is_source = self._options, side == "downstream"
         description = LinkDescription(
             rank=self._rank,
             peer=peer,
@@ -148,17 +148,25 @@ class _Opener:
             job=options.job,
             timeout=options.timeout,
         )
+        source, target = (self._rank, peer) if is_source else (peer, self._rank)
         transport = options.boundary_transport if edge.is_boundary else options.vendor_backend
         if transport == "nccl":
-            return _open_vendor(description, side, edge, options.timeout)
+            groups = _vendor_groups(edge, sorted((source, target)), options.timeout)
+            send_group, recv_group = groups if is_source else groups[::-1]
+            return VendorLink(description, send_group=send_group, recv_group=recv_group)
         if transport == "gloo":
-            return _open_gloo(description, side, edge)
-        return open_link(
-            transport,
-            _rendezvous(description, side, edge, options),
-            options=channel,
-            device=options.device,
+            # Two tags an edge, so that the two edges of an interleaved pipeline of two never meet.
+            tags = (2 * edge.source + 1, 2 * edge.source + 2)
+            send_tag, recv_tag = tags if is_source else tags[::-1]
+            return GlooLink(description, send_tag=send_tag, recv_tag=recv_tag)
+        rendezvous = Rendezvous(
+            store=options.store,
+            description=description,
+            name=f"edge {edge.source}/{source}-{target}",
+            listens=is_source,
+            secret=options.job.encode(),
         )
+        return open_link(transport, rendezvous, options=channel, device=options.device)
 
 
 def _is_direct(plan: Plan, edge: Edge) -> bool:
@@ -175,12 +183,13 @@ def _is_direct(plan: Plan, edge: Edge) -> bool:
     return splits or not edge.is_boundary
 
 
-def _open_vendor(description: LinkDescription, side: str, edge: Edge, timeout: float) -> Link:
-    """A communicator for each direction between the two ranks of an edge.
+def _vendor_groups(
+    edge: Edge, pair: Sequence[int], timeout: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """A communicator for each direction between the two ranks of an edge, forward and backward.
 
     Only these two create them, in the order of the edges.
     """
-    pair = sorted((description.rank, description.peer))
     forward, backward = (
         create_group(
             f"edge {edge.source} {way} {pair[0]}-{pair[1]}",
@@ -190,26 +199,4 @@ def _open_vendor(description: LinkDescription, side: str, edge: Edge, timeout: f
         )
         for way in ("forward", "backward")
     )
-    send, recv = (forward, backward) if side == "downstream" else (backward, forward)
-    return VendorLink(description, send_group=send, recv_group=recv)
-
-
-def _open_gloo(description: LinkDescription, side: str, edge: Edge) -> Link:
-    # Two tags an edge, so that the two edges of an interleaved pipeline of two never meet.
-    forward, backward = 2 * edge.source + 1, 2 * edge.source + 2
-    send, recv = (forward, backward) if side == "downstream" else (backward, forward)
-    return GlooLink(description, send_tag=send, recv_tag=recv)
-
-
-def _rendezvous(
-    description: LinkDescription, side: str, edge: Edge, options: LinkOptions
-) -> Rendezvous:
-    ends = (description.rank, description.peer)
-    source, target = ends if side == "downstream" else ends[::-1]
-    return Rendezvous(
-        store=options.store,
-        description=description,
-        name=f"edge {edge.source}/{source}-{target}",
-        listens=side == "downstream",
-        secret=options.job.encode(),
-    )
+    return forward, backward

@@ -10,12 +10,11 @@ sends its part and receives its part. Where a target rank needs the whole sequen
 gathers the parts, over the vendor's library and not over the boundary: the sequence is the slowest
 axis, so that is one all-gather into one piece of memory.
 
-Gradients go the other way: `slabs(target, source, ...)` mirrors `slabs(source, target, ...)`.
+Gradients go the other way: `slabs(target, source, ...)` has the same slabs, sent back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero.plan import Plan
@@ -59,22 +58,28 @@ class Layout:
         first = rank // self.tensor * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
+    def in_part(self, slab: Slab, rank: int, sequence: int) -> tuple[slice, slice]:
+        """Where a slab lies in the rank's part: its rows and its slice of the batch."""
+        row, first = self.part(rank, sequence).start, self.batch_of(rank).start
+        return (
+            slice(slab.rows.start - row, slab.rows.stop - row),
+            slice(slab.batch.start - first, slab.batch.stop - first),
+        )
+
 
 @dataclass(frozen=True)
 class Slab:
-    """What one rank sends to another. Rows and batch are offsets in the ranks' parts."""
+    """What one rank sends to another: rows of the sequences, of a slice of the step's batch."""
 
     source: int
     target: int
-    source_rows: range
-    source_batch: range
-    target_rows: range
-    target_batch: range
+    rows: range
+    batch: range
 
     @property
     def elements(self) -> int:
         """How many, for each element of the hidden axis, which is never split."""
-        return len(self.source_rows) * len(self.source_batch)
+        return len(self.rows) * len(self.batch)
 
 
 def layout_of(plan: Plan, stage: int) -> Layout:
@@ -102,10 +107,10 @@ def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
         if layout.sequence_parallel and sequence % layout.tensor:
             raise ValueError(f"{layout} cannot share a sequence of {sequence}")
     return [
-        slab
+        Slab(sender, receiver, rows, _common(source.batch_of(sender), target.batch_of(receiver)))
         for sender in range(source.ranks)
         for receiver in _receivers(source, target, sender)
-        for slab in _between(source, sender, target, receiver, sequence)
+        if (rows := _common(source.part(sender, sequence), target.part(receiver, sequence)))
     ]
 
 
@@ -114,27 +119,6 @@ def _receivers(source: Layout, target: Layout, sender: int) -> range:
     batch, replica = source.batch_of(sender), target.tensor
     first, last = batch[0] // target.micro_batch_size, batch[-1] // target.micro_batch_size
     return range(first * replica, (last + 1) * replica)
-
-
-def _between(
-    source: Layout, sender: int, target: Layout, receiver: int, sequence: int
-) -> Iterator[Slab]:
-    sent, received = source.batch_of(sender), target.batch_of(receiver)
-    batch = _common(sent, received)
-    own, other = source.part(sender, sequence), target.part(receiver, sequence)
-    if rows := _common(own, other):
-        yield Slab(
-            sender,
-            receiver,
-            _moved(rows, -own.start),
-            _moved(batch, -sent.start),
-            _moved(rows, -other.start),
-            _moved(batch, -received.start),
-        )
-
-
-def _moved(interval: range, by: int) -> range:
-    return range(interval.start + by, interval.stop + by)
 
 
 def _common(one: range, other: range) -> range:

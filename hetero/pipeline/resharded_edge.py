@@ -7,9 +7,9 @@ same tensor send and receive a part each, and all-gather what they received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ class End:
 
     own: Layout
     other: Layout
-    is_source: bool
     place: int
     """The rank's number in its stage."""
     sequence: int
@@ -35,32 +34,22 @@ class End:
 
     def peers(self) -> list[int]:
         """The ranks it exchanges slabs with, by number in the other stage."""
-        return sorted({peer for peer, _, _ in self.pieces(self.own.micro_batch_size)})
-
-    def pieces(self, micro_batch: int) -> tuple[Piece, ...]:
-        """The slabs of a step of this micro-batch size, which evaluation may change."""
-        return _pieces(self, micro_batch)
+        return [peer for peer, _, _ in _pieces(self, self.own.micro_batch_size)]
 
 
 @lru_cache(maxsize=64)
 def _pieces(end: End, micro_batch: int) -> tuple[Piece, ...]:
+    """An end's slabs of a step of this micro-batch size, which evaluation may change.
+
+    One for each peer, whether they are sent or received.
+    """
     own = replace(end.own, micro_batch_size=micro_batch)
     other = replace(end.other, micro_batch_size=own.batch // end.other.data)
-    if end.is_source:
-        return tuple(
-            (slab.target, _slice(slab.source_rows), _slice(slab.source_batch))
-            for slab in slabs(own, other, sequence=end.sequence)
-            if slab.source == end.place
-        )
     return tuple(
-        (slab.source, _slice(slab.target_rows), _slice(slab.target_batch))
-        for slab in slabs(other, own, sequence=end.sequence)
-        if slab.target == end.place
+        (slab.target, *own.in_part(slab, end.place, end.sequence))
+        for slab in slabs(own, other, sequence=end.sequence)
+        if slab.source == end.place
     )
-
-
-def _slice(interval: range) -> slice:
-    return slice(interval.start, interval.stop)
 
 
 class ReshardedEdge:
@@ -84,8 +73,10 @@ class ReshardedEdge:
         """Send every slab of the tensor; its memory must not change until all have gone."""
         part = tensor.detach()
         if self._gathers_over is not None:
-            part = part[_slice(self._end.own.part(self._end.place, self._end.sequence))]
-        return _AllOf([self._by_peer[p].send(part[r, b]) for p, r, b in self._pieces(tensor)])
+            rows = self._end.own.part(self._end.place, self._end.sequence)
+            part = part[rows.start : rows.stop]
+        pieces = _pieces(self._end, tensor.shape[1])
+        return _AllOf([self._by_peer[peer].send(part[rows, batch]) for peer, rows, batch in pieces])
 
     def recv(self, tensor: torch.Tensor) -> Work:
         """Receive into a contiguous tensor, which is complete after `wait()`.
@@ -93,25 +84,17 @@ class ReshardedEdge:
         `wait()` is collective over the tensor-parallel ranks if they gather.
         """
         whole = part = tensor.detach()
+        gather: Callable[[], None] | None = None
         if self._gathers_over is not None:
             rows = self._end.own.part_rows(self._end.sequence)
             part = whole.new_empty((rows, *whole.shape[1:]))
+            gather = partial(_gather, part, whole, self._gathers_over)
         receives = []
-        for peer, rows_, batch in self._pieces(tensor):
+        for peer, rows_, batch in _pieces(self._end, tensor.shape[1]):
             target = part[rows_, batch]
             buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-            receives.append(_SlabReceive(self._by_peer[peer].recv(buffer), buffer, target))
-        return _Received(receives, part, whole, self._gathers_over)
-
-    def _pieces(self, tensor: torch.Tensor) -> tuple[Piece, ...]:
-        return self._end.pieces(tensor.shape[1])
-
-
-@dataclass(frozen=True)
-class _SlabReceive:
-    work: Work
-    buffer: torch.Tensor
-    target: torch.Tensor
+            receives.append((self._by_peer[peer].recv(buffer), buffer, target))
+        return _Received(receives, gather)
 
 
 class _AllOf(Work):
@@ -131,27 +114,25 @@ class _AllOf(Work):
 
 
 class _Received(_AllOf):
-    """Slab receives in flight, which `wait()` assembles."""
+    """Slab receives in flight, each with its buffer and its target, which `wait()` assembles."""
 
     def __init__(
         self,
-        receives: Sequence[_SlabReceive],
-        part: torch.Tensor,
-        whole: torch.Tensor,
-        group: dist.ProcessGroup | None,
+        receives: Sequence[tuple[Work, torch.Tensor, torch.Tensor]],
+        gather: Callable[[], None] | None,
     ) -> None:
-        super().__init__([receive.work for receive in receives])
-        self._receives, self._part, self._whole, self._group = receives, part, whole, group
+        super().__init__([work for work, _, _ in receives])
+        self._receives, self._gather = receives, gather
 
     def wait(self) -> None:
-        for receive in self._receives:
-            receive.work.wait()
-            if receive.buffer is not receive.target:
-                receive.target.copy_(receive.buffer)
-        if self._group is not None:
-            _gather(self._part, self._whole, self._group)
+        for work, buffer, target in self._receives:
+            work.wait()
+            if buffer is not target:
+                target.copy_(buffer)
+        if self._gather is not None:
+            self._gather()
         # Never run the collective twice: the other ranks take part once.
-        self._works, self._receives, self._group = [], [], None
+        self._works, self._receives, self._gather = [], [], None
 
 
 def _gather(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:

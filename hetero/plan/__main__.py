@@ -28,8 +28,7 @@ from hetero.plan.limits import (
     world_size_problems,
 )
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
-from hetero.plan.nodes import nodes_of
-from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, notes
+from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, nodes_of, notes
 from hetero.plan.plan import Plan
 from hetero.plan.plan_file import PlanFile, read_plan_file
 from hetero.planner.memory_limits import memory_problems
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
-    """The plan and the training run. Raises a Refusal with every problem of both."""
+    """The plan and the training run. Raises UserError with every problem of both."""
     faults = Faults()
     chunks = options.num_virtual_stages_per_pipeline_rank
     file = faults.read(lambda: read_plan_file(options.plan, chunks=chunks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hetero.errors import Refusal
+from hetero.errors import UserError
 
 VENDORS = ("nvidia", "amd", "cpu")
 RECOMPUTE = ("none", "selective", "full")
@@ -23,7 +23,7 @@ OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
 """Fields of a mesh that default to the run's global flags."""
 
 
-class PlanError(Refusal):
+class PlanError(UserError):
     """An invalid plan. Each sentence names a value and what would be valid."""
 
 

@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hetero.formatting import counted, size_text
-from hetero.pipeline.reshard import Slab, layout_of, slabs
+from hetero.pipeline.reshard import layout_of, slabs
 from hetero.plan.mesh import Mesh
-from hetero.plan.nodes import Node
 from hetero.plan.plan import Plan
 
 # With more replicas than this, those in the middle are abbreviated.
 _MAX_DRAWN_REPLICAS = 8
+
+
+@dataclass(frozen=True)
+class Node:
+    vendor: str
+    ranks: range
+    gpus: int
+    """GPUs of the node, of which not all need be used."""
+
+
+def nodes_of(plan: Plan, gpus_per_node: Mapping[str, int]) -> list[Node]:
+    """The nodes in rank order. A new node starts where one is full or the vendor changes.
+
+    Consecutive meshes of one vendor may share a node.
+    """
+    found: list[Node] = []
+    rank = 0
+    for mesh in plan.meshes:
+        end, gpus = rank + mesh.world_size, gpus_per_node[mesh.vendor]
+        while rank < end:
+            last = found[-1] if found else None
+            if last is None or last.vendor != mesh.vendor or len(last.ranks) == gpus:
+                last = Node(mesh.vendor, range(rank, rank), gpus)
+                found.append(last)
+            stop = min(end, last.ranks.start + gpus)
+            found[-1] = replace(last, ranks=range(last.ranks.start, stop))
+            rank = stop
+    return found
 
 
 def draw_meshes(plan: Plan) -> Iterator[str]:
@@ -101,17 +129,15 @@ def draw_edge(
         if sequence is not None:
             crossing = slabs(source, target, sequence=sequence)
             size = size_text(sum(slab.elements for slab in crossing) * bytes_of_row)
+            senders = counted(len({slab.source for slab in crossing}), "rank")
+            receivers = len({slab.target for slab in crossing})
             gathers = ", then gathered" if target.gathers else ""
-            count = counted(len(crossing), "slab")
-            label += f": {size} a step in {count}, {_ranks_text(crossing)}{gathers}"
+            label += (
+                f": {size} a step in {counted(len(crossing), 'slab')}, from {senders} to "
+                f"{receivers}{gathers}"
+            )
         yield f"    |  {label}"
     yield "    v"
-
-
-def _ranks_text(crossing: Sequence[Slab]) -> str:
-    senders = len({slab.source for slab in crossing})
-    receivers = len({slab.target for slab in crossing})
-    return f"from {counted(senders, 'rank')} to {receivers}"
 
 
 def notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:

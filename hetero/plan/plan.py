@@ -14,12 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from hetero.formatting import counted
-from hetero.plan.limits import (
-    layer_problems,
-    micro_batch_sizes,
-    stage_problems,
-    world_size_problems,
-)
+from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
 
 
@@ -82,9 +77,6 @@ class Plan:
                 yield "all replicas must have the same micro-batch size"
         elif any(mesh.share != 1 for mesh in self.meshes):
             yield "only a mesh of whole replicas can have a share of its own"
-        yield from self._problems_of_layers()
-
-    def _problems_of_layers(self) -> Iterator[str]:
         if len(self.layers) != self.stages:
             yield (
                 f"the plan has {counted(self.stages, 'pipeline stage')} but gives layers for "
@@ -236,10 +228,6 @@ class Plan:
             entry |= {n: value for n in OPTIONS if (value := getattr(mesh, n)) is not None}
             meshes.append(entry)
         return {"meshes": meshes}
-
-    def require_world_size(self, world_size: int) -> None:
-        for problem in world_size_problems(self.meshes, world_size):
-            raise PlanError(problem)
 
     def require_layers(self, num_layers: int) -> None:
         for problem in layer_problems([sum(chunks) for chunks in self.layers], num_layers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -40,65 +40,61 @@ class PlanFile:
         return Plan(meshes=self.meshes, layers=self.layers)
 
 
-@dataclass
-class _Entry:
-    """One mesh of the file."""
-
-    mesh: Mesh | None = None
-    layers: list[tuple[int, ...]] | None = None
-    faults: Faults = field(default_factory=Faults)
-
-
 def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
     """Read what is valid of parsed YAML. `source` names the file in errors."""
     if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
         raise PlanError(f"{source}: expected a top-level list named 'meshes'")
     unknown = sorted(set(map(str, data)) - {"meshes"})
     problems = [f"unknown key {key!r}; the only one is 'meshes'" for key in unknown]
-    entries = [_read_entry(entry, chunks=chunks) for entry in data["meshes"]]
-    for index, entry in enumerate(entries):
-        problems += [f"mesh {index}: {sentence}" for sentence in entry.faults.sentences]
-    meshes = [entry.mesh for entry in entries if entry.mesh is not None]
-    layers = [entry.layers for entry in entries if entry.layers is not None]
-    if not entries:
+    meshes: list[Mesh] = []
+    layers: list[list[tuple[int, ...]]] = []
+    for index, entry in enumerate(data["meshes"]):
+        faults = Faults()
+        mesh, stages = _read_entry(entry, faults, chunks=chunks)
+        meshes += [mesh] if mesh is not None else []
+        layers += [stages] if stages is not None else []
+        problems += [f"mesh {index}: {sentence}" for sentence in faults.sentences]
+    count = len(data["meshes"])
+    if not count:
         problems.append("the plan has no mesh; name at least one")
     return PlanFile(
-        meshes=tuple(meshes) if len(meshes) == len(entries) else (),
-        layers=tuple(chain(*layers)) if len(layers) == len(entries) else (),
+        meshes=tuple(meshes) if len(meshes) == count else (),
+        layers=tuple(chain(*layers)) if len(layers) == count else (),
         problems=tuple(f"{source}: {sentence}" for sentence in problems),
     )
 
 
-def _read_entry(entry: object, *, chunks: int) -> _Entry:
-    found = _Entry()
-    faults = found.faults
+def _read_entry(
+    entry: object, faults: Faults, *, chunks: int
+) -> tuple[Mesh | None, list[tuple[int, ...]] | None]:
+    """One mesh of the file and the layers of its stages; None where they are invalid."""
     if not isinstance(entry, Mapping):
         faults.add([f"expected keys {', '.join(KEYS)}, not {entry!r}"])
-        return found
+        return None, None
     faults.add(
         f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
         for key in map(str, entry)
         if key not in (*KEYS, "context")
     )
     faults.add(f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry)
-    listed = entry.get("layers")
-    if isinstance(listed, list) and listed:
+    listed: Any = entry.get("layers")
+    stages = len(listed) if isinstance(listed, list) else 0
+    layers = None
+    if stages:
         # Stages that are alike have the same mistake, which is told once.
         read = [faults.read(partial(_chunks_from_entry, item, chunks=chunks)) for item in listed]
-        if None not in read:
-            found.layers = [stage for stage in read if stage is not None]
+        layers = [stage for stage in read if stage is not None] if None not in read else None
     elif "layers" in entry:
         faults.add(["'layers' must list the layers of each stage, as in [15, 15]"])
-    stages = len(listed) if isinstance(listed, list) and listed else None
     known = {key: value for key, value in entry.items() if key in _FIELDS}
     # Substitute valid values for missing keys, which are reported already.
     mesh = faults.read(lambda: Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known))
     if mesh is None:
-        return found
+        return None, layers
     # Files may give the size of context parallelism, as long as there is none.
     if entry.get("context", 1) != 1:
         faults.add(["context parallelism is not available; leave 'context' out"])
-    if stages not in (None, mesh.stages):
+    if stages not in (0, mesh.stages):
         stated = counted(mesh.stages, "stage")
         faults.add(
             [
@@ -106,9 +102,8 @@ def _read_entry(entry: object, *, chunks: int) -> _Entry:
                 f"{stated}"
             ]
         )
-    elif "vendor" in entry and stages is not None:
-        found.mesh = mesh
-    return found
+    is_complete = "vendor" in entry and stages == mesh.stages
+    return mesh if is_complete else None, layers
 
 
 def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:

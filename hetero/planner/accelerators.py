@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from hetero.errors import Faults, Refusal
+from hetero.errors import Faults, UserError
 from hetero.plan import VENDORS
 
 _LINK_LATENCY_US = 10.0
@@ -21,7 +21,7 @@ MATMUL_PART = 794.5 / 989.4
 """Of its peak, what a matrix product reaches on H100: assumed of parts without `matmul_tflops`."""
 
 
-class ClusterError(Refusal):
+class ClusterError(UserError):
     """An invalid cluster description. Each sentence names one mistake and the kind of node."""
 
 

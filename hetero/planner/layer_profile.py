@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetero.errors import Faults, Refusal
+from hetero.errors import Faults, UserError
 
 FORMAT = 1
 
@@ -19,7 +19,7 @@ INTERPOLATION_AXES = ("micro_batch", "seq_length", "tensor")
 """Coordinates of a point along which a profile may allow linear interpolation."""
 
 
-class ProfileError(Refusal):
+class ProfileError(UserError):
     """A profile is unreadable or lacks a point; the text names the file or the point."""
 
 

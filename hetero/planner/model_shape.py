@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import Refusal
+from hetero.errors import UserError
 from hetero.yaml_file import load_yaml
 
 PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
@@ -25,7 +25,7 @@ _SIZES = (
 )
 
 
-class ModelError(Refusal):
+class ModelError(UserError):
     """An invalid model description. Each sentence names a number and what would be valid."""
 
 

@@ -34,7 +34,6 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
             layers=_layers(args, chunks),
             whole_replicas=args.hetero_data_parallel is not None,
         )
-    plan.require_world_size(args.world_size)
     plan.require_layers(args.num_layers)
     plan = plan.resolved(
         micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero.errors import DataError, HeteroError, UserError, print_error, write_error_file
-from hetero.parent_process import end_with_parent
+from hetero.launched_process import end_with_parent
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
 from megatron.training.output_folders import remove_unused_folders

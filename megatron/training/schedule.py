@@ -90,11 +90,16 @@ class Schedule:
         self._communicator: Any = None
         self._link_communicator: PipelineCommunicator | None = None
         self._core_communicator: FinishingCommunicator | None = None
+        config = model.config
+        if timers.level > 1:
+            # Disable the communicator's own timers: they do not cover overlapped receives.
+            config = copy.copy(config)
+            config.timers = None
         if job.links is not None:
             delayed = {"after_gradient": model.delayed_wgrad.compute} if model.delayed_wgrad else {}
             self._communicator = self._link_communicator = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
-                config=model.config,
+                config=config,
                 upstream=job.links.upstream,
                 downstream=job.links.downstream,
                 device=job.device,
@@ -102,11 +107,6 @@ class Schedule:
             )
         elif plan.stages > 1:
             # Homogeneous runs use megatron-core's own p2p on the vendor's library.
-            config = model.config
-            if timers.level > 1:
-                # Disable its own timers: they do not cover overlapped receives.
-                config = copy.copy(config)
-                config.timers = None
             self._core_communicator = FinishingCommunicator(job.groups.pipeline, config)
             self._communicator = self._core_communicator
         if self._communicator is not None and timers.level > 1:

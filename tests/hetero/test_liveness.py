@@ -70,7 +70,7 @@ def test_a_rank_whose_host_answers_nothing_is_not_said_to_have_ended(
     server: LivenessServer,
 ) -> None:
     one, other = connected(server, 1), connected(server, 2)
-    unreachable = next(client for client in server._clients.values() if client.rank == 1)
+    unreachable = next(client for client in server._clients if client.rank == 1)
     unreachable.connection = TimedOut(fileno=unreachable.connection.detach())
     one._send({"ask": True})
     for side in (server, other):

@@ -46,7 +46,7 @@ def _die(liveness: Liveness) -> None:
     """What the kernel does when a process ends."""
     liveness._closed.set()
     if isinstance(liveness, LivenessServer):
-        for client in [*liveness._clients.values()]:
+        for client in [*liveness._clients]:
             client.connection.shutdown(socket.SHUT_RDWR)
     elif isinstance(liveness, LivenessClient) and liveness._connection is not None:
         liveness._connection.shutdown(socket.SHUT_RDWR)

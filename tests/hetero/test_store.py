@@ -92,3 +92,14 @@ def test_a_wait_that_ends_without_its_key_logs_nothing(capfd: pytest.CaptureFixt
     with pytest.raises(dist.DistStoreError, match="key did not come within"):
         store.wait(["key"], timedelta(milliseconds=50))
     assert capfd.readouterr().err == ""
+
+
+def test_a_store_whose_waits_can_be_aborted_has_torchs_other_operations_and_its_timeout():
+    own = dist.HashStore()
+    own.set_timeout(timedelta(milliseconds=20))
+    store = AbortableStore(own)
+    assert store.add("count", 2) == 2
+    with pytest.raises(dist.DistStoreError, match=r"key did not come within 0:00:00\.02"):
+        store.wait(["key"])
+    with pytest.raises(dist.DistStoreError, match="key did not come within 0:00:00"):
+        store.wait(["key"], timedelta(0))

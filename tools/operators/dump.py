@@ -147,7 +147,7 @@ def _header(record: dict[str, Any]) -> Header:
 
 
 def require_comparable(left: Header, right: Header) -> None:
-    """Refuse two dumps that were not made from the same; raises a Refusal naming all that differs.
+    """Refuse two dumps that were not made from the same; raises UserError naming all that differs.
 
     Other flags make other operators and inputs, so these are compared only where the flags agree.
     """

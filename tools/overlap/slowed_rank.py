@@ -18,6 +18,9 @@ def slow_links(phases: Sequence[Phase]) -> list[Any]:
 
     A schedule says what it expects once an iteration, on every rank, before anything is sent.
     """
+    from megatron.training.import_core import import_megatron_core
+
+    import_megatron_core()
     from hetero.link.flow import Flow
     from hetero.pipeline.communicator import PipelineCommunicator
     from tools.overlap.slow_wire import slow_down

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import Refusal
+from hetero.errors import UserError
 from hetero.planner.search_space import Problem
 from hetero.planner.solution import find_best_plans
 from tools.planner_validation.metis_planner import metis_profiles, run_metis
@@ -78,7 +78,7 @@ def compare(
         for folder, file, name in checkouts
         if not (folder / file).exists()
     ]:
-        raise Refusal(*lacking)
+        raise UserError(*lacking)
     found = []
     for problem in problems:
         if problem.peer == "Metis" and metis is None:

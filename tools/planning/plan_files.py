@@ -32,7 +32,7 @@ def write_solution(
 ) -> list[str]:
     """Write all files. Returns lines that say what was written and how to run it.
 
-    Raises a Refusal, and writes nothing, where the model's own flags do not go with the plan.
+    Raises UserError, and writes nothing, where the model's own flags do not go with the plan.
     """
     first = found.best.first
     placement = first.placement

@@ -227,7 +227,7 @@ def _profile(
 def _require_points(problem: Problem) -> list[str]:
     """Each accelerator needs one point at least. Says which of the others the search does without.
 
-    Raises a Refusal that names the points which an accelerator lacks.
+    Raises a UserError that names the points which an accelerator lacks.
     """
     space, length = problem.space, problem.model.seq_length
     largest: dict[str, int] = {}

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hetero.errors import Refusal, UserError
+from hetero.errors import UserError
 from hetero.planner.model_shape import model_file
 from megatron.training.arguments.config_file import FLAG
 from megatron.training.command_line import read_command_line
 
 
 def require_accepted(model: str, files: Mapping[str, str], *, ranks: int) -> None:
-    """Raise a Refusal with what pretrain_gpt.py would say of the written files on so many ranks.
+    """Raise UserError with what pretrain_gpt.py would say of the written files on so many ranks.
 
     `files` are flags.yaml and plan.yaml, which need not be there yet. What is wrong without them
     too is no matter of the plan: flags that are still to be typed.
@@ -29,7 +29,7 @@ def require_accepted(model: str, files: Mapping[str, str], *, ranks: int) -> Non
             words += ["--hetero-plan", str(plan)]
         said = [one.replace(f"{folder}/", "") for one in _refused(words, ranks=ranks)]
     if new := [one for one in said if one not in before]:
-        raise Refusal(
+        raise UserError(
             *(
                 f"pretrain_gpt.py would not take the plan that was found with the flags of "
                 f"{model_file(model)}: {one}"

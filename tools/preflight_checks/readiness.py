@@ -165,7 +165,7 @@ def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[
     """The NICs that links would use and their addresses.
 
     Those named (a network interface or an RDMA device), or those recommended, or the one towards
-    the first node. Raises a Refusal with every name that is no NIC with an address here.
+    the first node. Raises UserError with every name that is no NIC with an address here.
     """
     by_interface = {i.name: i.address for i in facts.interfaces if i.address is not None}
     of_rdma = {

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from hetero.errors import HeteroError
-from hetero.parent_process import end_with_parent
+from hetero.launched_process import end_with_parent
 from tools.launching.interrupts import children_ignore_interrupts
 from tools.preprocessing.batches import Batch
 from tools.preprocessing.encoder import Encoder, Tokens

@@ -20,6 +20,7 @@ from hetero.groups import planned_groups
 from hetero.phase import Phase
 from hetero.plan import Mesh, Plan
 from hetero.records import Record
+from hetero.store import BoundedStore
 
 _PATIENCE = 300.0
 _COUNTED = "hetero/phase"
@@ -107,7 +108,7 @@ def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
     coming until it knows the outcome. At least three ranks.
     """
     store = DictStore()
-    played = Phase(store, 1, "command lines", world_size)
+    played = Phase(BoundedStore(store, seconds=_PATIENCE), 1, "command lines", world_size)
     for rank in range(2, world_size - 1):
         played.arrive(rank)
         played.submit(Record.of(rank, played.what, payload_of(rank), None))

@@ -46,7 +46,7 @@ def expand_config_files(
 ) -> tuple[list[str], list[str]]:
     """`words` with the flags of every --yaml-cfg FILE in front, and notes for the log.
 
-    The notes are on settings that are not used. Raises `Refusal`, with all errors in all files.
+    The notes are on settings that are not used. Raises UserError, with all errors in all files.
     """
     paths, rest = _split_paths(words)
     translator = _Translator(parser)

@@ -80,7 +80,7 @@ def parse_args(
 
     `world_size` is that of the environment (WORLD_SIZE) where left out. With --hetero-plan the
     parallel sizes, and what is derived from them, are not set: `layout.apply_plan_file` reads the
-    plan's file and sets them. Raises a `Refusal` with all errors.
+    plan's file and sets them. Raises UserError with all errors.
     """
     problems = Problems()
     args = collect_args(argv, problems, world_size=world_size)

@@ -24,18 +24,18 @@ def held_by(layout: Layout, rank: int, whole: Numbers) -> Numbers:
     return np.split(mine, layout.tensor)[tensor] if layout.sequence_parallel else mine
 
 
-def send(slab: Slab, layout: Layout, held: Numbers) -> Numbers:
+def send(slab: Slab, layout: Layout, held: Numbers, sequence: int) -> Numbers:
     """What crosses, out of what the sending rank holds."""
     part = held
     if not layout.sequence_parallel:
-        rows = layout.part(slab.source, len(held))
+        rows = layout.part(slab.source, sequence)
         part = held[rows.start : rows.stop]
-    return part[_cut(slab.source_rows), _cut(slab.source_batch)]
+    return part[_cut(layout.in_part(slab, slab.source, sequence))]
 
 
-def _cut(interval: range) -> slice:
-    assert 0 <= interval.start < interval.stop
-    return slice(interval.start, interval.stop)
+def _cut(place: tuple[slice, slice]) -> tuple[slice, slice]:
+    assert all(0 <= interval.start < interval.stop for interval in place)
+    return place
 
 
 def gathered(layout: Layout, parts: list[Numbers], rank: int, held: int) -> Numbers:
@@ -73,10 +73,10 @@ def test_each_element_crosses_once_and_arrives_wherever_it_is_needed(
     parts = [np.full((rows, target.micro_batch_size), -1) for _ in range(target.ranks)]
     crossed: Counter[int] = Counter()
     for slab in slabs(source, target, sequence=sequence):
-        sent = send(slab, source, held_by(source, slab.source, whole))
+        sent = send(slab, source, held_by(source, slab.source, whole), sequence)
         assert sent.size == slab.elements
         crossed.update(sent.ravel().tolist())
-        place = parts[slab.target][_cut(slab.target_rows), _cut(slab.target_batch)]
+        place = parts[slab.target][_cut(target.in_part(slab, slab.target, sequence))]
         assert (place == -1).all()
         place[...] = sent
     assert crossed == Counter(range(whole.size))
@@ -104,8 +104,7 @@ def test_no_rank_sends_or_receives_more_than_its_part(crossing: tuple[Layout, La
 def test_gradients_go_back_as_activations_came(crossing: tuple[Layout, Layout, int]) -> None:
     source, target, sequence = crossing
     back = {
-        Slab(s.target, s.source, s.target_rows, s.target_batch, s.source_rows, s.source_batch)
-        for s in slabs(source, target, sequence=sequence)
+        Slab(s.target, s.source, s.rows, s.batch) for s in slabs(source, target, sequence=sequence)
     }
     assert back == set(slabs(target, source, sequence=sequence))
 
@@ -119,13 +118,16 @@ def test_stages_of_one_layout_exchange_one_slab_a_rank() -> None:
 
 
 def test_two_tensor_parallel_ranks_each_send_half_to_each_of_two_replicas() -> None:
-    whole = range(4)
-    assert slabs(Layout(2, 1, 2), Layout(1, 2, 1), sequence=8) == [
-        Slab(0, 0, whole, range(1), whole, range(1)),
-        Slab(0, 1, whole, range(1, 2), whole, range(1)),
-        Slab(1, 0, whole, range(1), range(4, 8), range(1)),
-        Slab(1, 1, whole, range(1, 2), range(4, 8), range(1)),
+    wide, replicas = Layout(2, 1, 2), Layout(1, 2, 1)
+    found = slabs(wide, replicas, sequence=8)
+    assert found == [
+        Slab(0, 0, range(4), range(1)),
+        Slab(0, 1, range(4), range(1, 2)),
+        Slab(1, 0, range(4, 8), range(1)),
+        Slab(1, 1, range(4, 8), range(1, 2)),
     ]
+    assert wide.in_part(found[3], 1, 8) == (slice(0, 4), slice(1, 2))
+    assert replicas.in_part(found[3], 1, 8) == (slice(4, 8), slice(0, 1))
 
 
 @pytest.mark.parametrize(

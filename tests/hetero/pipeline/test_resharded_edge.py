@@ -27,7 +27,7 @@ def edges(source: Layout, target: Layout) -> tuple[list[ReshardedEdge], list[Res
     def of(own: Layout, other: Layout, *, is_source: bool) -> list[ReshardedEdge]:
         found = []
         for place in range(own.ranks):
-            end = End(own, other, is_source=is_source, place=place, sequence=SEQUENCE)
+            end = End(own, other, place=place, sequence=SEQUENCE)
             links = {
                 peer: cast(
                     Link,

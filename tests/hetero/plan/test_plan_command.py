@@ -10,8 +10,7 @@ from textwrap import dedent
 import pytest
 
 from hetero.plan import Mesh, Plan, __main__
-from hetero.plan.nodes import nodes_of
-from hetero.plan.picture import draw_stage, notes
+from hetero.plan.picture import draw_stage, nodes_of, notes
 
 UNEQUAL = """
 meshes:
