@@ -196,7 +196,7 @@ def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Pat
     outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: broken})
     assert [outcome.code for outcome in outcomes] == [1, 1]
     named = f"rank 1 on {gethostname()} (stage 1) failed while the ranks compared their data files"
-    assert f"{named}: division by zero" in outcomes[0].stderr
+    assert f"{named}: ZeroDivisionError: division by zero" in outcomes[0].stderr
     assert "ZeroDivisionError" in outcomes[1].stderr
 
 

@@ -36,7 +36,7 @@ class Ring:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def order(self, messages: list[Message], *, tag: int, microseconds: int) -> list[object]:
+    def order(self, messages: list[Message], **_: int) -> list[object]:
         self.messages += messages
         return []
 
