@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import os
 import socket
-import weakref
 from collections.abc import Sequence
 
 import psutil
@@ -138,16 +137,3 @@ def keep_alive(connection: socket.socket, *, ack_timeout: float | None = None) -
     if ack_timeout is not None:
         milliseconds = int(ack_timeout * 1000)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-
-
-def close_in_child(connection: socket.socket) -> socket.socket:
-    """Close it in a child that forks: it would be open for as long as the child runs."""
-    # Python keeps these handlers for ever, so hold no socket in one.
-    reference = weakref.ref(connection)
-
-    def close() -> None:
-        if (inherited := reference()) is not None:
-            inherited.close()
-
-    os.register_at_fork(after_in_child=close)
-    return connection

@@ -108,6 +108,16 @@ class TrainingError(HeteroError):
     known_to_all = True
 
 
+def first_line(error: Exception) -> str:
+    """Of its message; empty if it has none."""
+    return (str(error).splitlines() or [""])[0]
+
+
+def kind_and_first_line(error: Exception) -> str:
+    """An unexpected exception in a line, for those who do not see its traceback."""
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
 def print_line(text: str) -> None:
     """Print a line on stderr in a single write.
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from hetero.errors import HeteroError, write_error_file
+from hetero.errors import HeteroError, first_line, kind_and_first_line, write_error_file
 
 LAUNCHER_VARIABLE = "HETERO_LAUNCHER_PID"
 """Set by `hetero.run` for the processes that it starts."""
@@ -53,15 +53,14 @@ def _write(error: Exception) -> None:
 
     if Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).is_file():
         return  # torchelastic's `record` has written it
-    first_line = (str(error).splitlines() or [""])[0]
-    in_callback = first_line.rpartition(_IN_A_CALLBACK)[2]
+    in_callback = first_line(error).rpartition(_IN_A_CALLBACK)[2]
     own = isinstance(error, HeteroError) or in_callback.startswith(_OF_A_GROUP)
     if isinstance(error, HeteroError):
         text = str(error)
     elif own:
         text = in_callback.removeprefix(_OF_A_GROUP)
     else:
-        text = f"{type(error).__name__}: {first_line}".rstrip(": ")
+        text = kind_and_first_line(error)
     # Where groups or links fail another rank may have ended before. Our own errors name the ranks.
     write_error_file(
         text, printed=False, known_to_all=own, consequence=own or isinstance(error, DistError)

@@ -117,7 +117,7 @@ class P2PBatch:
         for batch in reversed(self._followers):
             begin = end - len(batch.ops)
             batch._pending, end = left[begin:end], begin
-        self._pending = left[:end] if self._followers else left
+        self._pending = left[:end]
 
     def _messages(self) -> list[Message] | None:
         """None if a link has to be opened first and the calling thread may not wait for that."""

@@ -10,13 +10,13 @@ import socket
 
 from hetero.addresses import (
     PORT_RANGE,
-    close_in_child,
     interface_with,
     is_loopback,
     listen_everywhere,
 )
 from hetero.collectives.vendor_layout import Member
 from hetero.errors import LinkError
+from hetero.forked_children import close_in_children
 
 _LARGEST_BACKLOG = 4096
 _CONNECT_SECONDS = 1.0
@@ -33,7 +33,7 @@ class Presence:
     def __init__(self, *, size: int, store_host: str) -> None:
         # A rank's two kinds of devices wait for each peer twice each: calls and messages.
         self._listener = listen_everywhere(backlog=min(4 * size, _LARGEST_BACKLOG))
-        close_in_child(self._listener)
+        close_in_children(self._listener)
         self.store_host = store_host
         self.port: int = self._listener.getsockname()[1]
         self._connections: dict[int, socket.socket] = {}

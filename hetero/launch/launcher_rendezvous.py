@@ -133,9 +133,10 @@ class LauncherRendezvous:
         It looks for the endpoint among the addresses of this host's own name, which may be of
         another interface, and has no addresses where no name service knows it.
         """
-        if self._is_host() and self._name_leads_here():
-            return  # and may be the second launcher of this host, which joins the first
-        self._parameters.config["is_host"] = self._is_host()
+        is_host = self._is_host()
+        # Else it may be the second launcher of this host, which joins the first.
+        if not (is_host and self._name_leads_here()):
+            self._parameters.config["is_host"] = is_host
 
     def _name_leads_here(self) -> bool:
         host, _ = self._settings.address

@@ -21,8 +21,9 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from hetero.addresses import close_in_child, family_of
+from hetero.addresses import family_of
 from hetero.errors import LinkError
+from hetero.forked_children import close_in_children
 from hetero.link.base import LinkDescription
 from hetero.store import Store, WaitAborted
 
@@ -122,7 +123,7 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
                 if key.fileobj is not listener:
                     selector.unregister(key.fileobj)
                     if _authenticates(key.data, rendezvous):
-                        return close_in_child(key.data.dup())
+                        return close_in_children(key.data.dup())
                     key.data.close()
                     continue
                 connection = pending.enter_context(listener.accept()[0])
@@ -171,7 +172,7 @@ def connect(
             connection.settimeout(max(0.1, min(_TOKEN_SECONDS, deadline - time.monotonic())))
             connection.connect(address)
             exchange_tokens(connection, rendezvous)
-            return close_in_child(connection)
+            return close_in_children(connection)
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline or isinstance(error, AuthenticationError):

@@ -6,10 +6,8 @@ garbage, and a caller that synchronizes the device and calls `check()` never use
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,15 +187,3 @@ class RingLinkBase(Link):
     def _release_completed(self) -> None:
         self._out.release_completed()
         self._in.release_completed()
-
-
-def refuse_forks(link: RingLinkBase) -> None:
-    """Have a link fail in every child that this process forks from now on."""
-    # Python keeps these handlers for ever, so hold no link in one.
-    reference = weakref.ref(link)
-
-    def refuse() -> None:
-        if (inherited := reference()) is not None:
-            inherited.break_in_fork()
-
-    os.register_at_fork(after_in_child=refuse)

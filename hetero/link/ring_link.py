@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hetero.device.device import CurrentStream, Word
+from hetero.forked_children import call_in_children
 from hetero.link.base import (
     LinkDescription,
     Work,
@@ -27,7 +28,7 @@ from hetero.link.base import (
 )
 from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import job_token
-from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase, refuse_forks
+from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
 from hetero.native.structures import Transfer
@@ -69,7 +70,7 @@ class RingLink(RingLinkBase):
         self._closing = threading.Lock()
         self._process = os.getpid()
         """A fork that closes the link, as by its parent's `with`, is no end of it."""
-        refuse_forks(self)
+        call_in_children(self.break_in_fork)
         self._thread = threading.Thread(
             target=self._run,
             name=f"{self.transport} {description.rank}-{description.peer} watch",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from hetero.addresses import PORT_RANGE, is_loopback, is_unreachable, keep_alive
 from hetero.errors import UserError
+from hetero.forked_children import call_in_children
 from hetero.liveness.liveness import (
     ACK_SECONDS,
     HEARTBEAT,
@@ -117,7 +117,7 @@ class LivenessClient(Liveness):
         self.address = _normalized(local)
         self.is_elsewhere = local != remote and not is_loopback(_normalized(remote))
         self._last_heard = time.monotonic()
-        os.register_at_fork(after_in_child=connection.close)
+        call_in_children(connection.close)
         return connection
 
     def _receive_loop(self, connection: socket.socket) -> None:

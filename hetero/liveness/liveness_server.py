@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import selectors
 import socket
 import threading
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero.addresses import is_unreachable, keep_alive, listen_everywhere
+from hetero.forked_children import call_in_children
 from hetero.liveness.liveness import (
     ACK_SECONDS,
     HEARTBEAT,
@@ -66,7 +66,7 @@ class LivenessServer(Liveness):
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        os.register_at_fork(after_in_child=self._close_all)
+        call_in_children(self._close_all)
         threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
     def fail(self, reason: str) -> None:

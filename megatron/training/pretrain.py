@@ -13,7 +13,14 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hetero.errors import DataError, HeteroError, UserError, print_error, write_error_file
+from hetero.errors import (
+    DataError,
+    HeteroError,
+    UserError,
+    kind_and_first_line,
+    print_error,
+    write_error_file,
+)
 from hetero.launched_process import end_with_parent
 from megatron.training.command_line import read_command_line
 from megatron.training.import_core import import_megatron_core
@@ -152,10 +159,9 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
 
 def _summary(error: Exception) -> str:
     """An unexpected exception in a line, for those who do not see its traceback."""
-    lines = str(error).splitlines() or [""]
     if found := _IN_WORKER.match(str(error)):
-        return f"{lines[-1]} ({found[1]})"
-    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+        return f"{str(error).splitlines()[-1]} ({found[1]})"
+    return kind_and_first_line(error)
 
 
 def _short_cause(text: str) -> str:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -306,16 +306,28 @@ def test_a_host_name_that_cannot_be_looked_up_is_refused(
 # Several nodes, all on this host.
 
 
+def start_nodes(
+    script: str,
+    how: str,
+    *,
+    launcher: tuple[str, ...],
+    sizes: Sequence[str] = ("2", "2"),
+    processes: int = 1,
+) -> list[subprocess.Popen[str]]:
+    """A launcher a node; `sizes` is how many nodes each is told that there are."""
+    place = ["--nproc-per-node", str(processes)]
+    place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    return [
+        start(*place, "--nnodes", size, "--node-rank", str(node), script, how, launcher=launcher)
+        for node, size in enumerate(sizes)
+    ]
+
+
 def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
     script: str, soon: tuple[str]
 ) -> None:
     """The other node's processes know nothing of it, and would go on."""
-    place = ["--nnodes", "2", "--nproc-per-node", "2"]
-    place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    nodes = [
-        start(*place, "--node-rank", str(node), script, "kill", launcher=soon) for node in range(2)
-    ]
-    for process in nodes:
+    for process in start_nodes(script, "kill", launcher=soon, processes=2):
         code, _, err = ended(process)
         assert code == 137
         (line,) = [line for line in err if line.startswith("error: ")]
@@ -326,35 +338,20 @@ def test_a_cause_on_one_node_is_the_last_word_and_the_exit_code_on_all(
 def test_nodes_that_are_started_with_different_sizes_of_the_job_are_told_so(
     script: str, soon: tuple[str]
 ) -> None:
-    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    nodes = [
-        start(
-            *("--nnodes", size, "--node-rank", str(node), *place, script, "well"),
-            launcher=soon,
-        )
-        for node, size in enumerate(("2", "3"))
-    ]
-    for process in nodes:
+    sizes = "2", "3"
+    for process in start_nodes(script, "well", launcher=soon, sizes=sizes):
         code, _, err = ended(process)
         assert code == 2
         assert err[-1].startswith("error: node ")
-        for node, size in enumerate(("2", "3")):
+        for node, size in enumerate(sizes):
             assert f"node {node} on {socket.gethostname()} " in err[-1]
             assert f" with --nnodes {size}" in err[-1] or f" with {size};" in err[-1]
-
-
-def start_two_nodes(script: str, how: str, *launcher: str) -> list[subprocess.Popen[str]]:
-    place = ["--nnodes", "2", "--nproc-per-node", "1"]
-    place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [
-        start(*place, "--node-rank", str(node), script, how, launcher=launcher) for node in range(2)
-    ]
 
 
 def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(
     script: str, soon: tuple[str]
 ) -> None:
-    for process in start_two_nodes(script, "late", *soon):
+    for process in start_nodes(script, "late", launcher=soon):
         code, _, err = ended(process)
         assert code == 137
         assert err[-1].startswith("error: rank 1 on ")
@@ -363,7 +360,7 @@ def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(
 def test_a_node_whose_processes_have_ended_well_can_be_interrupted_while_another_still_runs(
     script: str, soon: tuple[str]
 ) -> None:
-    first, other = start_two_nodes(script, "first", *soon)
+    first, other = start_nodes(script, "first", launcher=soon)
     assert first.stdout is not None
     assert first.stdout.readline() == "ends\n"
     while psutil.Process(first.pid).children():
