@@ -170,7 +170,8 @@ class RingLinkBase(Link):
     def break_in_fork(self) -> None:
         """Fail whatever a forked child asks of its parent's link.
 
-        It shares the memory, and would write the parent's messages over. Change nothing in that.
+        It shares the memory, and would write the parent's messages over. Change nothing in that,
+        and keep the transfers: freeing a GPU's event ends a forked child.
         """
         self._lock = threading.Lock()  # whoever held it does not exist in the child
         self._broken = error = self.failure(
@@ -181,8 +182,6 @@ class RingLinkBase(Link):
         for flow in (self._out, self._in):
             for transfer in flow.transfers():
                 transfer.error = error
-            flow.waiting.clear()
-            flow.in_flight.clear()
 
     def _release_completed(self) -> None:
         self._out.release_completed()

@@ -290,10 +290,29 @@ def a_tensor_s_memory_outlives_what_its_owner_makes_of_it(side: Side) -> bool:
     return arrived and all(bool((tensor == 77).all()) for tensor in noise)
 
 
+def a_fork_ends_well_while_a_message_is_under_way(side: Side) -> bool:
+    """As a data loader starts its workers. A fork that frees a GPU's event is aborted."""
+    expected = make((1 << 18,), torch.int32, side.device, seed=1)
+    target = blank(expected)
+    if side.rank == 0:
+        side.hear("forked")
+        work = side.link.send(expected)
+    else:
+        work = side.link.recv(target)
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    has_ended_well = os.waitpid(child, 0)[1] == 0
+    if side.rank == 1:
+        side.say("forked")
+    work.wait()
+    return has_ended_well and (side.rank == 0 or same_bits(target, expected))
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
         two_sides_that_both_send_first_do_not_wait_for_each_other,
+        a_fork_ends_well_while_a_message_is_under_way,
         a_sender_may_drop_its_tensor_at_once,
         a_sender_may_overwrite_its_tensor_after_wait,
         a_tensor_s_memory_outlives_what_its_owner_makes_of_it,

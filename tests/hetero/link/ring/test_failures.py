@@ -314,6 +314,16 @@ def test_a_fork_cannot_use_a_link_of_its_parents() -> None:
         assert cross(pair, torch.ones(20 * LARGE))
 
 
+def test_a_fork_keeps_what_its_parents_messages_hold() -> None:
+    """A GPU's event among it, say: to free one aborts a process that was forked."""
+    with opened() as pair:
+        pair.receiver.recv(torch.zeros(3))
+        held = weakref.ref(pair.receiver._in.waiting[0].tensor)
+        if (child := os.fork()) == 0:
+            os._exit(0 if held() is not None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def refusals_in_fork(uses: dict[str, Callable[[], object]]) -> tuple[int, dict[str, str]]:
     """A fork, and what it is told by each of these that fail in it."""
     reading, writing = os.pipe()
