@@ -40,6 +40,7 @@ from hetero.collectives.side_stream import SideStream
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, Worker
 from hetero.errors import LinkError
+from hetero.weak_method import weak_method
 
 _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
@@ -85,14 +86,14 @@ class Communicator:
                 timeout=timeout,
                 address=address_for_gloo(layout),
             )
-            check_abort = self._check_abort if device.type == "cpu" else None
+            check_abort = weak_method(self._check_abort) if device.type == "cpu" else None
             self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)
         self._links = Links(
             layout=layout,
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
-            check_abort=self._check_abort_or_peer,
+            check_abort=weak_method(self._check_abort_or_peer),
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
@@ -104,13 +105,8 @@ class Communicator:
         self._last_call: Call | None = None
         self._error: CollectiveError | None = None
         self._is_connected = False
-        poll_failures = weakref.WeakMethod(self._poll_failures)
-
-        def poll() -> None:
-            # A group may be dropped without shutdown, as after an abort, and must not live on here.
-            if (method := poll_failures()) is not None:
-                method()
-
+        # A group may be dropped without shutdown, as after an abort, and must not live on here.
+        poll = weak_method(self._poll_failures)
         self._worker = Worker(f"{name} calls", poll=poll, seconds=POLL_SECONDS)
         # A script need not destroy its groups, and Python aborts a process at whose exit a thread
         # is in PyTorch's C++, as the worker is while it polls the store.
@@ -132,7 +128,7 @@ class Communicator:
             store=store,
             device=self.device,
             timeout=_CPU_P2P_SECONDS if on_cpu else self.timeout,
-            check_abort=self._check_peer,
+            check_abort=weak_method(self._check_peer),
         )
         if on_cpu:
             return CpuP2P(layout=self.layout, links=links, store=store)
