@@ -24,7 +24,7 @@ GPT = (
     "--normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
     "--attention-dropout 0 --micro-batch-size 4 --global-batch-size 16 --lr 3e-3 "
     "--min-lr 3e-4 --log-interval 1 --eval-iters 0 --num-workers 0 --mock-data "
-    "--tokenizer-type ByteLevelTokenizer"
+    "--tokenizer-type ByteLevelTokenizer --deterministic-mode"
 ).split()
 MODEL = [
     *GPT,
