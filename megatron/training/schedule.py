@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.finishing_communicator import FinishingCommunicator
 from megatron.training.job import Job
 from megatron.training.model import StageModel
-from megatron.training.timing.timed_communicator import TimedCommunicator
+from megatron.training.timing.timed_communicator import time_by_neighbour
 from megatron.training.timing.timers import Timers
 
 Batch = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class Schedule:
 
     def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
         self._args = job.args
-        self._model = model
+        self._model, self._timers = model, timers
         self._device = job.device
         plan = job.plan
         self._share = plan.meshes[job.coordinate.mesh].share
@@ -87,30 +87,24 @@ class Schedule:
         self._run = get_forward_backward_func(
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
-        self._communicator: Any = None
+        self._communicator: P2PCommunicator | None = None
         self._link_communicator: PipelineCommunicator | None = None
         self._core_communicator: FinishingCommunicator | None = None
-        config = model.config
-        if timers.level > 1:
-            # Disable the communicator's own timers: they do not cover overlapped receives.
-            config = copy.copy(config)
-            config.timers = None
         if job.links is not None:
-            delayed = {"after_gradient": model.delayed_wgrad.compute} if model.delayed_wgrad else {}
             self._communicator = self._link_communicator = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
-                config=config,
+                config=model.config,
                 upstream=job.links.upstream,
                 downstream=job.links.downstream,
                 device=job.device,
-                **delayed,
+                after_gradient=self._compute_delayed,
             )
         elif plan.stages > 1:
             # Homogeneous runs use megatron-core's own p2p on the vendor's library.
-            self._core_communicator = FinishingCommunicator(job.groups.pipeline, config)
+            self._core_communicator = FinishingCommunicator(job.groups.pipeline, model.config)
             self._communicator = self._core_communicator
         if self._communicator is not None and timers.level > 1:
-            self._communicator = TimedCommunicator(self._communicator, timers)
+            time_by_neighbour(self._communicator, timers)
         self._is_interleaved = plan.chunks > 1
         self._is_first, self._is_last = job.coordinate.stage == 0, job.is_last_stage
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
@@ -156,3 +150,9 @@ class Schedule:
         if not results or not self._counts_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
+
+    def _compute_delayed(self) -> None:
+        """Compute the weight gradients that waited until the gradient of the input was sent."""
+        if self._model.delayed_wgrad is not None:
+            with self._timers("backward-compute"):
+                self._model.delayed_wgrad.compute()
