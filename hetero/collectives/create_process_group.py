@@ -10,10 +10,9 @@ import contextlib
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +26,7 @@ from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
-from hetero.store import (
-    AbortableStore,
-    BoundedStore,
-    StoreHostEnded,
-    StoreUnresponsive,
-    WaitAborted,
-)
+from hetero.store import BoundedStore, as_link_error
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -45,7 +38,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
     # may have been others.
     names = spans(global_ranks)
-    with _building(options.group_id):
+    with as_link_error(f"group {options.group_id} could not be built"):
         shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
         incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
@@ -147,15 +140,6 @@ def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.Proce
     )
 
 
-@contextlib.contextmanager
-def _building(name: str) -> Iterator[None]:
-    """Have the error of a store whose host has ended, or does not answer, name the group."""
-    try:
-        yield
-    except (StoreHostEnded, StoreUnresponsive) as error:
-        raise LinkError(f"group {name} could not be built: {error}") from error
-
-
 class _Rendezvous:
     """What the members of a group tell each other, through its store, while they create it."""
 
@@ -173,8 +157,8 @@ class _Rendezvous:
         self._rank, self._size = rank, size
         self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
         world = dist.GroupMember.WORLD
-        self._require_present: Callable[[int], None] | None = None
-        """Raises LinkError if a rank, by its number in the group, has ended. None if unknown."""
+        self._require_present: Callable[[int], None] = lambda _: None
+        """Raises LinkError if a rank, by its number in the group, is known to have ended."""
         if isinstance(world, HeteroProcessGroupBase):
             self._require_present = lambda member: world.require_present(global_ranks[member])
 
@@ -223,8 +207,8 @@ class _Rendezvous:
 
     def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Every member's payload, with its host; LinkError if one has an error or does not come."""
-        with _building(self._name):
-            payloads = self._all_gather(what, own)
+        with as_link_error(f"group {self._name} could not be built"):
+            payloads = self._all_gather(what, {**own, "host": socket.gethostname()})
         errors = {rank: p["error"] for rank, p in enumerate(payloads) if "error" in p}
         if errors:
             rank, reason = next(iter(errors.items()))
@@ -235,41 +219,36 @@ class _Rendezvous:
         return payloads
 
     def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        payload = {**own, "host": socket.gethostname()}
-        self._store.set(f"{what}/{self._rank}", json.dumps(payload))
-        keys = [f"{what}/{rank}" for rank in range(self._size)]
+        store, keys = self._store, [f"{what}/{rank}" for rank in range(self._size)]
+        coming = deque(enumerate(keys))
+
+        def require_coming() -> None:
+            """Raise LinkError if the first member that is missing has ended."""
+            while coming and store.check([coming[0][1]]):
+                coming.popleft()
+            if not coming:
+                return
+            rank, key = coming[0]
+            try:
+                self._require_present(rank)
+            except LinkError:
+                # One that has left the group since may have left its key before.
+                if not store.check([key]):
+                    raise
+
+        store.set(keys[self._rank], json.dumps(own))
+        # All poll one key: polls for all keys of all ranks would be too many for the store.
+        if store.add(f"{what}/count", 1) == self._size:
+            store.set(f"{what}/all", "1")
         try:
-            self._await(keys)
-        except WaitAborted as gone:
+            store.wait([f"{what}/all"], self._timeout, check_abort=require_coming)
+        except LinkError as gone:
             raise LinkError(f"group {self._name} could not be built: {gone}") from gone
-        except RuntimeError as error:
-            missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             names = spans(self._global_ranks[rank] for rank in missing)
             raise LinkError(
                 f"group {self._name} could not be built: {names} did not come within "
                 f"{self._timeout.total_seconds():g} s; see the log there"
             ) from error
-        return [json.loads(text) for text in self._store.multi_get(keys)]
-
-    def _await(self, keys: Sequence[str]) -> None:
-        """Wait for every member's key. WaitAborted if one is known to have ended meanwhile."""
-        if self._require_present is None:
-            self._store.wait(list(keys), self._timeout)
-            return
-        if self._store.check(list(keys)):
-            return
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        # One after another: polls for all keys of all ranks would be too many for the store.
-        for rank, key in enumerate(keys):
-            store = AbortableStore(self._store, partial(self._require_coming, rank, key))
-            store.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())))
-
-    def _require_coming(self, rank: int, key: str) -> None:
-        """Raise LinkError if a member has ended without its key."""
-        assert self._require_present is not None
-        try:
-            self._require_present(rank)
-        except LinkError:
-            # One that has left the group since may have left its key before.
-            if not self._store.check([key]):
-                raise
+        return [json.loads(text) for text in store.multi_get(keys)]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -93,12 +94,11 @@ class NodeFailures:
             return
         with suppress(Exception):
             self._store.set(f"left/{self._node}", "1")
-            others = [f"left/{node}" for node in self._others]
-            # Who has not reported by the deadline of `exchange` is gone.
-            deadline = self._deadline or time.monotonic() + _TIMEOUT
-            while self._node == 0 and others and time.monotonic() < deadline:
-                others = [key for key in others if not self._store.check([key])]
-                time.sleep(_PAUSE if others else 0)
+            if self._node == 0:
+                # Who has not reported by the deadline of `exchange` is gone.
+                seconds = self._deadline - time.monotonic() if self._deadline else _TIMEOUT
+                keys = [f"left/{node}" for node in self._others]
+                self._store.wait(keys, timedelta(seconds=seconds))
 
     def _others_exits(self) -> list[ProcessExit]:
         """What the other nodes have reported so far."""

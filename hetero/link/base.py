@@ -26,7 +26,8 @@ class LinkDescription:
 
     rank: int
     peer: int
-    job: str
+    secret: str
+    """Of both ends: it shows each that the other belongs to the link."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
     stage: int | None = None

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from hetero.addresses import address_towards, family_of, reachable_address
-from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import AbortableStore, BoundedStore, StoreHostEnded, StoreUnresponsive
+from hetero.store import BoundedStore, as_link_error
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -70,18 +69,17 @@ def connect(
         raise ValueError("; ".join(problems))
     native()
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
-    try:
-        number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
-    except (StoreHostEnded, StoreUnresponsive) as error:
-        raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
+    shared = BoundedStore(dist.PrefixStore(_PREFIX, store), seconds=timeout)
+    with as_link_error(f"link rank {rank} - rank {peer} could not be opened"):
+        number = shared.add(f"{pair}/opened by {rank}", 1)
     name = f"{pair}/{number}"
     rendezvous = Rendezvous(
-        store=AbortableStore(dist.PrefixStore(_PREFIX, store), check_abort),
-        description=LinkDescription(rank=rank, peer=peer, job=name, timeout=timeout),
+        store=shared,
+        description=LinkDescription(rank=rank, peer=peer, secret="", timeout=timeout),
         name=name,
         listens=rank < peer,
-        secret=b"",
         timeout=timeout,
+        check_abort=check_abort,
     )
     # The address is the one from which the peer reaches the store's host.
     mine = {
@@ -101,11 +99,7 @@ def connect(
     options = replace(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
     )
-    rendezvous = replace(
-        rendezvous,
-        description=replace(rendezvous.description, job=secret),
-        secret=secret.encode(),
-    )
+    rendezvous = replace(rendezvous, description=replace(rendezvous.description, secret=secret))
     link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:
         _log.info("%s", link.choice())

@@ -17,7 +17,7 @@ from hetero.new_group import create_group
 from hetero.pipeline.reshard import layout_of
 from hetero.pipeline.resharded_edge import End, ReshardedEdge
 from hetero.plan import Edge, Plan
-from hetero.store import Store
+from hetero.store import BoundedStore
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class LinkOptions:
     boundary_transport: str
     """Between meshes: one of TRANSPORTS."""
     device: torch.device
-    store: Store
-    job: str
+    store: dist.Store
+    secret: str
     """A secret of the job; the token of each link is derived from it."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
@@ -145,7 +145,7 @@ class _Opener:
             peer=peer,
             stage=self._plan.coordinate(self._rank).stage,
             peer_stage=self._plan.coordinate(peer).stage,
-            job=options.job,
+            secret=options.secret,
             timeout=options.timeout,
         )
         source, target = (self._rank, peer) if is_source else (peer, self._rank)
@@ -160,11 +160,10 @@ class _Opener:
             send_tag, recv_tag = tags if is_source else tags[::-1]
             return GlooLink(description, send_tag=send_tag, recv_tag=recv_tag)
         rendezvous = Rendezvous(
-            store=options.store,
+            store=BoundedStore(options.store),
             description=description,
             name=f"edge {edge.source}/{source}-{target}",
             listens=is_source,
-            secret=options.job.encode(),
         )
         return open_link(transport, rendezvous, options=channel, device=options.device)
 

@@ -160,7 +160,7 @@ def _open(end: End, way: _Way) -> Link:
         boundary_transport=way.transport,
         device=end.device,
         store=dist.PrefixStore(way.label, end.store),
-        job=end.secret,
+        secret=end.secret,
         timeout=_TIMEOUT,
         channel=ChannelOptions(addresses=way.addresses),
     )

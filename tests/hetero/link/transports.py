@@ -25,13 +25,13 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import open_verbs
+from hetero.store import BoundedStore
 from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 
 SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
 """How many times more time than a real machine's everything is given, on an emulated one."""
 PATIENCE = 60.0 * SLOWNESS
-SECRET = b"contract"
 
 Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
 
@@ -71,11 +71,10 @@ def next_name(rank: int, store: dist.Store) -> str:
 
 def _rendezvous(description: LinkDescription, store: dist.Store) -> Rendezvous:
     return Rendezvous(
-        store=store,
+        store=BoundedStore(store),
         description=description,
         name=next_name(description.rank, store),
         listens=description.rank == 0,
-        secret=SECRET,
     )
 
 
