@@ -19,7 +19,7 @@ from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import BoundedStore, as_link_error
+from hetero.store import ANSWER_SECONDS, BoundedStore, as_link_error
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -51,7 +51,7 @@ def connect(
         timeout: seconds to wait for the other rank, and before a blocked transfer is an error.
         nics: this rank's network interfaces or RDMA devices; without names, the interface that
             leads to the store's host.
-        options: sizes and checks, the same at both ends. Addresses in it are ignored.
+        options: sizes and checks, the same at both ends. Its `nics` are ignored.
         check_abort: called every second while waiting for the other rank; may raise to abort.
 
     Raises:
@@ -69,7 +69,8 @@ def connect(
         raise ValueError("; ".join(problems))
     native()
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
-    shared = BoundedStore(dist.PrefixStore(_PREFIX, store), seconds=timeout)
+    limit = min(timeout, ANSWER_SECONDS)
+    shared = BoundedStore(dist.PrefixStore(_PREFIX, store), seconds=limit)
     with as_link_error(f"link rank {rank} - rank {peer} could not be opened"):
         number = shared.add(f"{pair}/opened by {rank}", 1)
     name = f"{pair}/{number}"
@@ -96,9 +97,7 @@ def connect(
     secret = (mine if rendezvous.listens else theirs)["secret"]
     own = reachable_address(mine["address"], [theirs["address"]])
     found = find_nics(nics, own=own, family=family_of(own))
-    options = replace(
-        options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
-    )
+    options = replace(options or ChannelOptions(), nics=found)
     rendezvous = replace(rendezvous, description=replace(rendezvous.description, secret=secret))
     link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:

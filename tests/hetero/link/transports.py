@@ -20,6 +20,7 @@ from hetero.device.driver import HIP_LIBRARY_VARIABLE
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
+from hetero.link.nics import Nics
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
@@ -134,7 +135,7 @@ def open_rdma(
         _rendezvous(description, store),
         RingOptions("verbs", ring_bytes, chunk_bytes, HostDevice(device)),
         device=device,
-        nics=nics[description.rank],
+        nics=Nics(rdma=tuple(nics[description.rank])),
         read_back=read_back,
     )
 
