@@ -219,14 +219,16 @@ class _Rendezvous:
         return payloads
 
     def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        store, keys = self._store, [f"{what}/{rank}" for rank in range(self._size)]
+        store, everyone = self._store, f"{what}/all"
+        keys = [f"{what}/{rank}" for rank in range(self._size)]
         coming = deque(enumerate(keys))
 
         def require_coming() -> None:
             """Raise LinkError if the first member that is missing has ended."""
             while coming and store.check([coming[0][1]]):
                 coming.popleft()
-            if not coming:
+            if not coming:  # the last has died before it could say so
+                store.set(everyone, "1")
                 return
             rank, key = coming[0]
             try:
@@ -239,9 +241,9 @@ class _Rendezvous:
         store.set(keys[self._rank], json.dumps(own))
         # All poll one key: polls for all keys of all ranks would be too many for the store.
         if store.add(f"{what}/count", 1) == self._size:
-            store.set(f"{what}/all", "1")
+            store.set(everyone, "1")
         try:
-            store.wait([f"{what}/all"], self._timeout, check_abort=require_coming)
+            store.wait([everyone], self._timeout, check_abort=require_coming)
         except LinkError as gone:
             raise LinkError(f"group {self._name} could not be built: {gone}") from gone
         except dist.DistStoreError as error:

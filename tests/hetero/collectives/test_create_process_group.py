@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -87,3 +88,12 @@ def build_again_under_the_same_names(side: Side) -> list[float]:
         sums.append(total.item())
         dist.destroy_process_group()
     return sums
+
+
+def test_what_a_rank_that_died_had_told_is_told_though_it_could_not_count_itself():
+    store, timeout = dist.HashStore(), timedelta(seconds=60)
+    store.set("identity/1", '{"vendor": "amd"}')
+    own = create_process_group._Rendezvous(
+        store, rank=0, size=2, global_ranks=[0, 1], name="pair", timeout=timeout
+    )
+    assert own._all_gather("identity", {"vendor": "cpu"})[1] == {"vendor": "amd"}
