@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
-from hetero.store import BoundedStore, as_link_error
+from hetero.store import BoundedStore
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -38,7 +38,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
     # may have been others.
     names = spans(global_ranks)
-    with as_link_error(f"group {options.group_id} could not be built"):
+    with _building(options.group_id):
         shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
         incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
@@ -47,16 +47,14 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         rank=options.group_rank,
         size=options.group_size,
         global_ranks=global_ranks,
-        name=options.group_id,
         timeout=options.timeout,
     )
     with contextlib.ExitStack() as unless_mixed:
         presence = Presence(size=options.group_size, store_host=host_of(options.store))
         unless_mixed.callback(presence.leave)
-        layout = rendezvous.exchange_identities(
-            planned_vendor=backend_options if isinstance(backend_options, str) else "cpu",
-            presence=presence,
-        )
+        planned = backend_options if isinstance(backend_options, str) else "cpu"
+        with _building(options.group_id):
+            layout = rendezvous.exchange_identities(planned_vendor=planned, presence=presence)
         group, error = None, None
         try:
             if len(layout.vendors) == 1:
@@ -65,7 +63,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                 group = _mixed_group(options, layout, presence)
         except Exception as failure:
             error = failure
-        rendezvous.confirm_created(error, layout, presence)
+        with _building(options.group_id):
+            rendezvous.confirm_created(error, layout, presence)
         assert group is not None
         if len(layout.vendors) > 1:
             unless_mixed.pop_all()
@@ -140,6 +139,15 @@ def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.Proce
     )
 
 
+@contextlib.contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Have errors of the group's store and members say which group they have ended."""
+    try:
+        yield
+    except (LinkError, UserError, dist.DistNetworkError) as error:
+        raise LinkError(f"group {name} could not be built: {error}") from error
+
+
 class _Rendezvous:
     """What the members of a group tell each other, through its store, while they create it."""
 
@@ -150,12 +158,11 @@ class _Rendezvous:
         rank: int,
         size: int,
         global_ranks: Sequence[int],
-        name: str,
         timeout: timedelta,
     ) -> None:
         self._store = BoundedStore(store, seconds=timeout.total_seconds())
         self._rank, self._size = rank, size
-        self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
+        self._global_ranks, self._timeout = global_ranks, timeout
         world = dist.GroupMember.WORLD
         self._require_present: Callable[[int], None] = lambda _: None
         """Raises LinkError if a rank, by its number in the group, is known to have ended."""
@@ -180,10 +187,7 @@ class _Rendezvous:
         identities = self._exchange("identity", own)
         versions = [identity["version"] for identity in identities]
         hosts = {self._global_ranks[rank]: each["host"] for rank, each in enumerate(identities)}
-        try:
-            require_equal(hosts, versions, what="versions of this project")
-        except UserError as error:
-            raise LinkError(f"group {self._name} could not be built: {error}") from error
+        require_equal(hosts, versions, what="versions of this project")
         members = tuple(
             Member(
                 rank=rank,
@@ -207,15 +211,10 @@ class _Rendezvous:
 
     def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Every member's payload, with its host; LinkError if one has an error or does not come."""
-        with as_link_error(f"group {self._name} could not be built"):
-            payloads = self._all_gather(what, {**own, "host": socket.gethostname()})
-        errors = {rank: p["error"] for rank, p in enumerate(payloads) if "error" in p}
-        if errors:
-            rank, reason = next(iter(errors.items()))
-            raise LinkError(
-                f"group {self._name} could not be built: rank {self._global_ranks[rank]} on "
-                f"{payloads[rank]['host']}: {reason}"
-            )
+        payloads = self._all_gather(what, {**own, "host": socket.gethostname()})
+        for global_rank, told in zip(self._global_ranks, payloads, strict=True):
+            if "error" in told:
+                raise LinkError(f"rank {global_rank} on {told['host']}: {told['error']}")
         return payloads
 
     def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -244,13 +243,11 @@ class _Rendezvous:
             store.set(everyone, "1")
         try:
             store.wait([everyone], self._timeout, check_abort=require_coming)
-        except LinkError as gone:
-            raise LinkError(f"group {self._name} could not be built: {gone}") from gone
         except dist.DistStoreError as error:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             names = spans(self._global_ranks[rank] for rank in missing)
+            seconds = self._timeout.total_seconds()
             raise LinkError(
-                f"group {self._name} could not be built: {names} did not come within "
-                f"{self._timeout.total_seconds():g} s; see the log there"
+                f"{names} did not come within {seconds:g} s; see the log there"
             ) from error
         return [json.loads(text) for text in store.multi_get(keys)]

@@ -94,6 +94,6 @@ def test_what_a_rank_that_died_had_told_is_told_though_it_could_not_count_itself
     store, timeout = dist.HashStore(), timedelta(seconds=60)
     store.set("identity/1", '{"vendor": "amd"}')
     own = create_process_group._Rendezvous(
-        store, rank=0, size=2, global_ranks=[0, 1], name="pair", timeout=timeout
+        store, rank=0, size=2, global_ranks=[0, 1], timeout=timeout
     )
     assert own._all_gather("identity", {"vendor": "cpu"})[1] == {"vendor": "amd"}
