@@ -78,7 +78,6 @@ def connect(
         store=shared,
         description=LinkDescription(rank=rank, peer=peer, secret="", timeout=timeout),
         name=name,
-        listens=rank < peer,
         timeout=timeout,
         check_abort=check_abort,
     )

@@ -43,11 +43,15 @@ class Rendezvous:
     description: LinkDescription
     name: str
     """The same at both ends; unique in the job."""
-    listens: bool
     timeout: float = 120.0
     """Seconds to wait for the other end."""
     check_abort: Callable[[], None] = lambda: None
     """Called every second while the other end is waited for in the store; may raise to abort."""
+
+    @property
+    def listens(self) -> bool:
+        """Of the two ends, that of the lower rank listens, and the other one calls it."""
+        return self.description.rank < self.description.peer
 
     @property
     def side(self) -> int:

@@ -163,7 +163,6 @@ class _Opener:
             store=BoundedStore(options.store),
             description=description,
             name=f"edge {edge.source}/{source}-{target}",
-            listens=is_source,
         )
         return open_link(transport, rendezvous, options=channel, device=options.device)
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.pipeline.communicator import PipelineCommunicator
@@ -87,11 +86,9 @@ class Schedule:
         self._run = get_forward_backward_func(
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
-        self._communicator: P2PCommunicator | None = None
-        self._link_communicator: PipelineCommunicator | None = None
-        self._core_communicator: FinishingCommunicator | None = None
+        self._communicator: PipelineCommunicator | FinishingCommunicator | None = None
         if job.links is not None:
-            self._communicator = self._link_communicator = PipelineCommunicator(
+            self._communicator = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
                 config=model.config,
                 upstream=job.links.upstream,
@@ -101,8 +98,7 @@ class Schedule:
             )
         elif plan.stages > 1:
             # Homogeneous runs use megatron-core's own p2p on the vendor's library.
-            self._core_communicator = FinishingCommunicator(job.groups.pipeline, model.config)
-            self._communicator = self._core_communicator
+            self._communicator = FinishingCommunicator(job.groups.pipeline, model.config)
         if self._communicator is not None and timers.level > 1:
             time_by_neighbour(self._communicator, timers)
         self._is_interleaved = plan.chunks > 1
@@ -127,10 +123,11 @@ class Schedule:
             micro_batch_size: in samples.
             forward_only: for evaluation.
         """
-        groups = self._model.groups if self._communicator is not None else None
+        communicator = self._communicator
+        groups = self._model.groups if communicator is not None else None
         micro_batches = batch_size // (micro_batch_size * self._row) * self._share
-        if self._link_communicator is not None and not self._is_interleaved:
-            self._link_communicator.expect(
+        if isinstance(communicator, PipelineCommunicator) and not self._is_interleaved:
+            communicator.expect(
                 activations=0 if self._is_first else micro_batches,
                 gradients=0 if self._is_last or forward_only else micro_batches,
             )
@@ -142,11 +139,11 @@ class Schedule:
             seq_length=self._args.seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
-            p2p_communicator=self._communicator,
+            p2p_communicator=communicator,
             pg_collection=groups,
         )
-        if self._core_communicator is not None:
-            self._core_communicator.finish()
+        if isinstance(communicator, FinishingCommunicator):
+            communicator.finish()
         if not results or not self._counts_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)

@@ -72,7 +72,7 @@ class NicListeners:
     """
 
     def __init__(self, store: dist.Store, addresses: Mapping[str, str], secret: str) -> None:
-        self._rendezvous = _rendezvous(store, secret, listens=True, timeout=_CALL_SECONDS)
+        self._rendezvous = _rendezvous(store, secret, rank=0, timeout=_CALL_SECONDS)
         self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.ports: dict[str, tuple[str, int]] = {}
@@ -149,7 +149,7 @@ def call_all(
         theirs = list(ports.items())
         for index in range(max(len(ours), len(theirs)) if ours and theirs else 0):
             tries.append((target, ours[index % len(ours)], theirs[index % len(theirs)]))
-    rendezvous = _rendezvous(store, secret, listens=False, timeout=seconds)
+    rendezvous = _rendezvous(store, secret, rank=1, timeout=seconds)
 
     def call(entry: tuple[int, tuple[str, str], tuple[str, tuple[str, int]]]) -> Call:
         target, (nic, address), (other_nic, (host, port)) = entry
@@ -210,7 +210,7 @@ def _leaves_by(target: str, source: str) -> str:
     return "" if is_own else str(interface)
 
 
-def _rendezvous(store: dist.Store, secret: str, *, listens: bool, timeout: float) -> Rendezvous:
-    # Of the description only the secret matters; the rest is for errors, cut off here.
-    description = LinkDescription(rank=0, peer=1, secret=secret, timeout=timeout)
-    return Rendezvous(BoundedStore(store), description, "preflight", listens, timeout)
+def _rendezvous(store: dist.Store, secret: str, *, rank: int, timeout: float) -> Rendezvous:
+    # Rank 0 listens; the rest of the description is for errors, cut off here.
+    description = LinkDescription(rank=rank, peer=1 - rank, secret=secret, timeout=timeout)
+    return Rendezvous(BoundedStore(store), description, "preflight", timeout)

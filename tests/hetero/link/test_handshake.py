@@ -40,7 +40,6 @@ def rendezvous(
         store=BoundedStore(store),
         description=description,
         name="edge 0/0-1",
-        listens=rank == 0,
         timeout=60.0,
     )
     return replace(one, **changes)

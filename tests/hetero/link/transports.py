@@ -75,7 +75,6 @@ def _rendezvous(description: LinkDescription, store: dist.Store) -> Rendezvous:
         store=BoundedStore(store),
         description=description,
         name=next_name(description.rank, store),
-        listens=description.rank == 0,
     )
 
 
