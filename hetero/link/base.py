@@ -33,6 +33,8 @@ class LinkDescription:
     stage: int | None = None
     peer_stage: int | None = None
     """Pipeline stages; None without a pipeline."""
+    is_boundary: bool = False
+    """Whether it joins two meshes of a plan."""
 
     def __str__(self) -> str:
         ends = ((self.rank, self.stage), (self.peer, self.peer_stage))

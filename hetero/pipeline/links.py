@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -53,8 +53,6 @@ class PipelineLinks:
 
     upstream: Neighbour | None
     downstream: Neighbour | None
-    is_boundary: Mapping[str, bool]
-    """Whether the "upstream" and the "downstream" neighbour belong to another mesh."""
 
     def choices(self) -> list[Link]:
         """This rank's downstream links whose path was chosen from a family; peers chose alike."""
@@ -70,8 +68,7 @@ class PipelineLinks:
 
     def boundary(self) -> list[Link]:
         """The links that cross from one mesh to another."""
-        sides = self.by_side().items()
-        return [link for side, links in sides if self.is_boundary[side] for link in links]
+        return [link for link in self.all() if link.description.is_boundary]
 
     def check(self) -> None:
         """Raise if a link has failed. Synchronize the device first for a final answer."""
@@ -97,17 +94,11 @@ def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
     here = plan.coordinate(rank).stage
     opener = _Opener(plan, rank, options)
     sides: dict[str, Neighbour | None] = {"upstream": None, "downstream": None}
-    boundaries = {"upstream": False, "downstream": False}
     for edge in plan.edges():
         for side, stage in (("downstream", edge.source), ("upstream", edge.target)):
             if here == stage:
-                boundaries[side] = edge.is_boundary
                 sides[side] = opener.open_side(edge, side)
-    return PipelineLinks(
-        upstream=sides["upstream"],
-        downstream=sides["downstream"],
-        is_boundary=boundaries,
-    )
+    return PipelineLinks(**sides)
 
 
 class _Opener:
@@ -147,6 +138,7 @@ class _Opener:
             peer_stage=self._plan.coordinate(peer).stage,
             secret=options.secret,
             timeout=options.timeout,
+            is_boundary=edge.is_boundary,
         )
         source, target = (self._rank, peer) if is_source else (peer, self._rank)
         transport = options.boundary_transport if edge.is_boundary else options.vendor_backend
