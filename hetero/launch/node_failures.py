@@ -58,11 +58,11 @@ class NodeFailures:
         others: dict[int, ProcessExit] = {}
         while not (others or self._stopped.wait(_PAUSE)):
             with suppress(Exception):
-                others = self._others_exits()
+                others = self._reported_exits()
         if self._stopped.wait(GRACE):
             return
         with suppress(Exception):
-            others = self._others_exits()
+            others = self._reported_exits()
         # Where none is the cause, they follow from what hangs here, which their errors name.
         self.remote_cause = _first_cause(others) or next(iter(others.values()))
         terminate()
@@ -78,7 +78,7 @@ class NodeFailures:
             self._store.append(_EXITS, f"{json.dumps([self._node, asdict(own)])}\n")
             while not cause.is_cause and time.monotonic() < self._deadline:
                 time.sleep(_PAUSE)
-                others = self._others_exits()
+                others = self._reported_exits()
                 cause = _first_cause(others) or own
                 silent = [node for node in self._others if node not in others]
                 if all(self._store.check([f"left/{node}"]) for node in silent):
@@ -100,12 +100,12 @@ class NodeFailures:
                 keys = [f"left/{node}" for node in self._others]
                 self._store.wait(keys, timedelta(seconds=seconds))
 
-    def _others_exits(self) -> dict[int, ProcessExit]:
-        """What the other nodes have reported so far, by node."""
+    def _reported_exits(self) -> dict[int, ProcessExit]:
+        """What nodes have reported so far, by node."""
         if not self._store.check([_EXITS]):
             return {}
         reported = map(json.loads, self._store.get(_EXITS).splitlines())
-        return {node: ProcessExit(**said) for node, said in reported if node != self._node}
+        return {node: ProcessExit(**said) for node, said in reported}
 
 
 def _first_cause(exits: Mapping[int, ProcessExit]) -> ProcessExit | None:

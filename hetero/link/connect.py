@@ -52,7 +52,7 @@ def connect(
         nics: this rank's network interfaces or RDMA devices; without names, the interface that
             leads to the store's host.
         options: sizes and checks, the same at both ends. Its `nics` are ignored.
-        check_abort: called every second while waiting for the other rank; may raise to abort.
+        check_abort: called every second while waiting for the other rank; what it raises ends it.
 
     Raises:
         ValueError: invalid arguments, all in one message.
