@@ -26,7 +26,7 @@ from hetero.liveness.liveness import Liveness
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, error_text, failure, raise_failure
 from hetero.records import Record, errors_by_text, fold, unfold
-from hetero.store import BoundedStore, StoreUnresponsive, in_thread
+from hetero.store import ANSWER_SECONDS, BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter
 
 _TIMEOUT_WITH_AN_ERROR = 30.0
@@ -35,8 +35,6 @@ _CAUSE_SECONDS = 4.0
 """How long a rank that failed waits to learn whether another rank's failure is the cause."""
 _GRACE_SECONDS = 5.0
 """Added to the timeout of other ranks once rank 0, with the same timeout, is there to report."""
-_STORE_SECONDS = 60.0
-"""For the store to answer one operation."""
 
 
 class Agreement:
@@ -63,7 +61,7 @@ class Agreement:
         self._number = 0
         # Wait on one connection and operate on another: a wait may block its own for minutes.
         self._wait_store = store
-        self._store = BoundedStore(store.clone(), seconds=min(timeout, _STORE_SECONDS))
+        self._store = BoundedStore(store.clone(), seconds=min(timeout, ANSWER_SECONDS))
         self._monitor = Monitor(
             liveness, rank=rank, world_size=world_size, timeout=timeout, at=self._at
         )

@@ -19,7 +19,7 @@ from hetero.errors import UserError
 from hetero.formatting import counted, ranks_on_hosts
 from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
-from hetero.version import PROTOCOL_VERSION, __version__, sources
+from hetero.version import __version__, sources
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
@@ -121,7 +121,7 @@ def identify(
         vendor=vendor,
         actual_vendor=actual,
         device=device,
-        project_version=f"{__version__} with protocol {PROTOCOL_VERSION}, {sources()}",
+        project_version=f"{__version__}, {sources()}",
         torch_version=str(torch.__version__),
         core_version=core_version(),
         flags=dict(flags),

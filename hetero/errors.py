@@ -91,14 +91,6 @@ class UnavailableTransport(LinkError, UserError):
     """The transport that was asked for cannot join these two ranks: bad input, exit code 2."""
 
 
-class DataError(HeteroError):
-    """Data that turns out to be wrong while it is read; known to that rank only."""
-
-
-class OutputError(HeteroError):
-    """A file that training writes can no longer be written."""
-
-
 class TrainingError(HeteroError):
     """Training cannot go on, although its input was accepted: a loss that is not a number.
 

@@ -1,32 +1,26 @@
-"""The rendezvous store: the interface that is used of torch's, with deadlines and aborts."""
+"""The rendezvous store: torch's, with deadlines and aborts."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
 from hetero.errors import LinkError
 
 _Result = TypeVar("_Result")
+ANSWER_SECONDS = 60.0
+"""For a store to answer one operation."""
 _POLL_SECONDS = 1.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
-
-
-class Store(Protocol):
-    """The methods of torch.distributed.Store that links and checks use."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 def in_thread(operation: Callable[[], _Result]) -> Future[_Result]:
@@ -61,32 +55,56 @@ class BoundedStore:
     else listens there. So each operation has a thread, which is abandoned at the deadline.
     """
 
-    def __init__(self, store: Any, *, seconds: float) -> None:
+    def __init__(self, store: Any, *, seconds: float = ANSWER_SECONDS) -> None:
         """`store` is one of torch's."""
-        self._store = store
-        self._seconds = seconds
+        self._store, self._seconds = store, seconds
         self._last: Future[Any] | None = None
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """An operation of the store: `set`, `get`, `add`, ..."""
-        operation = getattr(self._store, name)
-        return lambda *arguments: self._call(self._seconds, partial(operation, *arguments))
+    def __getattr__(self, name: str) -> Any:
+        """An operation of the store: `set`, `get`, `add`, ...; or its `timeout`."""
+        attribute = getattr(self._store, name)
+        if not callable(attribute):
+            return attribute
+        return lambda *arguments: self._call(partial(attribute, *arguments))
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        seconds = timeout.total_seconds() + self._seconds
-        self._call(seconds, lambda: self._store.wait(keys, timeout))
+    def wait(
+        self,
+        keys: list[str],
+        timeout: timedelta | None = None,
+        *,
+        check_abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait for all keys. DistStoreError if they do not come in time.
 
-    def _call(self, seconds: float, operation: Callable[[], Any]) -> Any:
+        `check_abort` is called every second, and may raise to end it.
+        """
+        timeout = self._store.timeout if timeout is None else timeout
+        began = time.monotonic()
+        deadline, next_check = began + timeout.total_seconds(), began + _POLL_SECONDS
+        pause = _SHORTEST_PAUSE
+        # Poll instead of the store's own wait, which blocks the connection, and logs two warnings
+        # whenever it times out.
+        while not self.check(keys):
+            now = time.monotonic()
+            if now >= min(deadline, next_check):
+                check_abort()
+                next_check = now + _POLL_SECONDS
+            if now >= deadline:
+                raise DistStoreError(f"{', '.join(keys)} did not come within {timeout}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _call(self, operation: Callable[[], Any]) -> Any:
         """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""
-        deadline = time.monotonic() + seconds
-        if self._last is None or futures.wait([self._last], seconds).done:
+        deadline = time.monotonic() + self._seconds
+        if self._last is None or futures.wait([self._last], self._seconds).done:
             self._last = call = in_thread(operation)
             if futures.wait([call], deadline - time.monotonic()).done:
                 return _told_of_host(call)
         raise StoreUnresponsive(
-            f"the process that hosts the store has not answered for {seconds:g} s; see whether "
-            "rank 0, or the launcher that hosts the store, hangs, and whether its host is reached, "
-            "by large packets too (compare the MTUs of NICs and switches)"
+            f"the process that hosts the store has not answered for {self._seconds:g} s; see "
+            "whether rank 0, or the launcher that hosts the store, hangs, and whether its host is "
+            "reached, by large packets too (compare the MTUs of NICs and switches)"
         )
 
 
@@ -101,40 +119,10 @@ def _told_of_host(call: Future[_Result]) -> _Result:
         ) from error
 
 
-class WaitAborted(LinkError):
-    """A wait for a key was aborted; the cause is the exception of `check_abort`."""
-
-
-class AbortableStore:
-    """A store whose waits call `check_abort` every second, and end when it raises.
-
-    They end by a signal too: torch's own are one call into C++, which none interrupts.
-    """
-
-    def __init__(self, store: Any, check_abort: Callable[[], None] = lambda: None) -> None:
-        """`store` is one of torch's, or a BoundedStore."""
-        self._store, self._check_abort = store, check_abort
-        self.set, self.get, self.check = store.set, store.get, store.check
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Raises WaitAborted with the text of what `check_abort` raised."""
-        timeout = self._store.timeout if timeout is None else timeout
-        began = time.monotonic()
-        deadline, next_check = began + timeout.total_seconds(), began + _POLL_SECONDS
-        pause = _SHORTEST_PAUSE
-        # Poll instead of the store's own wait, which logs two warnings whenever it times out.
-        while not self._store.check(keys):
-            now = time.monotonic()
-            if now >= min(deadline, next_check):
-                try:
-                    self._check_abort()
-                except Exception as reason:
-                    raise WaitAborted(str(reason)) from reason
-                next_check = now + _POLL_SECONDS
-            if now >= deadline:
-                raise DistStoreError(f"{', '.join(keys)} did not come within {timeout}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+@contextmanager
+def as_link_error(failed: str) -> Iterator[None]:
+    """Have a store that is lost, or does not answer, end what it is needed for with a LinkError."""
+    try:
+        yield
+    except DistNetworkError as error:
+        raise LinkError(f"{failed}: {error}") from error

@@ -18,12 +18,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.group_links import Link, Links, as_bytes, require_host
+from hetero.collectives.group_links import Link, Links, as_bytes
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
 from hetero.formatting import counted
-from hetero.store import AbortableStore
+from hetero.store import BoundedStore
 
 _ENVELOPE_LENGTH = 2
 _JOIN_SECONDS = 2.0
@@ -67,7 +67,6 @@ class CpuP2P:
         self._unexpected: dict[int, list[_UnexpectedMessage]] = {}
         self._send_queues: dict[int, queue.SimpleQueue[_Send | None]] = {}
         self._receiving_from: set[int] = set()
-        self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self._errors: dict[int, BaseException] = {}
         self._closed = links.closed
         self._why_closed: BaseException = LinkError(_CLOSED)
@@ -135,11 +134,6 @@ class CpuP2P:
         self._threads.append(thread)
         thread.start()
 
-    def _link_to(self, rank: int) -> Link:
-        with self._opening[rank]:
-            require_host(self._store)
-            return self._links.to(rank)
-
     def _send_loop(self, rank: int) -> None:
         link = None
         while (message := self._send_queues[rank].get()) is not None:
@@ -148,7 +142,7 @@ class CpuP2P:
                 if link is None:
                     self._require_open()
                     self._store.set(self._sender_key(self._layout.rank, rank), "1")
-                    link = self._link_to(rank)
+                    link = self._links.to(rank)
                 link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
                 if tensor.numel():
                     link.send(as_bytes(tensor)).wait()
@@ -162,7 +156,7 @@ class CpuP2P:
             self._require_open()
             if from_any:
                 self._await_first_send(rank)
-            link = self._link_to(rank)
+            link = self._links.to(rank)
             while True:
                 self._require_open()
                 if self._await_posted_recv(rank):
@@ -251,9 +245,9 @@ class CpuP2P:
 
     def _await_first_send(self, rank: int) -> None:
         """Wait until `rank` sends to this one at all: opening a link takes both ends."""
-        require_host(self._store)
-        store = AbortableStore(self._store, lambda: self._links.check_peer(rank))
-        store.wait([self._sender_key(rank, self._layout.rank)], timedelta.max)
+        check_peer = partial(self._links.check_peer, rank)
+        key = self._sender_key(rank, self._layout.rank)
+        BoundedStore(self._store).wait([key], timedelta.max, check_abort=check_peer)
 
     @staticmethod
     def _sender_key(source: int, target: int) -> str:

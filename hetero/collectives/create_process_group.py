@@ -10,10 +10,9 @@ import contextlib
 import json
 import os
 import socket
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +26,7 @@ from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
 from hetero.formatting import spans
-from hetero.store import (
-    AbortableStore,
-    BoundedStore,
-    StoreHostEnded,
-    StoreUnresponsive,
-    WaitAborted,
-)
+from hetero.store import BoundedStore
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -54,16 +47,14 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         rank=options.group_rank,
         size=options.group_size,
         global_ranks=global_ranks,
-        name=options.group_id,
         timeout=options.timeout,
     )
     with contextlib.ExitStack() as unless_mixed:
         presence = Presence(size=options.group_size, store_host=host_of(options.store))
         unless_mixed.callback(presence.leave)
-        layout = rendezvous.exchange_identities(
-            planned_vendor=backend_options if isinstance(backend_options, str) else "cpu",
-            presence=presence,
-        )
+        planned = backend_options if isinstance(backend_options, str) else "cpu"
+        with _building(options.group_id):
+            layout = rendezvous.exchange_identities(planned_vendor=planned, presence=presence)
         group, error = None, None
         try:
             if len(layout.vendors) == 1:
@@ -72,7 +63,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                 group = _mixed_group(options, layout, presence)
         except Exception as failure:
             error = failure
-        rendezvous.confirm_created(error, layout, presence)
+        with _building(options.group_id):
+            rendezvous.confirm_created(error, layout, presence)
         assert group is not None
         if len(layout.vendors) > 1:
             unless_mixed.pop_all()
@@ -149,10 +141,10 @@ def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.Proce
 
 @contextlib.contextmanager
 def _building(name: str) -> Iterator[None]:
-    """Have the error of a store whose host has ended, or does not answer, name the group."""
+    """Have errors of the group's store and members say which group they have ended."""
     try:
         yield
-    except (StoreHostEnded, StoreUnresponsive) as error:
+    except (LinkError, UserError, dist.DistNetworkError) as error:
         raise LinkError(f"group {name} could not be built: {error}") from error
 
 
@@ -166,15 +158,14 @@ class _Rendezvous:
         rank: int,
         size: int,
         global_ranks: Sequence[int],
-        name: str,
         timeout: timedelta,
     ) -> None:
         self._store = BoundedStore(store, seconds=timeout.total_seconds())
         self._rank, self._size = rank, size
-        self._global_ranks, self._name, self._timeout = global_ranks, name, timeout
+        self._global_ranks, self._timeout = global_ranks, timeout
         world = dist.GroupMember.WORLD
-        self._require_present: Callable[[int], None] | None = None
-        """Raises LinkError if a rank, by its number in the group, has ended. None if unknown."""
+        self._require_present: Callable[[int], None] = lambda _: None
+        """Raises LinkError if a rank, by its number in the group, is known to have ended."""
         if isinstance(world, HeteroProcessGroupBase):
             self._require_present = lambda member: world.require_present(global_ranks[member])
 
@@ -196,10 +187,7 @@ class _Rendezvous:
         identities = self._exchange("identity", own)
         versions = [identity["version"] for identity in identities]
         hosts = {self._global_ranks[rank]: each["host"] for rank, each in enumerate(identities)}
-        try:
-            require_equal(hosts, versions, what="versions of this project")
-        except UserError as error:
-            raise LinkError(f"group {self._name} could not be built: {error}") from error
+        require_equal(hosts, versions, what="versions of this project")
         members = tuple(
             Member(
                 rank=rank,
@@ -223,53 +211,43 @@ class _Rendezvous:
 
     def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Every member's payload, with its host; LinkError if one has an error or does not come."""
-        with _building(self._name):
-            payloads = self._all_gather(what, own)
-        errors = {rank: p["error"] for rank, p in enumerate(payloads) if "error" in p}
-        if errors:
-            rank, reason = next(iter(errors.items()))
-            raise LinkError(
-                f"group {self._name} could not be built: rank {self._global_ranks[rank]} on "
-                f"{payloads[rank]['host']}: {reason}"
-            )
+        payloads = self._all_gather(what, {**own, "host": socket.gethostname()})
+        for global_rank, told in zip(self._global_ranks, payloads, strict=True):
+            if "error" in told:
+                raise LinkError(f"rank {global_rank} on {told['host']}: {told['error']}")
         return payloads
 
     def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        payload = {**own, "host": socket.gethostname()}
-        self._store.set(f"{what}/{self._rank}", json.dumps(payload))
+        store, everyone = self._store, f"{what}/all"
         keys = [f"{what}/{rank}" for rank in range(self._size)]
+        coming = deque(enumerate(keys))
+
+        def require_coming() -> None:
+            """Raise LinkError if the first member that is missing has ended."""
+            while coming and store.check([coming[0][1]]):
+                coming.popleft()
+            if not coming:  # the last has died before it could say so
+                store.set(everyone, "1")
+                return
+            rank, key = coming[0]
+            try:
+                self._require_present(rank)
+            except LinkError:
+                # One that has left the group since may have left its key before.
+                if not store.check([key]):
+                    raise
+
+        store.set(keys[self._rank], json.dumps(own))
+        # All poll one key: polls for all keys of all ranks would be too many for the store.
+        if store.add(f"{what}/count", 1) == self._size:
+            store.set(everyone, "1")
         try:
-            self._await(keys)
-        except WaitAborted as gone:
-            raise LinkError(f"group {self._name} could not be built: {gone}") from gone
-        except RuntimeError as error:
-            missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+            store.wait([everyone], self._timeout, check_abort=require_coming)
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             names = spans(self._global_ranks[rank] for rank in missing)
+            seconds = self._timeout.total_seconds()
             raise LinkError(
-                f"group {self._name} could not be built: {names} did not come within "
-                f"{self._timeout.total_seconds():g} s; see the log there"
+                f"{names} did not come within {seconds:g} s; see the log there"
             ) from error
-        return [json.loads(text) for text in self._store.multi_get(keys)]
-
-    def _await(self, keys: Sequence[str]) -> None:
-        """Wait for every member's key. WaitAborted if one is known to have ended meanwhile."""
-        if self._require_present is None:
-            self._store.wait(list(keys), self._timeout)
-            return
-        if self._store.check(list(keys)):
-            return
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        # One after another: polls for all keys of all ranks would be too many for the store.
-        for rank, key in enumerate(keys):
-            store = AbortableStore(self._store, partial(self._require_coming, rank, key))
-            store.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())))
-
-    def _require_coming(self, rank: int, key: str) -> None:
-        """Raise LinkError if a member has ended without its key."""
-        assert self._require_present is not None
-        try:
-            self._require_present(rank)
-        except LinkError:
-            # One that has left the group since may have left its key before.
-            if not self._store.check([key]):
-                raise
+        return [json.loads(text) for text in store.multi_get(keys)]

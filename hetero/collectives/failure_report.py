@@ -21,7 +21,7 @@ from hetero.collectives.calls import Call
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
 from hetero.formatting import spans
-from hetero.store import BoundedStore, StoreHostEnded, StoreUnresponsive
+from hetero.store import BoundedStore, StoreHostEnded
 
 POLL_SECONDS = 2.0
 """How often a rank that is in no call polls the failure flag."""
@@ -99,8 +99,7 @@ class StatusBoard:
             return self._store.check([_FAILURE_FLAG])
         except RuntimeError as error:
             # One that only hangs may answer later.
-            is_network = isinstance(error, dist.DistNetworkError)
-            self._is_lost = is_network and not isinstance(error, StoreUnresponsive)
+            self._is_lost = isinstance(error, StoreHostEnded)
             return False
 
     def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> StatusReport:
@@ -121,12 +120,10 @@ class StatusBoard:
                 missing = [m for m in missing if m.rank not in {*found, *gone}]
                 if missing:
                     time.sleep(_PAUSE_SECONDS)
-        except StoreUnresponsive as error:
-            return StatusReport([own], str(error))
-        except StoreHostEnded as error:
+            store_error = ""
+        except dist.DistNetworkError as error:
             store_error = "; ".join([*self._ended_with_store(missing), str(error)])
-            return StatusReport([found[rank] for rank in sorted(found)], store_error)
-        return StatusReport([found[rank] for rank in sorted(found)])
+        return StatusReport([found[rank] for rank in sorted(found)], store_error)
 
     def _ended_with_store(self, missing: Sequence[Member]) -> Iterator[str]:
         """Which rank has ended, if the store was in its process.

@@ -12,9 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hetero.collectives.group_links import Link, Links, Transfer, as_bytes, require_host
+from hetero.collectives.group_links import Link, Links, Transfer, as_bytes
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.work import CollectiveWork, Worker
@@ -71,10 +70,9 @@ class P2PWork(CollectiveWork):
 class GpuP2P:
     """One rank's point-to-point messages within one group: one channel per peer and direction."""
 
-    def __init__(self, *, links: Links, store: dist.Store, device: torch.device) -> None:
-        self._links, self._store, self._device = links, store, device
+    def __init__(self, *, links: Links, device: torch.device) -> None:
+        self._links, self._device = links, device
         self._channels: dict[tuple[int, bool], _Channel] = {}
-        self._opening: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
 
     new_work = P2PWork
@@ -125,7 +123,7 @@ class GpuP2P:
             finally:
                 channel.worker.release()
         else:
-            channel.submit(lambda: transfer(self._link_to(rank)).wait(), work, on_received)
+            channel.submit(lambda: transfer(self._links.to(rank)).wait(), work, on_received)
 
     def close(self, _why: BaseException | None = None) -> None:
         """End all messages under way, each with the error of its link."""
@@ -138,14 +136,8 @@ class GpuP2P:
         with self._lock:
             if key not in self._channels:
                 name = f"p2p {'to' if is_send else 'from'} {rank}"
-                self._opening.setdefault(rank, threading.Lock())
                 self._channels[key] = _Channel(name, self._device)
             return self._channels[key]
-
-    def _link_to(self, rank: int) -> Link:
-        with self._opening[rank]:
-            require_host(self._store)
-            return self._links.to(rank)
 
 
 class _Channel:

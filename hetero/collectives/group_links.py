@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,13 @@ from hetero.link.connect import connect, host_of
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions
 from hetero.link.ring_exchange import Message, RingExchange
+from hetero.store import BoundedStore, as_link_error
 
 NICS_VARIABLE = "HETERO_NICS"
 """The NICs that this rank's links use, in the format of --hetero-nics."""
 RING_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 """Of one link, for both directions together, by type of device."""
 _CLOSE_SECONDS = 2.0
-_GRACE_SECONDS = 2.0
-"""Added to this rank's deadline, because the peer's own error says more."""
 
 __all__ = [
     "Link",
@@ -44,7 +44,6 @@ __all__ = [
     "host_of",
     "nic_names",
     "own_address",
-    "require_host",
 ]
 
 
@@ -70,20 +69,19 @@ class Links:
         self._device, self._timeout, self._check_abort = device, timeout, check_abort
         self.by_rank: dict[int, Link] = {}
         """The open ones."""
+        self._opening = {rank: threading.Lock() for rank in range(layout.size)}
         self.closed = threading.Event()
         """Set by `close`, which aborts the opening of a link."""
 
     def to(self, rank: int) -> Link:
-        """The link to a rank of the group, opened if it is not; both ends have to call it.
-
-        Never call it for one peer from two threads at once.
-        """
-        link = self.by_rank.get(rank)
-        if link is None:
-            link = self.by_rank[rank] = self._open(rank)
-            if self.closed.is_set():  # `close`, in another thread, may not have seen it
-                link.close()
-        return link
+        """The link to a rank of the group, opened if it is not; both ends have to call it."""
+        with self._opening[rank]:
+            link = self.by_rank.get(rank)
+            if link is None:
+                link = self.by_rank[rank] = self._open(rank)
+                if self.closed.is_set():  # `close`, in another thread, may not have seen it
+                    link.close()
+            return link
 
     def set_timeout(self, seconds: float) -> None:
         """For links opened later, and for later transfers of those that are open."""
@@ -99,18 +97,8 @@ class Links:
 
     def _open(self, rank: int) -> Link:
         own, peer = (self._layout.members[r].global_rank for r in (self._layout.rank, rank))
-        deadline = time.monotonic() + self._timeout + _GRACE_SECONDS
-
-        def check_abort() -> None:
-            self.check_peer(rank)
-            if time.monotonic() > deadline:
-                raise LinkError(
-                    f"link rank {own} - rank {peer} could not be opened within "
-                    f"{self._timeout:g} s; see the log of rank {peer}"
-                )
-
         if self.closed.is_set():
-            check_abort()
+            self.check_peer(rank)
         return connect(
             self._store,
             rank=own,
@@ -119,7 +107,7 @@ class Links:
             timeout=self._timeout,
             nics=nic_names(),
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
-            check_abort=check_abort,
+            check_abort=partial(self.check_peer, rank),
         )
 
     def inter_vendor(self) -> list[Link]:
@@ -174,16 +162,6 @@ def clone(store: dist.Store) -> dist.Store:
     Make few: PyTorch looks up the name of each end, and a host's first resolver may not answer.
     """
     # PyTorch tries for minutes to connect to a store that has gone.
-    require_host(store)
+    with as_link_error("no more links can be opened"):
+        BoundedStore(store).check(["host"])
     return store.clone()  # type: ignore[attr-defined]
-
-
-def require_host(store: dist.Store) -> None:
-    """Raise LinkError if the process that hosts a store has ended."""
-    try:
-        store.check(["host"])
-    except RuntimeError as error:
-        raise LinkError(
-            "the process that hosts the store, rank 0 or the launcher, has ended, and no more "
-            "links can be opened; keep it until all ranks have ended"
-        ) from error

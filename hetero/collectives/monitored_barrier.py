@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from hetero.store import BoundedStore
 
-_PAUSE_SECONDS = 0.005
 _GRACE_SECONDS = 2.0
 _PASSED, _FAILED = "passed", "failed"
 
@@ -36,12 +35,7 @@ class MonitoredBarrier:
         missing: list[int] = []
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(1, self._size):
-            if not missing and time.monotonic() > deadline:
-                store.set(f"{name}/verdict", _FAILED)
-                raise RuntimeError(
-                    f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
-                )
-            if not _wait_for_key(store, f"{name}/{rank}", deadline):
+            if not _comes(store, f"{name}/{rank}", seconds=deadline - time.monotonic()):
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
@@ -55,18 +49,17 @@ class MonitoredBarrier:
 
     def _report_to_rank_0(self, store: BoundedStore, name: str, timeout: timedelta) -> None:
         store.set(f"{name}/{self._rank}", "reached")
-        deadline = time.monotonic() + timeout.total_seconds() + _GRACE_SECONDS
-        answered = _wait_for_key(store, f"{name}/verdict", deadline)
-        if not answered or store.get(f"{name}/verdict").decode() != _PASSED:
+        verdict, seconds = f"{name}/verdict", timeout.total_seconds() + _GRACE_SECONDS
+        if not _comes(store, verdict, seconds=seconds) or store.get(verdict).decode() != _PASSED:
             raise RuntimeError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
                 "while waiting for send/recv from rank 0; see what rank 0 says"
             )
 
 
-def _wait_for_key(store: BoundedStore, key: str, deadline: float) -> bool:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_PAUSE_SECONDS)
+def _comes(store: BoundedStore, key: str, *, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
     return True

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -31,14 +31,16 @@ from torch.distributed.elastic.rendezvous import (
 from hetero.addresses import is_loopback
 from hetero.errors import UserError
 from hetero.formatting import spans
-from hetero.store import AbortableStore, BoundedStore, StoreUnresponsive, in_thread
+from hetero.store import BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter, await_listener
 
 BACKEND = "hetero"
 _PAUSE = 0.1
-_LOOK_SECONDS = 1.0
-"""Between two looks of a node that waits at whether another has refused the job."""
+_REFUSAL_SECONDS = 2.0
+"""For every node that waits to have seen that the job is refused: it looks once a second."""
 _FIRST, _REFUSAL = "first node", "refusal"
+_AGENT_SECONDS = 3600.0
+"""For one operation of torchelastic's agent, of which some wait for another node themselves."""
 _GRACE = 2.0
 """Seconds added to PyTorch's own deadline, after which its call is abandoned."""
 
@@ -114,7 +116,7 @@ class LauncherRendezvous:
         self._on_joined(info)
         # torchelastic waits in it for five minutes when this node's processes have ended well and
         # another's still run. Ctrl-C and the failure of the other node have to end that.
-        store: Any = AbortableStore(info.store)
+        store: Any = BoundedStore(info.store, seconds=_AGENT_SECONDS)
         bootstrap: Any = info.bootstrap_store_info
         return RendezvousInfo(store, info.rank, info.world_size, bootstrap)
 
@@ -248,22 +250,22 @@ class LauncherRendezvous:
         self._require_one_size(store)
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
-        waiting, deadline = WaitReporter(), time.monotonic() + settings.timeout
-        next_look = 0.0
-        everyone = [str(node) for node in range(settings.nodes)]
-        # One request each time, however many nodes there are: all of them poll this one store.
-        while not store.check(everyone):
+        waiting = WaitReporter()
+
+        def look() -> None:
             if settings.node_rank == 0:
                 waiting.report(lambda: f"{self._missing(store)} at {self._own_endpoint()}")
-            if time.monotonic() > next_look:
-                self._look_for_refusal(store)
-                next_look = time.monotonic() + _LOOK_SECONDS
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{self._missing(store)} did not come to {self._own_endpoint()} within "
-                    f"{settings.timeout:g} s; see that every node was started and can reach it"
-                )
-            time.sleep(_PAUSE)
+            self._look_for_refusal(store)
+
+        everyone = [str(node) for node in range(settings.nodes)]
+        try:
+            # One request each time, however many nodes there are: all of them poll this one store.
+            store.wait(everyone, timedelta(seconds=settings.timeout), check_abort=look)
+        except DistStoreError as error:
+            raise UserError(
+                f"{self._missing(store)} did not come to {self._own_endpoint()} within "
+                f"{settings.timeout:g} s; see that every node was started and can reach it"
+            ) from error
 
     def _require_one_size(self, store: BoundedStore) -> None:
         """Refuse a job whose nodes were started with different --nnodes, on all of them.
@@ -287,7 +289,7 @@ class LauncherRendezvous:
             return
         refusal = store.get(_REFUSAL).decode()
         if self._settings.node_rank == 0:
-            time.sleep(2 * _LOOK_SECONDS)  # the store ends with this process
+            time.sleep(_REFUSAL_SECONDS)  # the store ends with this process
         raise UserError(refusal)
 
     def _own_endpoint(self) -> str:

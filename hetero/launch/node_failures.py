@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -20,8 +21,8 @@ GRACE = 15.0
 """Seconds for this node's processes to end by themselves after those of another node failed."""
 _TIMEOUT = GRACE + 5.0
 """Seconds for the launchers of the other nodes to notice a failure, after their own grace."""
-_ANY_EXIT = "exit"
-"""The one key that every launcher polls while its processes run."""
+_EXITS = "exits"
+"""A line for each node that has failed: the one key that every launcher polls meanwhile."""
 _CALL_SECONDS = 5.0
 """For the store to answer; after that this node does without it."""
 
@@ -54,17 +55,16 @@ class NodeFailures:
         ).start()
 
     def _watch(self, terminate: Callable[[], None]) -> None:
-        others: list[ProcessExit] = []
+        others: dict[int, ProcessExit] = {}
         while not (others or self._stopped.wait(_PAUSE)):
             with suppress(Exception):
-                if self._store.check([_ANY_EXIT]):
-                    others = self._others_exits()
+                others = self._reported_exits()
         if self._stopped.wait(GRACE):
             return
         with suppress(Exception):
-            others = self._others_exits()
+            others = self._reported_exits()
         # Where none is the cause, they follow from what hangs here, which their errors name.
-        self.remote_cause = _first_cause(others) or others[0]
+        self.remote_cause = _first_cause(others) or next(iter(others.values()))
         terminate()
 
     def exchange(self, own: ProcessExit) -> ProcessExit:
@@ -75,12 +75,13 @@ class NodeFailures:
         self._stopped.set()
         cause, self._deadline = own, time.monotonic() + _TIMEOUT
         try:
-            self._store.set(f"exit/{self._node}", json.dumps(asdict(own)))
-            self._store.set(_ANY_EXIT, "1")
+            self._store.append(_EXITS, f"{json.dumps([self._node, asdict(own)])}\n")
             while not cause.is_cause and time.monotonic() < self._deadline:
                 time.sleep(_PAUSE)
-                cause = _first_cause(self._others_exits()) or own
-                if all(self._has_ended(node) for node in self._others):
+                others = self._reported_exits()
+                cause = _first_cause(others) or own
+                silent = [node for node in self._others if node not in others]
+                if all(self._store.check([f"left/{node}"]) for node in silent):
                     break
         except Exception:
             self._is_lost = True
@@ -93,22 +94,19 @@ class NodeFailures:
             return
         with suppress(Exception):
             self._store.set(f"left/{self._node}", "1")
-            others = [f"left/{node}" for node in self._others]
-            # Who has not reported by the deadline of `exchange` is gone.
-            deadline = self._deadline or time.monotonic() + _TIMEOUT
-            while self._node == 0 and others and time.monotonic() < deadline:
-                others = [key for key in others if not self._store.check([key])]
-                time.sleep(_PAUSE if others else 0)
+            if self._node == 0:
+                # Who has not reported by the deadline of `exchange` is gone.
+                seconds = self._deadline - time.monotonic() if self._deadline else _TIMEOUT
+                keys = [f"left/{node}" for node in self._others]
+                self._store.wait(keys, timedelta(seconds=seconds))
 
-    def _others_exits(self) -> list[ProcessExit]:
-        """What the other nodes have reported so far."""
-        keys = [f"exit/{node}" for node in self._others]
-        reported = [self._store.get(key) for key in keys if self._store.check([key])]
-        return [ProcessExit(**json.loads(text)) for text in reported]
-
-    def _has_ended(self, node: int) -> bool:
-        return self._store.check([f"exit/{node}"]) or self._store.check([f"left/{node}"])
+    def _reported_exits(self) -> dict[int, ProcessExit]:
+        """What nodes have reported so far, by node."""
+        if not self._store.check([_EXITS]):
+            return {}
+        reported = map(json.loads, self._store.get(_EXITS).splitlines())
+        return {node: ProcessExit(**said) for node, said in reported}
 
 
-def _first_cause(exits: Iterable[ProcessExit]) -> ProcessExit | None:
-    return next((process for process in exits if process.is_cause), None)
+def _first_cause(exits: Mapping[int, ProcessExit]) -> ProcessExit | None:
+    return next((process for process in exits.values() if process.is_cause), None)

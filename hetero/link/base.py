@@ -26,12 +26,15 @@ class LinkDescription:
 
     rank: int
     peer: int
-    job: str
+    secret: str
+    """Of both ends: it shows each that the other belongs to the link."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
     stage: int | None = None
     peer_stage: int | None = None
     """Pipeline stages; None without a pipeline."""
+    is_boundary: bool = False
+    """Whether it joins two meshes of a plan."""
 
     def __str__(self) -> str:
         ends = ((self.rank, self.stage), (self.peer, self.peer_stage))

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from hetero.addresses import address_towards, family_of, reachable_address
-from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import AbortableStore, BoundedStore, StoreHostEnded, StoreUnresponsive
+from hetero.store import ANSWER_SECONDS, BoundedStore, as_link_error
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -52,8 +51,8 @@ def connect(
         timeout: seconds to wait for the other rank, and before a blocked transfer is an error.
         nics: this rank's network interfaces or RDMA devices; without names, the interface that
             leads to the store's host.
-        options: sizes and checks, the same at both ends. Addresses in it are ignored.
-        check_abort: called every second while waiting for the other rank; may raise to abort.
+        options: sizes and checks, the same at both ends. Its `nics` are ignored.
+        check_abort: called every second while waiting for the other rank; what it raises ends it.
 
     Raises:
         ValueError: invalid arguments, all in one message.
@@ -70,18 +69,17 @@ def connect(
         raise ValueError("; ".join(problems))
     native()
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
-    try:
-        number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
-    except (StoreHostEnded, StoreUnresponsive) as error:
-        raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
+    limit = min(timeout, ANSWER_SECONDS)
+    shared = BoundedStore(dist.PrefixStore(_PREFIX, store), seconds=limit)
+    with as_link_error(f"link rank {rank} - rank {peer} could not be opened"):
+        number = shared.add(f"{pair}/opened by {rank}", 1)
     name = f"{pair}/{number}"
     rendezvous = Rendezvous(
-        store=AbortableStore(dist.PrefixStore(_PREFIX, store), check_abort),
-        description=LinkDescription(rank=rank, peer=peer, job=name, timeout=timeout),
+        store=shared,
+        description=LinkDescription(rank=rank, peer=peer, secret="", timeout=timeout),
         name=name,
-        listens=rank < peer,
-        secret=b"",
         timeout=timeout,
+        check_abort=check_abort,
     )
     # The address is the one from which the peer reaches the store's host.
     mine = {
@@ -98,14 +96,8 @@ def connect(
     secret = (mine if rendezvous.listens else theirs)["secret"]
     own = reachable_address(mine["address"], [theirs["address"]])
     found = find_nics(nics, own=own, family=family_of(own))
-    options = replace(
-        options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
-    )
-    rendezvous = replace(
-        rendezvous,
-        description=replace(rendezvous.description, job=secret),
-        secret=secret.encode(),
-    )
+    options = replace(options or ChannelOptions(), nics=found)
+    rendezvous = replace(rendezvous, description=replace(rendezvous.description, secret=secret))
     link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:
         _log.info("%s", link.choice())

@@ -39,12 +39,8 @@ class UnexpectedEntry(Exception):
 class Flow:
     """One direction of one end. Call it with the link's lock."""
 
-    def __init__(
-        self, options: RingOptions, ends: RingEnds, *, job: int, is_outgoing: bool
-    ) -> None:
-        """`job`: its token, for headers."""
+    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
         device = options.device
-        self.job = job
         self.waiting: deque[RingTransfer] = deque()
         self.in_flight: deque[RingTransfer] = deque()
         self.aborted: list[RingTransfer] = []
@@ -74,7 +70,7 @@ class Flow:
             wake_argument=wake_argument,
             is_outgoing=is_outgoing,
         )
-        self._state.bytes_header[:] = unnumbered_header(job, torch.uint8, (0,))
+        self._state.bytes_header[:] = unnumbered_header(torch.uint8, (0,))
         self.address = addressof(self._state)
         """Address of the state, for messages."""
         self._call = native().native_progress

@@ -13,19 +13,19 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistStoreError
 
 from hetero.addresses import family_of
 from hetero.errors import LinkError
 from hetero.forked_children import close_in_children
 from hetero.link.base import LinkDescription
-from hetero.store import Store, WaitAborted
+from hetero.store import BoundedStore, as_link_error
 
 _TOKEN_BYTES = 32
 _CONFIRMATION = b"\0"
@@ -39,14 +39,19 @@ _MAX_JSON_BYTES = 1 << 20
 class Rendezvous:
     """What one end of a link needs to find and authenticate the other."""
 
-    store: Store
+    store: BoundedStore
     description: LinkDescription
     name: str
     """The same at both ends; unique in the job."""
-    listens: bool
-    secret: bytes
     timeout: float = 120.0
     """Seconds to wait for the other end."""
+    check_abort: Callable[[], None] = lambda: None
+    """Called every second while the other end is waited for in the store; may raise to abort."""
+
+    @property
+    def listens(self) -> bool:
+        """Of the two ends, that of the lower rank listens, and the other one calls it."""
+        return self.description.rank < self.description.peer
 
     @property
     def side(self) -> int:
@@ -87,9 +92,10 @@ class AuthenticationError(ConnectionError):
 
 
 def _token(rendezvous: Rendezvous, *, of_listener: bool) -> bytes:
-    """An HMAC of the link's name and the end's role, keyed with the job's secret."""
+    """An HMAC of the link's name and the end's role, keyed with the secret."""
+    key = rendezvous.description.secret.encode()
     role = b"listener" if of_listener else b"caller"
-    return hmac.digest(rendezvous.secret, role + rendezvous.name.encode(), "sha256")
+    return hmac.digest(key, role + rendezvous.name.encode(), "sha256")
 
 
 def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
@@ -185,28 +191,24 @@ def connect(
 
 
 def publish(rendezvous: Rendezvous, what: str, value: Mapping[str, Any]) -> None:
-    rendezvous.store.set(rendezvous.key(what), json.dumps(value))
+    with as_link_error(f"{rendezvous.description} could not be opened"):
+        rendezvous.store.set(rendezvous.key(what), json.dumps(value))
 
 
 def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
     """Wait for a value that the other side publishes."""
     key = rendezvous.key(what)
-    try:
-        rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
-    except WaitAborted:
-        raise
-    except DistNetworkError as error:
-        reason = str(error).partition("\n")[0]
-        raise rendezvous.failure(
-            f"the store was lost ({reason})",
-            "see the log of the process that hosts it: rank 0, or the launcher of node 0",
-        ) from error
-    except Exception as error:
-        raise rendezvous.failure(
-            f"rank {rendezvous.description.peer} did not answer within {rendezvous.timeout:g} s",
-            "see its log, whether it opens this link too, and whether it can reach the store",
-        ) from error
-    return dict(json.loads(rendezvous.store.get(key)))
+    with as_link_error(f"{rendezvous.description} could not be opened"):
+        try:
+            limit = timedelta(seconds=rendezvous.timeout)
+            rendezvous.store.wait([key], limit, check_abort=rendezvous.check_abort)
+        except DistStoreError as error:
+            peer = rendezvous.description.peer
+            raise rendezvous.failure(
+                f"rank {peer} did not answer within {rendezvous.timeout:g} s",
+                "see its log, whether it opens this link too, and whether it can reach the store",
+            ) from error
+        return dict(json.loads(rendezvous.store.get(key)))
 
 
 def exchange(rendezvous: Rendezvous, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from dataclasses import dataclass
@@ -10,11 +9,9 @@ from functools import lru_cache
 
 import torch
 
-from hetero.version import PROTOCOL_VERSION
-
 MAX_DIMENSIONS = 8
 _MAGIC = b"HTRO"
-_FORMAT = struct.Struct(f"<4sHHQQQHH{MAX_DIMENSIONS}QI")
+_FORMAT = struct.Struct(f"<4sHHQQ{MAX_DIMENSIONS}QQ")
 
 HEADER_BYTES = _FORMAT.size
 
@@ -38,16 +35,10 @@ _DTYPES = (
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
-def job_token(job: str) -> int:
-    """Eight bytes that identify this job's messages."""
-    return int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "little")
-
-
 @dataclass(frozen=True)
 class Header:
     """Sequence number, dtype, shape, size and tag of one message of one direction of a link."""
 
-    job: int
     sequence: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,13 +53,10 @@ class Header:
         padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
         return _FORMAT.pack(
             _MAGIC,
-            PROTOCOL_VERSION,
             _CODES[self.dtype],
-            self.job,
+            len(self.shape),
             self.sequence,
             self.nbytes,
-            len(self.shape),
-            0,
             *padded,
             self.tag,
         )
@@ -78,15 +66,12 @@ class Header:
         """Raises ValueError for bytes that are not a header of this protocol."""
         if len(data) != HEADER_BYTES:
             raise ValueError("the header is cut short or too long")
-        magic, version, code, job, sequence, nbytes, dims, _, *shape, tag = _FORMAT.unpack(data)
+        magic, code, dims, sequence, nbytes, *shape, tag = _FORMAT.unpack(data)
         if magic != _MAGIC:
             raise ValueError("the header is corrupted (wrong magic)")
-        if version != PROTOCOL_VERSION:
-            raise ValueError(f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}")
         if code >= len(_DTYPES) or dims > MAX_DIMENSIONS:
             raise ValueError("the header is corrupted (unknown dtype or too many dimensions)")
         return cls(
-            job=job,
             sequence=sequence,
             dtype=_DTYPES[code],
             shape=tuple(shape[:dims]),
@@ -104,13 +89,13 @@ def difference(arrived: bytes, expected: bytes) -> str | None:
         one, other = Header.unpack(arrived), Header.unpack(expected)
     except ValueError as error:
         return str(error)
-    for name in ("job", "sequence", "tag", "dtype", "shape", "nbytes"):
+    for name in ("sequence", "tag", "dtype", "shape", "nbytes"):
         if getattr(one, name) != getattr(other, name):
             return f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
     return None
 
 
 @lru_cache(maxsize=64)
-def unnumbered_header(job: int, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+def unnumbered_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """A message's header with sequence and tag 0: a pipeline's messages repeat it."""
-    return Header(job, 0, dtype, tuple(shape), math.prod(shape) * dtype.itemsize).pack()
+    return Header(0, dtype, tuple(shape), math.prod(shape) * dtype.itemsize).pack()

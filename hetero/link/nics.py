@@ -17,10 +17,13 @@ _KINDS = {None: "IP", socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 class Nics:
     """The NICs that one process uses: addresses for TCP, devices for RDMA."""
 
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...] = ("127.0.0.1",)
     """At least one."""
-    rdma: tuple[str, ...]
+    rdma: tuple[str, ...] = ()
     """RDMA devices, `name` or `name:port`; empty for those nearest to the GPU."""
+
+
+LOOPBACK = Nics()
 
 
 def find_nics(
@@ -36,7 +39,7 @@ def find_nics(
     address of the given family, or any if None. Raises ValueError for all names that are neither.
     """
     if not names:
-        return Nics(addresses=(own,), rdma=())
+        return Nics(addresses=(own,))
     devices = {device.name: device for device in rdma_devices(sys_root=sys_root)}
     addresses: list[str] = []
     rdma: list[str] = []

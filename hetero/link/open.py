@@ -21,6 +21,7 @@ from hetero.errors import LinkError, UnavailableTransport
 from hetero.link.base import Link
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES
+from hetero.link.nics import LOOPBACK, Nics
 from hetero.link.rdma_ports import rdma_missing
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
@@ -47,7 +48,7 @@ _PERIOD = 65_521
 
 @dataclass(frozen=True)
 class ChannelOptions:
-    """A user's settings for a link: the same at both ends, except addresses and devices."""
+    """A user's settings for a link: the same at both ends, except the NICs."""
 
     ring_bytes: int = 64 << 20
     """Memory of one link, for both directions; the rings have whole pages. Its only buffers.
@@ -57,10 +58,7 @@ class ChannelOptions:
     checksum: bool = False
     connections: int = 4
     """TCP connections of a link."""
-    addresses: tuple[str, ...] = ("127.0.0.1",)
-    """This side's addresses for TCP, one a network interface."""
-    rdma_devices: tuple[str, ...] = ()
-    """This side's RDMA devices; empty for those nearest to the GPU."""
+    nics: Nics = LOOPBACK
 
     def __post_init__(self) -> None:
         """Raises ValueError for values with which nothing could move."""
@@ -92,7 +90,7 @@ class Capabilities:
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Capabilities:
         native()  # without it no path works: raise one error, not one for each path
-        host, addresses = host_identity(), options.addresses
+        host, addresses = host_identity(), options.nics.addresses
         if device.type == "cpu":
             return cls(host, None, _ON_CPU, rdma_missing(), addresses)
         gpu = GpuDevice(device)
@@ -291,6 +289,6 @@ def _open(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities) -> 
     if path in ("ipc", "shm"):
         return open_same_host(rendezvous, ring)
     if path == "tcp":
-        return open_tcp(rendezvous, ring, addresses=options.addresses, rails=options.connections)
-    address = options.addresses[0]
-    return open_verbs(rendezvous, ring, device=device, nics=options.rdma_devices, address=address)
+        addresses = options.nics.addresses
+        return open_tcp(rendezvous, ring, addresses=addresses, rails=options.connections)
+    return open_verbs(rendezvous, ring, device=device, nics=options.nics)

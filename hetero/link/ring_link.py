@@ -27,7 +27,6 @@ from hetero.link.base import (
     start_thread,
 )
 from hetero.link.flow import Flow, UnexpectedEntry
-from hetero.link.header import job_token
 from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
@@ -49,9 +48,8 @@ class RingLink(RingLinkBase):
     def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
         """Owns the ends from here on, also on failure."""
         try:
-            job = job_token(description.job)
-            outgoing = Flow(options, ends, job=job, is_outgoing=True)
-            incoming = Flow(options, ends, job=job, is_outgoing=False)
+            outgoing = Flow(options, ends, is_outgoing=True)
+            incoming = Flow(options, ends, is_outgoing=False)
         except BaseException:
             ends.close()
             raise

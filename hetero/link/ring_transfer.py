@@ -125,7 +125,7 @@ def new_transfer(
     tag: int,
 ) -> RingTransfer:
     """A transfer of which nothing is enqueued yet. Positional: keywords cost a microsecond."""
-    header = unnumbered_header(flow.job, tensor.dtype, tensor.shape)
+    header = unnumbered_header(tensor.dtype, tensor.shape)
     state, handle = Transfer(), 0 if event is None else event.handle
     given = flow.address, tensor.data_ptr(), tensor.nbytes, caller_stream, handle, tag
     after_caller = event is None

@@ -9,8 +9,9 @@ from functools import partial
 from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, has_ended, receive_exactly, receive_json, send_json
 from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_link import RingEnds, RingLink
+from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
+from hetero.link.ring_transfer import RingEnds
 from hetero.link.shared_memory import connect_on_host, pin, share_memory
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription, Work, as_bytes, require_contiguous, sendable
-from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, Header, difference, job_token
+from hetero.link.header import DIFFERENCE_REMEDY, HEADER_BYTES, Header, difference
 
 _JOIN_SECONDS = 1.0
 # The thread reaches the link's own deadline first, and has the better error.
@@ -82,7 +82,6 @@ class GlooLink(Link):
     def __init__(self, description: LinkDescription, *, send_tag: int, recv_tag: int) -> None:
         super().__init__(description)
         self._send_tag, self._recv_tag = send_tag, recv_tag
-        self._job = job_token(description.job)
         self._under_way: set[_Transfer] = set()
         self._side_stream: torch.cuda.Stream | None = None
         self._outgoing: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
@@ -204,7 +203,7 @@ class GlooLink(Link):
     def _header(self, transfer: _Transfer, sequence: int) -> bytes:
         host = transfer.host
         shape, tag = tuple(host.shape), transfer.tag
-        return Header(self._job, sequence, host.dtype, shape, host.nbytes, tag).pack()
+        return Header(sequence, host.dtype, shape, host.nbytes, tag).pack()
 
     def _receive(self, transfer: _Transfer, sequence: int) -> None:
         peer = self.description.peer

@@ -20,6 +20,7 @@ from hetero.link.carried_ends import host_memory, host_rings, make_ends
 from hetero.link.carrier import Carrier, RingMemory
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
+from hetero.link.nics import Nics
 from hetero.link.rdma_ports import Port, find_ports, nearest_devices, pair_ports
 from hetero.link.ring import CONTROL_BYTES
 from hetero.link.ring_link import RingLink
@@ -66,8 +67,7 @@ def open_verbs(
     ring: RingOptions,
     *,
     device: torch.device,
-    nics: Sequence[str] = (),
-    address: str = "127.0.0.1",
+    nics: Nics,
     read_back: bool = False,
 ) -> RingLink:
     """Open one link for tensors on a device. Collective between the two ends.
@@ -75,17 +75,16 @@ def open_verbs(
     Raises LinkError at both ends, with the first error of either.
 
     Args:
-        nics: this end's RDMA devices, each with all its ports unless it ends in `:PORT`; without
-            names, those nearest to the device.
-        address: this end's, for the connection beside the rails.
+        nics: this end's: an address, for the connection beside the rails, and RDMA devices, each
+            with all its ports unless it ends in `:PORT`; without any, those nearest to the device.
         read_back: force read-backs where the memory does not need them.
     """
     with ExitStack() as stack:
-        connections = open_connections(rendezvous, [address], rails=0, stack=stack)
+        connections = open_connections(rendezvous, nics.addresses[:1], rails=0, stack=stack)
         connection = connections.control[0]
         ring.agree(connection, rendezvous)
         steps = JointSteps(connection, rendezvous)
-        ports = _agree_on_ports(steps, rendezvous, nics, device)
+        ports = _agree_on_ports(steps, rendezvous, nics.rdma, device)
 
         def prepare() -> tuple[RingMemory, Carrier, list[tuple[dict[str, Any], str]]]:
             _require_chunk_fits(ports, ring.entry_bytes)

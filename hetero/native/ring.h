@@ -8,11 +8,11 @@
 
 #define RING_ENTRIES 256
 /* A message's header (header.py), and where its numbers begin. */
-#define RING_HEADER_BYTES 104
-#define RING_HEADER_SEQUENCE 16
-#define RING_HEADER_NBYTES 24
-#define RING_HEADER_FIRST_DIMENSION 36
-#define RING_HEADER_TAG 100
+#define RING_HEADER_BYTES 96
+#define RING_HEADER_SEQUENCE 8
+#define RING_HEADER_NBYTES 16
+#define RING_HEADER_FIRST_DIMENSION 24
+#define RING_HEADER_TAG 88
 #define RING_FAULT_BYTES 1024
 /* Every slot begins at a multiple of it. */
 #define RING_ALIGNMENT 512

@@ -53,8 +53,8 @@ class PipelineCommunicator(P2PCommunicator):
         upstream: the previous stage, None on the first (unless interleaved).
         downstream: the next stage, None on the last (unless interleaved).
         device: where received tensors are placed.
-        after_gradient: called after each backward send, also on the first stage, where there is
-            none: for work that may wait until then.
+        after_gradient: called whenever a gradient is on its way upstream: for work that may wait
+            until then.
     """
 
     def __init__(
@@ -81,17 +81,6 @@ class PipelineCommunicator(P2PCommunicator):
             receives = side.neighbour is not None and side.neighbour.receives_ahead
             side.expected = count if receives else 0
 
-    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        super().send_backward(input_tensor_grads, is_first_stage)
-        self._after_gradient()
-
-    def send_backward_recv_forward(
-        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
-    ) -> Any:
-        """One after the other, for what comes between."""
-        self.send_backward(input_tensor_grads, is_first_stage)
-        return self.recv_forward(tensor_shapes, is_first_stage)
-
     def _communicate(
         self,
         *,
@@ -111,6 +100,7 @@ class PipelineCommunicator(P2PCommunicator):
             handles["send_next"] = _required(self._downstream).send(tensor_send_next)
         if tensor_send_prev is not None:
             handles["send_prev"] = _required(self._upstream).send(tensor_send_prev)
+            self._after_gradient()
         activations = gradients = None
         if recv_prev:
             activations, handles["recv_prev"] = self._take(self._upstream, tensor_shape)

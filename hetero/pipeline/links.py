@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from hetero.new_group import create_group
 from hetero.pipeline.reshard import layout_of
 from hetero.pipeline.resharded_edge import End, ReshardedEdge
 from hetero.plan import Edge, Plan
-from hetero.store import Store
+from hetero.store import BoundedStore
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class LinkOptions:
     boundary_transport: str
     """Between meshes: one of TRANSPORTS."""
     device: torch.device
-    store: Store
-    job: str
+    store: dist.Store
+    secret: str
     """A secret of the job; the token of each link is derived from it."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
@@ -53,8 +53,6 @@ class PipelineLinks:
 
     upstream: Neighbour | None
     downstream: Neighbour | None
-    is_boundary: Mapping[str, bool]
-    """Whether the "upstream" and the "downstream" neighbour belong to another mesh."""
 
     def choices(self) -> list[Link]:
         """This rank's downstream links whose path was chosen from a family; peers chose alike."""
@@ -70,8 +68,7 @@ class PipelineLinks:
 
     def boundary(self) -> list[Link]:
         """The links that cross from one mesh to another."""
-        sides = self.by_side().items()
-        return [link for side, links in sides if self.is_boundary[side] for link in links]
+        return [link for link in self.all() if link.description.is_boundary]
 
     def check(self) -> None:
         """Raise if a link has failed. Synchronize the device first for a final answer."""
@@ -97,17 +94,11 @@ def open_links(plan: Plan, rank: int, options: LinkOptions) -> PipelineLinks:
     here = plan.coordinate(rank).stage
     opener = _Opener(plan, rank, options)
     sides: dict[str, Neighbour | None] = {"upstream": None, "downstream": None}
-    boundaries = {"upstream": False, "downstream": False}
     for edge in plan.edges():
         for side, stage in (("downstream", edge.source), ("upstream", edge.target)):
             if here == stage:
-                boundaries[side] = edge.is_boundary
                 sides[side] = opener.open_side(edge, side)
-    return PipelineLinks(
-        upstream=sides["upstream"],
-        downstream=sides["downstream"],
-        is_boundary=boundaries,
-    )
+    return PipelineLinks(**sides)
 
 
 class _Opener:
@@ -145,8 +136,9 @@ class _Opener:
             peer=peer,
             stage=self._plan.coordinate(self._rank).stage,
             peer_stage=self._plan.coordinate(peer).stage,
-            job=options.job,
+            secret=options.secret,
             timeout=options.timeout,
+            is_boundary=edge.is_boundary,
         )
         source, target = (self._rank, peer) if is_source else (peer, self._rank)
         transport = options.boundary_transport if edge.is_boundary else options.vendor_backend
@@ -160,11 +152,9 @@ class _Opener:
             send_tag, recv_tag = tags if is_source else tags[::-1]
             return GlooLink(description, send_tag=send_tag, recv_tag=recv_tag)
         rendezvous = Rendezvous(
-            store=options.store,
+            store=BoundedStore(options.store),
             description=description,
             name=f"edge {edge.source}/{source}-{target}",
-            listens=is_source,
-            secret=options.job.encode(),
         )
         return open_link(transport, rendezvous, options=channel, device=options.device)
 

@@ -55,7 +55,7 @@ def rank_memory(
     activations += costs.working_bytes(embedding=stage.has_embedding, head=stage.has_head)
     if stage.has_head:
         activations += costs.head_activation_bytes
-    if options.delay_weight_gradients:
+    if options.delay_weight_gradients and not stage.has_embedding:
         activations = max(activations, _delayed_activation_bytes(stage, passes, costs))
     if stage.has_embedding:
         activations += passes / len(stage.layers) * costs.embedding_activation_bytes

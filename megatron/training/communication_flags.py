@@ -33,14 +33,12 @@ def require_links(args: argparse.Namespace, plan: Plan) -> None:
 
 def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
     """Options of every link. `own` is the address through which other hosts reach this rank."""
-    nics = find_rails(args, own=own, family=family_of(own))
     return ChannelOptions(
         ring_bytes=args.hetero_ring_mib << 20,
         chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
         checksum=args.hetero_checksum,
         connections=args.hetero_tcp_connections,
-        addresses=nics.addresses,
-        rdma_devices=nics.rdma,
+        nics=find_rails(args, own=own, family=family_of(own)),
     )
 
 

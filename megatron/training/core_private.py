@@ -30,7 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.transformer import attention
 
-from hetero.errors import DataError
+from hetero.errors import HeteroError
 from hetero.groups import Groups, StageOrder
 from hetero.plan import Plan
 
@@ -154,7 +154,7 @@ def without_process_group() -> Iterator[None]:
 
 
 class WholeFileReader(indexed_dataset._FileBinReader):
-    """Reads token files without mmap; raises DataError where one is gone or has become too short.
+    """Reads token files without mmap; raises HeteroError where one is gone or has become too short.
 
     megatron-core ignores how much it has read, and would train on what the memory held before.
     """
@@ -165,11 +165,11 @@ class WholeFileReader(indexed_dataset._FileBinReader):
             sequence = super().read(dtype, count, offset)
             size = os.path.getsize(self._bin_path)
         except OSError as error:
-            raise DataError(
+            raise HeteroError(
                 f"{self._bin_path} cannot be read any more ({error.strerror}); restore the file"
             ) from error
         if size < end:
-            raise DataError(
+            raise HeteroError(
                 f"{self._bin_path} was cut short while it is read: {size} bytes, and its index "
                 f"names {end}; restore the file"
             )

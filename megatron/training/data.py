@@ -19,7 +19,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
-from hetero.errors import DataError, UserError
+from hetero.errors import HeteroError, UserError
 from hetero.formatting import counted
 from hetero.plan import Coordinate, Plan
 from megatron.training.arguments.batch_sizes import samples_after
@@ -264,7 +264,7 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             _check_token_ids(batch, self._vocab_size)
         except RuntimeError as error:
             if self._deadline and time.perf_counter() - began >= self._deadline:
-                raise DataError(
+                raise HeteroError(
                     f"no batch came from the loader's workers for {self._deadline:.0f} s; see "
                     "whether the data's file system answers and what the workers said above, or "
                     "try --num-workers 0"
@@ -326,11 +326,11 @@ def _loader_deadline(args: argparse.Namespace) -> float:
 
 
 def _check_token_ids(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
-    """Raise DataError for ids outside the vocabulary, which a split embedding silently accepts."""
+    """Refuse ids outside the vocabulary, which a split embedding silently accepts."""
     ends = [batch[name].aminmax() for name in ("tokens", "labels")]
     smallest, largest = min(int(end.min) for end in ends), max(int(end.max) for end in ends)
     if smallest < 0 or largest >= vocab_size:
-        raise DataError(
+        raise HeteroError(
             f"the data holds token {smallest if smallest < 0 else largest} but the tokenizer has "
             f"{vocab_size}; preprocess the text with the tokenizer that this run names, or restore "
             "the files if they were changed"

@@ -30,23 +30,15 @@ class FinishingCommunicator(P2PCommunicator):
         super().__init__(*args)
         self._pending: list[PendingWork] = []
 
-    def send_forward_recv_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kept(super().send_forward_recv_forward(*args, **kwargs))
-
-    def send_backward_recv_backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._kept(super().send_backward_recv_backward(*args, **kwargs))
+    def _communicate(self, **call: Any) -> tuple[Any, Any, Any]:
+        *received, handles = super()._communicate(**call)
+        if handles:
+            handles = {key: PendingWork(work) for key, work in handles.items()}
+            self._pending += handles.values()
+        return (*received, handles)
 
     def finish(self) -> None:
         """Call after each step: waits for what is pending, within the group's time limit."""
         for work in self._pending:
             work.wait()
         self._pending.clear()
-
-    def _kept(self, result: Any) -> Any:
-        # With overlap it is a tensor and the handles, else the tensor alone.
-        if not isinstance(result, tuple) or not result[1]:
-            return result
-        received, handles = result
-        kept = {key: PendingWork(work) for key, work in handles.items()}
-        self._pending += kept.values()
-        return received, kept

@@ -291,7 +291,7 @@ class Initializer:
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
-        job_name = self._agreement.exchange("job", payload=name)[0]["name"]
+        secret = self._agreement.exchange("job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
             with self._agreement.section("links", on_failure=self._exit_on_remote_failure):
@@ -302,7 +302,7 @@ class Initializer:
                         boundary_transport=args.hetero_transport,
                         device=device,
                         store=dist.PrefixStore("hetero/links", store),
-                        job=job_name,
+                        secret=secret,
                         timeout=args.hetero_timeout,
                         channel=channel_options(args, self._own_address),
                         vendor_backend=vendor_backend,

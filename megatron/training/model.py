@@ -280,7 +280,8 @@ def build_model(
     collection = group_collection(groups)
     config = transformer_config(args, plan, device)
     delayed_wgrad = None
-    if args.delay_wgrad_compute:
+    # On the first stage there is no gradient to be sent before.
+    if args.delay_wgrad_compute and coordinate.stage > 0:
         delayed_wgrad = DelayedWgrad(copies_inputs=args.sequence_parallel)
     kernels = install_kernels(
         select_kernels(args, device),

@@ -173,33 +173,19 @@ def _by_stage(job: Job, sizes: list[int]) -> str:
 
 def _link_entries(job: Job) -> list[dict[str, Any]]:
     stage = job.coordinate.stage
-    between_replicas = [
+    by_side = {"data": job.groups.data_links()} | (job.links.by_side() if job.links else {})
+    return [
         {
             "rank": job.rank,
             "peer": link.description.peer,
             "stage": stage,
-            "peer_stage": stage,
-            "side": "data",
-            "is_boundary": True,
-            "transport": link.transport,
-            **asdict(link.counters),
-        }
-        for link in job.groups.data_links()
-    ]
-    if job.links is None:
-        return between_replicas
-    return between_replicas + [
-        {
-            "rank": job.rank,
-            "peer": link.description.peer,
-            "stage": link.description.stage,
-            "peer_stage": link.description.peer_stage,
+            "peer_stage": stage if side == "data" else link.description.peer_stage,
             "side": side,
-            "is_boundary": job.links.is_boundary[side],
+            "is_boundary": side == "data" or link.description.is_boundary,
             "transport": link.transport,
             **asdict(link.counters),
         }
-        for side, links in job.links.by_side().items()
+        for side, links in by_side.items()
         for link in links
     ]
 

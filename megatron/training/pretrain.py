@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero.errors import (
-    DataError,
     HeteroError,
     UserError,
     kind_and_first_line,
@@ -136,7 +135,7 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
         return
     if worker := _LOADER_WORKER.search(text):
         initializer.report(
-            DataError(
+            HeteroError(
                 f"a worker that reads the data {worker[1]}; see whether memory ran out, /dev/shm "
                 "is full or a token file was cut short, or try --num-workers 0"
             )
@@ -144,7 +143,7 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
         return
     if memory := _SHARED_MEMORY.search(text):
         initializer.report(
-            DataError(
+            HeteroError(
                 f"no shared memory can be had for the data ({memory[1]}); make /dev/shm larger, "
                 "in a container with docker run --shm-size, or try --num-workers 0"
             )

@@ -74,7 +74,7 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
     print_overview(job, rows, console)
     if slowed := os.environ.get(SLOWDOWN_VARIABLE):
         console.line(f"{SLOWDOWN_VARIABLE}={slowed}: layers take so many times as long (simulated)")
-    if args.delay_wgrad_compute and model.delayed_wgrad is None:
+    if args.delay_wgrad_compute and not model.kernels.weight_gradient:
         console.line(
             "--delay-wgrad-compute: nothing is delayed on this stage, whose torch has no product "
             "that adds to gradients of another type than the weights'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.finishing_communicator import FinishingCommunicator
 from megatron.training.job import Job
 from megatron.training.model import StageModel
-from megatron.training.timing.timed_communicator import TimedCommunicator
+from megatron.training.timing.timed_communicator import time_by_neighbour
 from megatron.training.timing.timers import Timers
 
 Batch = dict[str, torch.Tensor]
@@ -74,7 +73,7 @@ class Schedule:
 
     def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
         self._args = job.args
-        self._model = model
+        self._model, self._timers = model, timers
         self._device = job.device
         plan = job.plan
         self._share = plan.meshes[job.coordinate.mesh].share
@@ -87,30 +86,21 @@ class Schedule:
         self._run = get_forward_backward_func(
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
-        self._communicator: Any = None
-        self._link_communicator: PipelineCommunicator | None = None
-        self._core_communicator: FinishingCommunicator | None = None
-        config = model.config
-        if timers.level > 1:
-            # Disable the communicator's own timers: they do not cover overlapped receives.
-            config = copy.copy(config)
-            config.timers = None
+        self._communicator: PipelineCommunicator | FinishingCommunicator | None = None
         if job.links is not None:
-            delayed = {"after_gradient": model.delayed_wgrad.compute} if model.delayed_wgrad else {}
-            self._communicator = self._link_communicator = PipelineCommunicator(
+            self._communicator = PipelineCommunicator(
                 pp_group=job.groups.pipeline,
-                config=config,
+                config=model.config,
                 upstream=job.links.upstream,
                 downstream=job.links.downstream,
                 device=job.device,
-                **delayed,
+                after_gradient=self._compute_delayed,
             )
         elif plan.stages > 1:
             # Homogeneous runs use megatron-core's own p2p on the vendor's library.
-            self._core_communicator = FinishingCommunicator(job.groups.pipeline, config)
-            self._communicator = self._core_communicator
+            self._communicator = FinishingCommunicator(job.groups.pipeline, model.config)
         if self._communicator is not None and timers.level > 1:
-            self._communicator = TimedCommunicator(self._communicator, timers)
+            time_by_neighbour(self._communicator, timers)
         self._is_interleaved = plan.chunks > 1
         self._is_first, self._is_last = job.coordinate.stage == 0, job.is_last_stage
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
@@ -133,10 +123,11 @@ class Schedule:
             micro_batch_size: in samples.
             forward_only: for evaluation.
         """
-        groups = self._model.groups if self._communicator is not None else None
+        communicator = self._communicator
+        groups = self._model.groups if communicator is not None else None
         micro_batches = batch_size // (micro_batch_size * self._row) * self._share
-        if self._link_communicator is not None and not self._is_interleaved:
-            self._link_communicator.expect(
+        if isinstance(communicator, PipelineCommunicator) and not self._is_interleaved:
+            communicator.expect(
                 activations=0 if self._is_first else micro_batches,
                 gradients=0 if self._is_last or forward_only else micro_batches,
             )
@@ -148,11 +139,17 @@ class Schedule:
             seq_length=self._args.seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
-            p2p_communicator=self._communicator,
+            p2p_communicator=communicator,
             pg_collection=groups,
         )
-        if self._core_communicator is not None:
-            self._core_communicator.finish()
+        if isinstance(communicator, FinishingCommunicator):
+            communicator.finish()
         if not results or not self._counts_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
+
+    def _compute_delayed(self) -> None:
+        """Compute the weight gradients that waited until the gradient of the input was sent."""
+        if self._model.delayed_wgrad is not None:
+            with self._timers("backward-compute"):
+                self._model.delayed_wgrad.compute()

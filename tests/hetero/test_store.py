@@ -7,11 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from hetero.store import (
-    AbortableStore,
     BoundedStore,
     StoreHostEnded,
     StoreUnresponsive,
-    WaitAborted,
 )
 
 
@@ -75,11 +73,11 @@ def test_a_wait_ends_when_it_is_aborted_or_times_out():
         if len(checks) == 2:
             raise RuntimeError("rank 3 has ended")
 
-    store = AbortableStore(dist.HashStore(), check_abort)
+    store = BoundedStore(dist.HashStore())
     with pytest.raises(dist.DistStoreError):
         store.wait(["key"], timedelta(milliseconds=10))
-    with pytest.raises(WaitAborted, match="rank 3 has ended"):
-        store.wait(["key"], timedelta(minutes=5))
+    with pytest.raises(RuntimeError, match="rank 3 has ended"):
+        store.wait(["key"], timedelta(minutes=5), check_abort=check_abort)
     store.set("key", "value")
     store.wait(["key"], timedelta(seconds=1))
 
@@ -87,18 +85,17 @@ def test_a_wait_ends_when_it_is_aborted_or_times_out():
 def test_a_wait_that_ends_without_its_key_logs_nothing(capfd: pytest.CaptureFixture[str]):
     """As torch's own does, twice for each second that a rank waits for another."""
     hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = AbortableStore(hosted, lambda: None)
+    store = BoundedStore(hosted)
     capfd.readouterr()
     with pytest.raises(dist.DistStoreError, match="key did not come within"):
         store.wait(["key"], timedelta(milliseconds=50))
     assert capfd.readouterr().err == ""
 
 
-def test_a_store_whose_waits_can_be_aborted_has_torchs_other_operations_and_its_timeout():
+def test_a_wait_without_a_timeout_has_the_stores_own():
     own = dist.HashStore()
     own.set_timeout(timedelta(milliseconds=20))
-    store = AbortableStore(own)
-    assert store.add("count", 2) == 2
+    store = BoundedStore(own)
     with pytest.raises(dist.DistStoreError, match=r"key did not come within 0:00:00\.02"):
         store.wait(["key"])
     with pytest.raises(dist.DistStoreError, match="key did not come within 0:00:00"):

@@ -7,7 +7,6 @@ at its NIC only while something is asked of it.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import hmac
 import importlib.util
 import json
@@ -29,14 +28,14 @@ ROCE_V2 = 2
 MTU_4096 = 5
 PATIENCE = 60.0
 
-PROTOCOL = 5
+PROTOCOL = 6
 RECEIVES = 1282
 ENTRIES = 256
-RECORDS = {"listener": 2688, "caller": 35712}
-RECORD = struct.Struct("<104sQQQ")
-HEADER = struct.Struct("<4sHHQQQHH8QI")
+RECORDS = {"listener": 2688, "caller": 33664}
+RECORD = struct.Struct("<96sQQQ")
+HEADER = struct.Struct("<4sHHQQ8QQ")
 UINT8 = 8
-CONTROL_BYTES = 68480
+CONTROL_BYTES = 64384
 DATA = 1 << 31
 ALIGNMENT = 512
 DATA_UNDER_WAY = 16
@@ -162,9 +161,8 @@ class Peer:
     """The caller of a link. `store` is where the listener has said how to be reached."""
 
     def __init__(
-        self, store: Any, name: str, secret: bytes, job: str, *, device: str, ring: int, chunk: int
+        self, store: Any, name: str, secret: str, *, device: str, ring: int, chunk: int
     ) -> None:
-        self.job = hashlib.sha256(job.encode()).digest()[:8]
         self.ring, self.chunk = ring, min(chunk, ring // 2)
         self.sending, self.receiving = CONTROL_BYTES, CONTROL_BYTES + ring
         self.nic = Nic.open(device, CONTROL_BYTES + 2 * ring, requests=RECEIVES)
@@ -177,7 +175,7 @@ class Peer:
         self.under_way: deque[str] = deque()
         self.slots: deque[int] = deque()
         """Where each entry that is not free ends, counted on and on."""
-        self.connection = self._meet(store, f"hetero/link/{name}", name, secret)
+        self.connection = self._meet(store, f"hetero/link/{name}", name, secret.encode())
         self._open(device)
 
     def _meet(self, store: Any, keys: str, name: str, secret: bytes) -> IO[bytes]:
@@ -273,9 +271,8 @@ class Peer:
             self.put(header, offset, part, len(part))
 
     def header(self, nbytes: int, sequence: int) -> bytes:
-        job = int.from_bytes(self.job, "little")
         shape = (nbytes, *[0] * 7)
-        return HEADER.pack(b"HTRO", PROTOCOL, UINT8, job, sequence, nbytes, 1, 0, *shape, 0)
+        return HEADER.pack(b"HTRO", UINT8, 1, sequence, nbytes, *shape, 0)
 
     def put(self, header: bytes, offset: int, part: bytes, claimed: int) -> None:
         """Send an entry; `claimed` is how many bytes its record says it has."""

@@ -14,8 +14,8 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.base import Link
 from tests.forked_ranks import values
-from tests.hetero.link.contract import JOB, Pair, Side, make
-from tests.hetero.link.transports import SECRET, SLOWNESS, next_name
+from tests.hetero.link.contract import SECRET, Pair, Side, make
+from tests.hetero.link.transports import SLOWNESS, next_name
 from tests.rdma.links import verbs_over
 from tests.rdma.pyverbs_peer import Peer
 from tests.rdma.rails import Rail
@@ -42,7 +42,7 @@ def meet(side: Side) -> Peer:
     """The peer of the link that the other side opens."""
     rail: Rail = side.options["rail"]
     name, device = next_name(side.rank, side.store), rail.devices[side.rank]
-    return Peer(side.store, name, SECRET, JOB, device=device, ring=RING, chunk=CHUNK)
+    return Peer(side.store, name, SECRET, device=device, ring=RING, chunk=CHUNK)
 
 
 def exchanged(side: Side) -> int:

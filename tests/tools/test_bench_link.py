@@ -136,7 +136,7 @@ def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
         from hetero.link.base import LinkDescription
         from hetero.link.torch_links import GlooLink
 
-        description = LinkDescription(rank=0, peer=1, job=what.job, timeout=what.timeout)
+        description = LinkDescription(rank=0, peer=1, secret=what.secret, timeout=what.timeout)
         return GlooLink(description, send_tag=101, recv_tag=102)
 
     opened_links.open_between_two = faulty

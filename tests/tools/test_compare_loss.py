@@ -116,8 +116,6 @@ def test_the_range_can_be_chosen(run):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("seed1 absent", "absent cannot be read (No such file or directory)"),
-        ("seed1 {tool}", "line 1, is not JSON"),
         ("seed1 short", "give --to-iteration 200 to compare what both have"),
         ("seed1 right --seeds seed2", "needs 3 homogeneous runs that"),
         ("seed1 right --criteria grad-norm-envelope --seeds seed2", "--seed, and has 2; give"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets import indexed_dataset
 
-from hetero.errors import DataError
+from hetero.errors import HeteroError
 from hetero.groups import Groups, StageOrder, build_groups
 from hetero.plan import Mesh, Plan
 from megatron.training.core_private import (
@@ -96,9 +96,9 @@ def test_a_token_file_that_is_cut_short_or_gone_is_not_read(tmp_path: Path) -> N
     with use_whole_reads():
         reader = indexed_dataset._FileBinReader(str(path))
     assert reader.read(numpy.uint16, 2, 4).tobytes() == bytes(range(4, 8))
-    with pytest.raises(DataError, match=f"{path} was cut short while it is read: 8 bytes, and"):
+    with pytest.raises(HeteroError, match=f"{path} was cut short while it is read: 8 bytes, and"):
         reader.read(numpy.uint16, 2, 6)
     reader.num_max_retries = 0
     path.unlink()
-    with pytest.raises(DataError, match=r"cannot be read any more \(No such file or directory\)"):
+    with pytest.raises(HeteroError, match=r"cannot be read any more \(No such file or directory\)"):
         reader.read(numpy.uint16, 2, 4)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hetero.errors import DataError
+from hetero.errors import HeteroError
 from megatron.training.data import MicroBatches
 
 CPU = torch.device("cpu")
@@ -77,14 +77,18 @@ def test_the_copy_to_the_device_is_not_the_loaders(clock: list[float]) -> None:
 @pytest.mark.parametrize("token", [5, -1])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     batches = MicroBatches([batch(1, token)], device=CPU, vocab_size=5)
-    with pytest.raises(DataError, match=f"the data holds token {token} but the tokenizer has 5"):
+    with pytest.raises(HeteroError, match=f"the data holds token {token} but the tokenizer has 5"):
         next(batches)
 
 
 @pytest.mark.parametrize(
     ("seconds", "error", "said"),
     [
-        (9.0, DataError, "no batch came from the loader's workers for 9 s; see whether the data's"),
+        (
+            9.0,
+            HeteroError,
+            "no batch came from the loader's workers for 9 s; see whether the data's",
+        ),
         (1.0, RuntimeError, "a worker was killed"),
     ],
 )

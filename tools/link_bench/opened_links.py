@@ -79,7 +79,7 @@ class Opener:
             boundary_transport=name,
             device=self._device,
             store=dist.PrefixStore(f"links/{name}", self._store),
-            job="bench",
+            secret="bench",
             timeout=self._options.timeout,
             channel=ChannelOptions(
                 ring_bytes=self._options.ring_bytes,

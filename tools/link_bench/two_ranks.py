@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from hetero.store import Store
+import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Pair:
     The store is trusted as the job's own: whoever may write to it may run code in the job anyway.
     """
 
-    def __init__(self, rank: int, store: Store, *, timeout: float) -> None:
+    def __init__(self, rank: int, store: dist.Store, *, timeout: float) -> None:
         self.rank = rank
         self._store, self._timeout = store, timedelta(seconds=timeout)
         self._steps = count()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hetero.link.base import Link
 from hetero.link.names import PATHS
+from hetero.link.nics import Nics
 from hetero.link.open import ChannelOptions
 from hetero.link.rdma_ports import rdma_missing
 from hetero.pipeline.links import LinkOptions
@@ -160,9 +161,9 @@ def _open(end: End, way: _Way) -> Link:
         boundary_transport=way.transport,
         device=end.device,
         store=dist.PrefixStore(way.label, end.store),
-        job=end.secret,
+        secret=end.secret,
         timeout=_TIMEOUT,
-        channel=ChannelOptions(addresses=way.addresses),
+        channel=ChannelOptions(nics=Nics(way.addresses)),
     )
     return open_between_two(end.number, opening)
 

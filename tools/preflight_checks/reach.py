@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from hetero.addresses import family_of, interface_with
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, connect, exchange_tokens, listen_at, receive_exactly
-from hetero.store import Store
+from hetero.store import BoundedStore
 from tools.preflight_checks.route_lookup import leaving_interface
 
 _TIME = struct.Struct("<d")
@@ -69,8 +71,8 @@ class NicListeners:
     Raises UserError where an address is not this node's.
     """
 
-    def __init__(self, store: Store, addresses: Mapping[str, str], secret: bytes) -> None:
-        self._rendezvous = _rendezvous(store, secret, listens=True, timeout=_CALL_SECONDS)
+    def __init__(self, store: dist.Store, addresses: Mapping[str, str], secret: str) -> None:
+        self._rendezvous = _rendezvous(store, secret, rank=0, timeout=_CALL_SECONDS)
         self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self.ports: dict[str, tuple[str, int]] = {}
@@ -129,8 +131,8 @@ class NicListeners:
 
 
 def call_all(
-    store: Store,
-    secret: bytes,
+    store: dist.Store,
+    secret: str,
     *,
     source: int,
     addresses: Mapping[str, str],
@@ -147,7 +149,7 @@ def call_all(
         theirs = list(ports.items())
         for index in range(max(len(ours), len(theirs)) if ours and theirs else 0):
             tries.append((target, ours[index % len(ours)], theirs[index % len(theirs)]))
-    rendezvous = _rendezvous(store, secret, listens=False, timeout=seconds)
+    rendezvous = _rendezvous(store, secret, rank=1, timeout=seconds)
 
     def call(entry: tuple[int, tuple[str, str], tuple[str, tuple[str, int]]]) -> Call:
         target, (nic, address), (other_nic, (host, port)) = entry
@@ -208,7 +210,7 @@ def _leaves_by(target: str, source: str) -> str:
     return "" if is_own else str(interface)
 
 
-def _rendezvous(store: Store, secret: bytes, *, listens: bool, timeout: float) -> Rendezvous:
-    # Only the secret and the name matter to the token; the description to errors, cut off here.
-    description = LinkDescription(rank=0, peer=1, job="preflight", timeout=timeout)
-    return Rendezvous(store, description, "preflight", listens, secret, timeout)
+def _rendezvous(store: dist.Store, secret: str, *, rank: int, timeout: float) -> Rendezvous:
+    # Rank 0 listens; the rest of the description is for errors, cut off here.
+    description = LinkDescription(rank=rank, peer=1 - rank, secret=secret, timeout=timeout)
+    return Rendezvous(BoundedStore(store), description, "preflight", timeout)

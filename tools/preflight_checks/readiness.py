@@ -235,9 +235,7 @@ class ClusterCheck:
                     report = _report_node(self._settings, place.node, within)
                     mine = asdict(report)
                     if several:
-                        listeners = NicListeners(
-                            self._store, report.card.addresses, secret.encode()
-                        )
+                        listeners = NicListeners(self._store, report.card.addresses, secret)
                         ports = listening.enter_context(listeners).ports
                 except HeteroError as failure:
                     error = failure
@@ -251,7 +249,7 @@ class ClusterCheck:
                 numbered = enumerate(payload["ports"] for payload in spoken)
                 calls = call_all(
                     self._store,
-                    secret.encode(),
+                    secret,
                     source=place.node,
                     addresses=nodes[place.node].card.addresses,
                     others={number: p for number, p in numbered if number != place.node},

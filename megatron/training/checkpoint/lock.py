@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hetero.errors import OutputError, UserError
+from hetero.errors import HeteroError, UserError
 
 LOCK_FILE = "writer.lock"
 HEARTBEAT_SECONDS = 5.0
@@ -46,7 +46,7 @@ _TRIES = 5
 Say = Callable[[str], None]
 
 
-class LockLost(OutputError):
+class LockLost(HeteroError):
     """Another run writes to the folder now."""
 
 

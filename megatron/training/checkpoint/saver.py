@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import HeteroError, OutputError
+from hetero.errors import HeteroError
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint.control_group import ControlGroup, combine
 from megatron.training.checkpoint.index import (
@@ -43,7 +43,7 @@ _LOST = "lost: "
 """Prefix of rank 0's message if another run has taken over the folder."""
 
 
-class SaveError(OutputError):
+class SaveError(HeteroError):
     """A checkpoint could not be written; all ranks know."""
 
     known_to_all = True

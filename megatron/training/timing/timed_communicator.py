@@ -1,10 +1,12 @@
-"""Times the p2p calls of a pipeline communicator, megatron-core's own or ours."""
+"""Times a pipeline communicator by neighbour, megatron-core's own or ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron.training.timing.timers import NO_TIMER, Timer, Timers
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron.training.timing.timers import Timers
 
 _WAITS = {
     "recv_prev": "forward-recv",
@@ -26,104 +28,37 @@ class TimedWork:
             self._work.wait()
 
 
-class TimedCommunicator:
-    """Wraps a communicator with a timer around each of the nine methods that schedules call.
+def time_by_neighbour(communicator: P2PCommunicator, timers: Timers) -> None:
+    """Add to megatron-core's own timers, of each call: which neighbour it waits for.
 
-    Timers have megatron-core's names. Unlike megatron-core's, they also cover the `wait()` of
-    overlapped transfers.
+    Unlike megatron-core's, they then also cover the `wait()` of overlapped transfers.
     """
+    communicate = communicator._communicate
 
-    def __init__(self, inner: Any, timers: Timers) -> None:
-        self._inner, self._timers = inner, timers
-        self.pp_group = inner.pp_group
-        self.config = inner.config
-        self.virtual_pipeline_model_parallel_size = inner.virtual_pipeline_model_parallel_size
+    def timed(**call: Any) -> tuple[Any, Any, Any]:
+        if part := _part(**call):
+            timers.attribute(part)
+        *received, handles = communicate(**call)
+        if handles and not call.get("wait_on_reqs", True):
+            handles = {key: TimedWork(work, timers, _WAITS[key]) for key, work in handles.items()}
+        return (*received, handles)
 
-    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        with self._timer("forward-recv", unless=is_first_stage):
-            return self._inner.recv_forward(tensor_shapes, is_first_stage)
+    communicator._communicate = timed
 
-    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        with self._timer("backward-recv", unless=is_last_stage):
-            return self._inner.recv_backward(tensor_shapes, is_last_stage)
 
-    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        with self._timer("forward-send", unless=is_last_stage):
-            self._inner.send_forward(output_tensors, is_last_stage)
-
-    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        with self._timer("backward-send", unless=is_first_stage):
-            self._inner.send_backward(input_tensor_grads, is_first_stage)
-
-    def send_forward_recv_backward(
-        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
-    ) -> Any:
-        with self._timer("forward-send-backward-recv", unless=is_last_stage):
-            return self._inner.send_forward_recv_backward(
-                output_tensors, tensor_shapes, is_last_stage
-            )
-
-    def send_backward_recv_forward(
-        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
-    ) -> Any:
-        with self._timer("backward-send-forward-recv", unless=is_first_stage):
-            return self._inner.send_backward_recv_forward(
-                input_tensor_grads, tensor_shapes, is_first_stage
-            )
-
-    def send_forward_recv_forward(
-        self,
-        output_tensor: Any,
-        recv_prev: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        # A receive that is only posted is not waited for here.
-        part = "wait prev" if recv_prev and not overlap_p2p_comm else "wait next"
-        with self._timers("forward-send-forward-recv", part=part):
-            result = self._inner.send_forward_recv_forward(
-                output_tensor, recv_prev, tensor_shape, overlap_p2p_comm
-            )
-        return self._with_timed_handles(result) if overlap_p2p_comm else result
-
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        recv_next: bool,
-        tensor_shape: Any,
-        overlap_p2p_comm: bool = False,
-    ) -> Any:
-        part = "wait next" if recv_next and not overlap_p2p_comm else "wait prev"
-        with self._timers("backward-send-backward-recv", part=part):
-            result = self._inner.send_backward_recv_backward(
-                input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm
-            )
-        return self._with_timed_handles(result) if overlap_p2p_comm else result
-
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-    ) -> Any:
-        part = "wait both"
-        if recv_prev != recv_next:
-            part = "wait prev" if recv_prev else "wait next"
-        with self._timers("forward-backward-send-forward-backward-recv", part=part):
-            return self._inner.send_forward_backward_recv_forward_backward(
-                output_tensor, input_tensor_grad, recv_prev, recv_next, tensor_shape
-            )
-
-    def _timer(self, name: str, *, unless: bool) -> Timer:
-        """No timer at the pipeline's ends, where the schedules call without a peer."""
-        return NO_TIMER if unless else self._timers(name)
-
-    def _with_timed_handles(self, result: tuple[Any, Any]) -> tuple[Any, Any]:
-        received, handles = result
-        if not handles:
-            return received, handles
-        return received, {
-            key: TimedWork(work, self._timers, _WAITS[key]) for key, work in handles.items()
-        }
+def _part(
+    *,
+    tensor_send_next: Any,
+    tensor_send_prev: Any,
+    recv_prev: bool,
+    recv_next: bool,
+    wait_on_reqs: bool = True,
+    **_: Any,
+) -> str | None:
+    """The part of an iteration that a call counts for: receives that it waits for, else sends."""
+    prev, following = recv_prev, recv_next
+    if not wait_on_reqs or not (recv_prev or recv_next):
+        prev, following = tensor_send_prev is not None, tensor_send_next is not None
+    if prev and following:
+        return "wait both"
+    return "wait prev" if prev else "wait next" if following else None

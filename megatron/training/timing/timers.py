@@ -161,17 +161,18 @@ class Timers:
         # At level 2 its contents are timed separately, and the remainder is "other".
         return OTHER if part == FORWARD_BACKWARD and self.level > 1 else part
 
-    def __call__(
-        self, name: str, log_level: int | None = None, *, part: str | None = None
-    ) -> Timer:
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer of that name, or a null timer for unknown names.
 
-        `part` overrides the part of TIMERS. `log_level` is ignored: TIMERS has the levels.
+        `log_level` is ignored: TIMERS has the levels.
         """
-        timer = self._running.get(name)
-        if timer is None:
-            return NO_TIMER
-        return timer if part is None else Timer(self, name, part)
+        return self._running.get(name, NO_TIMER)
+
+    def attribute(self, part: str) -> None:
+        """Count the timer that was just started under this part, instead of that of TIMERS."""
+        if self._current is not None:
+            name, _, mark = self._current.entries[-1]
+            self._current.entries[-1] = name, part, mark
 
     def note(self, name: str, part: str | None) -> None:
         """Record a start of `name`, counted as `part`, or its stop if `part` is None."""

@@ -207,7 +207,7 @@ def receive_meanwhile(side: Side) -> str:
         group.abort("its GPU is lost")
     else:
         # The link is open, so that the receive of rank 0 waits for its message.
-        group._cpu_communicator._p2p._link_to(0)
+        group._cpu_communicator._p2p._links.to(0)
         side.say("waiting")
     side.hear("told")
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def be_of_an_unknown_vendor() -> None:
 
 
 def be_of_another_version() -> None:
-    cluster.PROTOCOL_VERSION = 0
+    cluster.__version__ = "0.0.7"
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def be_of_another_version() -> None:
         (be_of_an_unknown_vendor, r"rank 2 on [^ ]+: HETERO_VENDOR='unheard-of'"),
         (
             be_of_another_version,
-            "ranks 0-1, 3 [^;]* with protocol 5, sources [0-9a-f]{8}; rank 2 [^;]* protocol 0",
+            r"ranks 0-1, 3 [^;]*: 0\.1\.0, sources [0-9a-f]{8}; rank 2 [^;]*: 0\.0\.7, sources",
         ),
     ],
 )
@@ -87,3 +88,12 @@ def build_again_under_the_same_names(side: Side) -> list[float]:
         sums.append(total.item())
         dist.destroy_process_group()
     return sums
+
+
+def test_what_a_rank_that_died_had_told_is_told_though_it_could_not_count_itself():
+    store, timeout = dist.HashStore(), timedelta(seconds=60)
+    store.set("identity/1", '{"vendor": "amd"}')
+    own = create_process_group._Rendezvous(
+        store, rank=0, size=2, global_ranks=[0, 1], timeout=timeout
+    )
+    assert own._all_gather("identity", {"vendor": "cpu"})[1] == {"vendor": "amd"}

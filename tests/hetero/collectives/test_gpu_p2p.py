@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hetero.collectives.gpu_p2p import GpuP2P, P2PWork
 from hetero.collectives.side_stream import SideStream
@@ -39,7 +38,7 @@ class End:
     def __init__(self, link: Link, *, timeout: float = 20.0) -> None:
         self._timeout = timeout
         links: Any = LateLinks(link)
-        self.p2p = GpuP2P(links=links, store=dist.HashStore(), device=torch.device("cpu"))
+        self.p2p = GpuP2P(links=links, device=torch.device("cpu"))
         self.finished = 0
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> P2PWork:

@@ -27,7 +27,7 @@ from tests.forked_ranks import ForkedRanks, Outcome
 from tests.gpus import gpu_of, take_gpu
 from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
 
-JOB = "contract"
+SECRET = "contract"
 # Not the ranks' numbers, so that an error that confuses a rank with a stage is seen.
 STAGES = (4, 5)
 
@@ -59,13 +59,13 @@ class Side:
         """The link of this side, opened when it is first asked for."""
         return self.links[-1] if self.links else self.open()
 
-    def open(self, *, job: str = JOB) -> Link:
+    def open(self) -> Link:
         description = LinkDescription(
             rank=self.rank,
             peer=self.peer,
             stage=STAGES[self.rank],
             peer_stage=STAGES[self.peer],
-            job=job,
+            secret=SECRET,
             timeout=self.timeout,
         )
         self.links.append(self.transport.open(description, self.store, self.device))

@@ -40,7 +40,6 @@ NBYTES = 6 * tcp.CHUNK_BYTES + 1
 
 SETUPS: dict[str, tuple[str, Callable[[], JoinedEnds]]] = {
     "tcp": ("network", tcp.Setup),
-    "tcp-checksum": ("network", lambda: tcp.Setup(devices=tcp.checked())),
     "verbs": ("nics", verbs.Setup),
     "verbs-read-back": ("nics", lambda: verbs.Setup(read_back=True)),
     "shm": ("leaving_nothing", pair.Setup),
@@ -56,13 +55,12 @@ def setup(request: pytest.FixtureRequest) -> JoinedEnds:
     return make()
 
 
-@pytest.mark.parametrize(
-    "setup", ["tcp", "tcp-checksum", "verbs", "verbs-read-back"], indirect=True
-)
+@pytest.mark.parametrize("setup", ["verbs", "verbs-read-back"], indirect=True)
 @pytest.mark.parametrize(
     "nbytes", [0, 1, tcp.CHUNK_BYTES, tcp.RING_BYTES - 1, 5 * tcp.RING_BYTES + 3]
 )
 def test_every_byte_arrives(setup: JoinedEnds, nbytes: int) -> None:
+    """As test_contract.py has it of all other transports."""
     with setup.links() as (one, other):
         assert stream(one, other, nbytes=nbytes) == MESSAGES
         assert stream(other, one, nbytes=nbytes) == MESSAGES

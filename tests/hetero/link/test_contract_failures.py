@@ -16,7 +16,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.base import Link
 from tests.forked_ranks import Outcome, values
-from tests.hetero.link.contract import JOB, Pair, Resources, Side, make, names_the_link
+from tests.hetero.link.contract import Pair, Resources, Side, make, names_the_link
 from tests.hetero.link.transports import SLOWNESS, Transport
 
 SHORT = max(1.0, 0.25 * SLOWNESS)
@@ -43,7 +43,6 @@ class Message(NamedTuple):
     shape: tuple[int, ...] = (4, 3)
     dtype: torch.dtype = torch.float32
     tag: int = 0
-    job: str = JOB
 
 
 DIFFERENCES = {
@@ -54,7 +53,6 @@ DIFFERENCES = {
     "larger": (Message(), Message((2, 3)), "(4, 3) instead of (2, 3)"),
     "smaller": (Message(), Message((8, 3)), "(4, 3) instead of (8, 3)"),
     "tag": (Message(tag=2**32 - 1), Message(tag=7), "tag 4294967295 instead of 7"),
-    "job": (Message(job="one"), Message(job="another"), "job "),
 }
 
 
@@ -66,9 +64,9 @@ def differing(side: Side) -> dict[str, tuple[str, float]]:
     """What the receiver is told, over a link for each difference: a link fails but once."""
     told = {}
     for what, (*sides, _) in DIFFERENCES.items():
-        shape, dtype, tag, job = sides[side.rank]
+        shape, dtype, tag = sides[side.rank]
         tensor = torch.ones(shape, dtype=dtype, device=side.device)
-        link = side.open(job=job)
+        link = side.open()
         if side.rank == 0:
             link.send(tensor, tag=tag)
         else:

@@ -16,23 +16,30 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, _token, accept, connect, look_up
-
-SECRET = b"only this job knows"
+from hetero.store import BoundedStore
 
 
 def rendezvous(
-    rank: int, store: dist.Store, *, link_timeout: float = 5.0, **changes: Any
+    rank: int,
+    store: dist.Store,
+    *,
+    secret: str = "only this job knows",
+    link_timeout: float = 5.0,
+    **changes: Any,
 ) -> Rendezvous:
     """Of a link whose own timeout, beside that of meeting, is `link_timeout`."""
     description = LinkDescription(
-        rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="job", timeout=link_timeout
+        rank=rank,
+        peer=1 - rank,
+        stage=rank,
+        peer_stage=1 - rank,
+        secret=secret,
+        timeout=link_timeout,
     )
     one = Rendezvous(
-        store=store,
+        store=BoundedStore(store),
         description=description,
         name="edge 0/0-1",
-        listens=rank == 0,
-        secret=SECRET,
         timeout=60.0,
     )
     return replace(one, **changes)
@@ -66,7 +73,7 @@ def dial(server: socket.socket, store: dist.Store, **changes: Any) -> socket.soc
 
 
 @pytest.mark.parametrize(
-    "changes", [{"secret": b"another job"}, {"name": "edge 1/1-2"}], ids=["secret", "link"]
+    "changes", [{"secret": "another job"}, {"name": "edge 1/1-2"}], ids=["secret", "link"]
 )
 def test_a_stranger_is_turned_away_and_told(server: socket.socket, changes: dict) -> None:
     store = dist.HashStore()
@@ -102,7 +109,7 @@ def test_the_listener_goes_on_after_a_stranger(server: socket.socket) -> None:
 
 
 class LostStore(dist.HashStore):
-    def wait(self, *_: Any) -> None:
+    def check(self, *_: Any) -> bool:
         raise dist.DistNetworkError(
             "Connection was likely closed.\nException raised from recvBytes"
         )
@@ -111,7 +118,7 @@ class LostStore(dist.HashStore):
 def test_a_store_whose_host_has_ended_is_not_called_a_peers_silence() -> None:
     with pytest.raises(LinkError) as lost:
         look_up(rendezvous(0, LostStore()), "address")
-    assert "the store was lost (Connection was likely closed.); see the log of" in str(lost.value)
+    assert "could not be opened: the process that hosts the store" in str(lost.value)
 
 
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:

@@ -20,18 +20,19 @@ from hetero.device.driver import HIP_LIBRARY_VARIABLE
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
+from hetero.link.nics import Nics
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import open_verbs
+from hetero.store import BoundedStore
 from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 
 SLOWNESS = float(os.environ.get("HETERO_TEST_SLOWNESS", "1"))
 """How many times more time than a real machine's everything is given, on an emulated one."""
 PATIENCE = 60.0 * SLOWNESS
-SECRET = b"contract"
 
 Opener = Callable[[LinkDescription, dist.Store, torch.device], Link]
 
@@ -71,11 +72,9 @@ def next_name(rank: int, store: dist.Store) -> str:
 
 def _rendezvous(description: LinkDescription, store: dist.Store) -> Rendezvous:
     return Rendezvous(
-        store=store,
+        store=BoundedStore(store),
         description=description,
         name=next_name(description.rank, store),
-        listens=description.rank == 0,
-        secret=SECRET,
     )
 
 
@@ -135,7 +134,7 @@ def open_rdma(
         _rendezvous(description, store),
         RingOptions("verbs", ring_bytes, chunk_bytes, HostDevice(device)),
         device=device,
-        nics=nics[description.rank],
+        nics=Nics(rdma=tuple(nics[description.rank])),
         read_back=read_back,
     )
 

@@ -53,7 +53,7 @@ SMALL = ModelShape(
 
 @pytest.mark.parametrize(
     ("recompute", "stage", "measured"),
-    [("none", 0, 11), ("none", 1, 21), ("full", 0, 195), ("full", 1, 214)],
+    [("full", 0, 0), ("none", 1, 21), ("full", 1, 214)],
 )
 def test_delayed_weight_gradients_take_what_was_measured_but_for_a_layer_or_so(
     recompute: str, stage: int, measured: float

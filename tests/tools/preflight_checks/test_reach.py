@@ -16,12 +16,10 @@ from tools.preflight_checks.reach import Call, NicListeners, call_all
 LOOPBACK = {"lo": "127.0.0.1"}
 
 
-def called(
-    nics: dict[str, str] = LOOPBACK, *, secret: bytes = b"secret", **how: float
-) -> list[Call]:
+def called(nics: dict[str, str] = LOOPBACK, *, secret: str = "secret", **how: float) -> list[Call]:
     """Calls of node 0 to node 3, which listens on these NICs."""
     store = HashStore()
-    with NicListeners(store, nics, b"secret") as listeners:
+    with NicListeners(store, nics, "secret") as listeners:
         others = {3: listeners.ports}
         return call_all(store, secret, source=0, addresses=LOOPBACK, others=others, **how)
 
@@ -46,7 +44,7 @@ def test_a_closed_port_is_reported_with_its_address():
         port = free.getsockname()[1]
     (call,) = call_all(
         HashStore(),
-        b"secret",
+        "secret",
         source=0,
         addresses=LOOPBACK,
         others={1: {"eth5": ("127.0.0.1", port)}},
@@ -58,7 +56,7 @@ def test_a_closed_port_is_reported_with_its_address():
 
 
 def test_a_stranger_is_not_answered():
-    (call,) = called(secret=b"another", seconds=0.5)
+    (call,) = called(secret="another", seconds=0.5)
     assert call.error
     assert call.clock_difference is None
 
@@ -73,8 +71,8 @@ def test_the_side_with_fewer_nics_uses_them_in_turn():
 
 def test_only_addresses_of_this_node_are_listened_on_and_none_once_it_is_closed():
     with pytest.raises(UserError, match=r"on eth9 \(203\.0\.113\.7: .*; name other NICs"):
-        NicListeners(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, b"secret")
-    with NicListeners(HashStore(), LOOPBACK, b"secret") as listeners:
+        NicListeners(HashStore(), {**LOOPBACK, "eth9": "203.0.113.7"}, "secret")
+    with NicListeners(HashStore(), LOOPBACK, "secret") as listeners:
         address = listeners.ports["lo"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=1.0)

@@ -1,16 +1,16 @@
-"""A timer around every call of a communicator: whose waits are counted for which neighbour."""
+"""megatron-core's timers around the calls of a communicator: whose waits are counted for whom."""
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from hetero.pipeline.communicator import PipelineCommunicator
 from megatron.training.timing.clocks import HostClock
-from megatron.training.timing.timed_communicator import TimedCommunicator
+from megatron.training.timing.timed_communicator import time_by_neighbour
 from megatron.training.timing.timers import Timers
 
 SHAPE = (2, 1, 4)
@@ -34,97 +34,79 @@ class Work:
         self._clock.now += 3
 
 
-class Neighbours:
-    """Stands in for a communicator: every call takes 5 ms and says which it was."""
+class Stage(P2PCommunicator):
+    """megatron-core's communicator, whose every transfer takes 5 ms."""
 
-    pp_group, config, virtual_pipeline_model_parallel_size = "group", "config", 2
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.timers = Timers(level=2, clock=self.clock)
+        self.config = SimpleNamespace(timers=self.timers)
+        time_by_neighbour(self, self.timers)
+        self.timers.begin()
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.calls: list[tuple[Any, ...]] = []
+    def _communicate(self, *, wait_on_reqs: bool = True, **call: Any) -> Any:
+        self.clock.now += 5
+        posted = {key: Work(self.clock) for key in ("recv_prev", "recv_next") if call[key]}
+        sent = [key for key in ("send_prev", "send_next") if call[f"tensor_{key}"] is not None]
+        posted |= {key: Work(self.clock) for key in sent}
+        return "from prev", "from next", None if wait_on_reqs else posted
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            self.calls.append((name, *arguments))
-            self._clock.now += 5
-            if arguments[-1] == "overlap":
-                keys = (
-                    ("send_next", "recv_prev") if "forward" in name else ("send_prev", "recv_next")
-                )
-                return "received", {key: Work(self._clock) for key in keys}
-            return "received"
-
-        return call
-
-
-@pytest.fixture
-def parts() -> SimpleNamespace:
-    clock = Clock()
-    timers = Timers(level=2, clock=clock)
-    inner = Neighbours(clock)
-    timers.begin()
-    return SimpleNamespace(
-        clock=clock, timers=timers, inner=inner, timed=TimedCommunicator(inner, timers)
-    )
+    def counted(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Milliseconds by part and by timer."""
+        self.timers.end()
+        times = self.timers.take()
+        return (
+            {name: round(ms, 6) for name, ms in times.parts.items() if ms > 1e-6},
+            {name: round(ms, 6) for name, ms in times.timers.items() if ms > 1e-6},
+        )
 
 
-def _counted(parts: SimpleNamespace) -> tuple[dict[str, float], dict[str, float]]:
-    parts.timers.end()
-    times = parts.timers.take()
-    return (
-        {name: round(ms, 6) for name, ms in times.parts.items() if ms > 1e-6},
-        {name: round(ms, 6) for name, ms in times.timers.items() if ms > 1e-6},
-    )
-
-
-TIMERS = {
-    "recv_forward": "forward-recv",
-    "recv_backward": "backward-recv",
-    "send_forward": "forward-send",
-    "send_backward": "backward-send",
-    "send_forward_recv_backward": "forward-send-backward-recv",
-    "send_backward_recv_forward": "backward-send-forward-recv",
-    "send_forward_recv_forward": "forward-send-forward-recv",
-    "send_backward_recv_backward": "backward-send-backward-recv",
-    "send_forward_backward_recv_forward_backward": "forward-backward-send-forward-backward-recv",
-}
 BOTH = "send_forward_backward_recv_forward_backward"
 
 
 @pytest.mark.parametrize(
-    ("call", "arguments", "part"),
+    ("call", "arguments", "part", "timer"),
     [
-        ("recv_forward", (SHAPE, False), "wait prev"),
-        ("recv_backward", (SHAPE, False), "wait next"),
-        ("send_forward", ("out", False), "wait next"),
-        ("send_backward", ("grad", False), "wait prev"),
-        ("send_forward_recv_backward", ("out", SHAPE, False), "wait next"),
-        ("send_backward_recv_forward", ("grad", SHAPE, False), "wait prev"),
-        ("send_forward_recv_forward", ("out", True, SHAPE, False), "wait prev"),
-        ("send_forward_recv_forward", ("out", False, SHAPE, False), "wait next"),
-        ("send_backward_recv_backward", ("grad", True, SHAPE, False), "wait next"),
-        ("send_backward_recv_backward", ("grad", False, SHAPE, False), "wait prev"),
-        (BOTH, ("out", "grad", True, False, SHAPE), "wait prev"),
-        (BOTH, ("out", "grad", False, True, SHAPE), "wait next"),
-        (BOTH, ("out", "grad", True, True, SHAPE), "wait both"),
+        ("recv_forward", (SHAPE, False), "prev", "forward-recv"),
+        ("recv_backward", (SHAPE, False), "next", "backward-recv"),
+        ("send_forward", ("out", False), "next", "forward-send"),
+        ("send_backward", ("grad", False), "prev", "backward-send"),
+        ("send_forward_recv_backward", ("out", SHAPE, False), "next", "forward-send-backward-recv"),
+        (
+            *("send_backward_recv_forward", ("grad", SHAPE, False)),
+            *("prev", "backward-send-forward-recv"),
+        ),
+        ("send_forward_recv_forward", ("out", True, SHAPE), "prev", "forward-send-forward-recv"),
+        ("send_forward_recv_forward", ("out", False, SHAPE), "next", "forward-send-forward-recv"),
+        (
+            *("send_backward_recv_backward", ("grad", True, SHAPE)),
+            *("next", "backward-send-backward-recv"),
+        ),
+        (
+            *("send_backward_recv_backward", ("grad", False, SHAPE)),
+            *("prev", "backward-send-backward-recv"),
+        ),
+        *(
+            (
+                *(BOTH, ("out", "grad", prev, following, SHAPE)),
+                *(part, "forward-backward-send-forward-backward-recv"),
+            )
+            for prev, following, part in (
+                *((True, False, "prev"), (False, True, "next"), (True, True, "both")),
+                (False, False, "both"),
+            )
+        ),
         # At the ends of the pipeline nobody is waited for.
-        ("recv_forward", (SHAPE, True), None),
-        ("recv_backward", (SHAPE, True), None),
-        ("send_forward", ("out", True), None),
-        ("send_backward", ("grad", True), None),
-        ("send_forward_recv_backward", ("out", SHAPE, True), None),
-        ("send_backward_recv_forward", ("grad", SHAPE, True), None),
+        ("recv_forward", (SHAPE, True), None, None),
+        ("send_forward_recv_backward", ("out", SHAPE, True), None, None),
     ],
 )
-def test_a_call_is_passed_on_and_its_time_counted_for_a_neighbour(
-    parts: SimpleNamespace, call: str, arguments: tuple[Any, ...], part: str | None
+def test_a_calls_time_is_counted_for_the_neighbour_it_waits_for(
+    call: str, arguments: tuple[Any, ...], part: str | None, timer: str | None
 ) -> None:
-    result = getattr(parts.timed, call)(*arguments)
-    assert parts.inner.calls == [(call, *arguments)]
-    assert result == (None if call in ("send_forward", "send_backward") else "received")
-    found, timers = _counted(parts)
-    assert timers == ({TIMERS[call]: 5.0} if part else {})
-    assert found == {part or "other": 5.0}
+    stage = Stage()
+    getattr(stage, call)(*arguments)
+    assert stage.counted() == (({f"wait {part}": 5.0}, {timer: 5.0}) if part else ({}, {}))
 
 
 @pytest.mark.parametrize(
@@ -137,26 +119,17 @@ def test_a_call_is_passed_on_and_its_time_counted_for_a_neighbour(
     ],
 )
 def test_what_is_waited_for_later_is_counted_then(
-    parts: SimpleNamespace, call: str, key: str, part: str, timer: str
+    call: str, key: str, part: str, timer: str
 ) -> None:
     """Overlapped: the call only posts, and its handles are popped from a dictionary."""
-    received, handles = getattr(parts.timed, call)("tensor", True, SHAPE, "overlap")
+    stage = Stage()
+    received, handles = getattr(stage, call)("tensor", True, SHAPE, True)
     handles.pop(key).wait()
-    found, timers = _counted(parts)
-    assert received == "received"
+    found, timers = stage.counted()
+    assert received == ("from prev" if "forward" in call else "from next")
     assert len(handles) == 1
     assert timers.pop(timer) == 3.0
     assert list(timers.values()) == [5.0]
-    assert sum(found.values()) == 8.0
-    assert found[part] >= 3.0
-
-
-def test_it_has_all_that_the_schedules_ask_of_a_communicator(parts: SimpleNamespace) -> None:
-    def public(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
-
-    assert public(P2PCommunicator) == public(TimedCommunicator)
-    # The schedules know nothing of receives that are posted ahead.
-    assert public(PipelineCommunicator) - public(P2PCommunicator) == {"expect"}
-    for name in ("pp_group", "config", "virtual_pipeline_model_parallel_size"):
-        assert getattr(parts.timed, name) == getattr(parts.inner, name)
+    # Until then it is counted for the neighbour that something is sent to.
+    sent_to = "wait next" if "forward" in call else "wait prev"
+    assert Counter(found) == Counter({sent_to: 5.0}) + Counter({part: 3.0})

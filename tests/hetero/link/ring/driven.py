@@ -26,7 +26,6 @@ from hetero.native.structures import EntryPoints, HeaderState, Streams
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
-JOB = 1
 CONTROL, OUTGOING_RING, INCOMING_RING = 0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000
 SYMBOLS = {CudaDriver: cuda_driver.SYMBOLS, HipDriver: hip_driver.SYMBOLS}
 
@@ -107,8 +106,8 @@ class World:
         ends = [self._ends(number) for number in range(2)]
         self._doorbells = [EndState(control, number) for number in range(2)]
         options = [RingOptions("shm", ring_bytes, chunk_bytes, end) for end in self.devices]
-        self.sender = Flow(options[0], ends[0], job=JOB, is_outgoing=True)
-        self.receiver = Flow(options[1], ends[1], job=JOB, is_outgoing=False)
+        self.sender = Flow(options[0], ends[0], is_outgoing=True)
+        self.receiver = Flow(options[1], ends[1], is_outgoing=False)
         self.direction = ends[0].outgoing
         self.transfers: list[RingTransfer] = []
 
@@ -162,7 +161,7 @@ class World:
             number = self.messages(flow)
             transfer = self.transfer(nbytes, is_receive=is_receive, caller=caller, event=None)
             transfer.state.header_state = HeaderState.OF_BYTES
-            made.append((transfer, Header(JOB, number, torch.uint8, (nbytes,), nbytes).pack()))
+            made.append((transfer, Header(number, torch.uint8, (nbytes,), nbytes).pack()))
         addresses = [addressof(transfer.state) for transfer, _ in made]
         pointers = (c_uint64 * len(made))(*addresses)
         answer: int = native().native_exchange(pointers, len(made), 0, len(made))

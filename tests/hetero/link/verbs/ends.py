@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.link.handshake import Rendezvous
+from hetero.link.nics import Nics
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
 from hetero.link.verbs import open_verbs
@@ -32,6 +33,6 @@ class Setup(JoinedEnds):
             rendezvous,
             RingOptions(self.transport, self.ring_bytes, self.chunk_bytes, self.devices[rank]),
             device=self.tensors_on[rank],
-            nics=self.names[rank],
+            nics=Nics(rdma=self.names[rank]),
             read_back=self.read_back,
         )
