@@ -142,10 +142,11 @@ class SdpaAttention(MegatronModule):
         `allowed` is True where attention is allowed. Raises TrainingError if no kernel fits.
         """
         backends = _SDPA_BACKENDS.get(self.config.attention_backend)
+        dropout = self.dropout if self.training else 0.0
         compute = partial(
             F.scaled_dot_product_attention,
             is_causal=allowed is None,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
             scale=self.scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )
@@ -162,7 +163,9 @@ class SdpaAttention(MegatronModule):
                 raise
             raise TrainingError(
                 f"no kernel of --attention-backend {self.config.attention_backend.name} takes "
-                f"{query.dtype} heads of width {query.shape[-1]} on this {query.device.type}; use "
+                f"{query.dtype} heads of width {query.shape[-1]}"
+                f"{f' with --attention-dropout {dropout:g}' * (dropout > 0)}"
+                f"{' and an attention mask' * (mask is not None)} on this {query.device.type}; use "
                 "--attention-backend auto"
             ) from error
 

@@ -198,7 +198,8 @@ def test_a_kernel_that_does_not_take_it_is_one_sentence() -> None:
     attention = _attention(_config(attention_backend=AttnBackend.flash, attention_dropout=0.5))
     attention.config.sequence_parallel = True  # a dropout stream needs tensor-parallel groups
     with pytest.raises(
-        TrainingError, match=r"--attention-backend flash takes .* of width 8"
+        TrainingError,
+        match=r"--attention-backend flash takes .* of width 8 with --attention-dropout 0.5 on this",
     ) as error:
         attention(*_inputs(4, 4), None)
     assert "use --attention-backend auto" in str(error.value)

@@ -68,6 +68,12 @@ def test_sizes_of_meshes_without_meshes_are_refused_and_compared_with_nothing(re
     assert "\n" not in told
 
 
+def test_a_size_that_is_no_number_hides_no_other_size_without_meshes(refusal):
+    told = refusal("--hetero-pipeline-layers x --hetero-tensor-sizes 2", world_size=1)
+    assert "--hetero-pipeline-layers must be a whole number" in told
+    assert "--hetero-tensor-sizes needs --hetero-pipeline" in told
+
+
 def test_all_that_is_wrong_with_replicas_is_said_at_once(refusal):
     text = refusal(
         "--hetero-data-parallel nvidia:2,amd:3 --hetero-data-shares 3 --hetero-checksum "

@@ -53,7 +53,7 @@ def _check_absence(args: Namespace, given: Collection[str]) -> Iterator[str]:
             yield f"{flag} needs --hetero-pipeline; add it or remove {flag}"
     # Unknowable, so that no check of the sizes reports what adding or removing it puts right.
     for name in SHORTHAND:
-        if getattr(args, name) is not None:
+        if vars(args).get(name) is not None:
             delattr(args, name)
 
 
