@@ -49,6 +49,19 @@ _NO_MODE = contextlib.nullcontext()
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
 
 
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A method, for those who must not keep its owner: that is to be freed with the last reference
+    to the group, with its connections, though a script may have dropped it without shutdown, or
+    switched off the collection of garbage."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*arguments)
+
+    return call
+
+
 @cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -85,14 +98,14 @@ class Communicator:
                 timeout=timeout,
                 address=address_for_gloo(layout),
             )
-            check_abort = self._check_abort if device.type == "cpu" else None
+            check_abort = _weakly(self._check_abort) if device.type == "cpu" else None
             self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)
         self._links = Links(
             layout=layout,
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
-            check_abort=self._check_abort_or_peer,
+            check_abort=_weakly(self._check_abort_or_peer),
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
@@ -104,14 +117,9 @@ class Communicator:
         self._last_call: Call | None = None
         self._error: CollectiveError | None = None
         self._is_connected = False
-        poll_failures = weakref.WeakMethod(self._poll_failures)
-
-        def poll() -> None:
-            # A group may be dropped without shutdown, as after an abort, and must not live on here.
-            if (method := poll_failures()) is not None:
-                method()
-
-        self._worker = Worker(f"{name} calls", poll=poll, seconds=POLL_SECONDS)
+        self._worker = Worker(
+            f"{name} calls", poll=_weakly(self._poll_failures), seconds=POLL_SECONDS
+        )
         # A script need not destroy its groups, and Python aborts a process at whose exit a thread
         # is in PyTorch's C++, as the worker is while it polls the store.
         weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
@@ -132,7 +140,7 @@ class Communicator:
             store=store,
             device=self.device,
             timeout=_CPU_P2P_SECONDS if on_cpu else self.timeout,
-            check_abort=self._check_peer,
+            check_abort=_weakly(self._check_peer),
         )
         if on_cpu:
             return CpuP2P(layout=self.layout, links=links, store=store)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,14 +128,17 @@ def destroy_in_a_fork(side: Side) -> float:
     return number.item()
 
 
-def test_a_destroyed_group_leaves_no_thread_until_garbage_is_collected() -> None:
+def test_a_destroyed_group_leaves_nothing_until_garbage_is_collected() -> None:
     """Scripts switch that off, so that no step is longer than the others."""
-    for before, after in values(run_ranks(destroy_groups, ("nvidia", "nvidia", "amd"))):
-        assert after <= before
+    for before, after, left in values(run_ranks(destroy_groups, ("nvidia", "nvidia", "amd"))):
+        assert after <= before, "threads"
+        assert left == 0, "and what holds the connections to the store"
 
 
-def destroy_groups(side: Side) -> tuple[int, int]:
-    """Threads before some groups, and after them once those that end have ended."""
+def destroy_groups(side: Side) -> tuple[int, int, int]:
+    """Threads before some groups, and after them once those that end have ended; and how many
+    communicators are left."""
+    communicators = []
     gc.disable()
     dist.all_reduce(torch.ones(1))
     before = len(os.listdir("/proc/self/task"))
@@ -142,11 +146,12 @@ def destroy_groups(side: Side) -> tuple[int, int]:
         group = dist.new_group()
         dist.all_reduce(torch.ones(1), group=group)
         dist.destroy_process_group(group)
+        communicators += [weakref.ref(one) for one in group._communicators]
         del group
     deadline = time.monotonic() + 10.0
     while (after := len(os.listdir("/proc/self/task"))) > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    return before, after
+    return before, after, sum(reference() is not None for reference in communicators)
 
 
 def test_first_calls_of_two_threads_connect_a_gpu_once() -> None:
