@@ -281,8 +281,15 @@ def add_result(
         },
         **figures,
     }
-    written = json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([*written, record], indent=1) + "\n")
+    path.write_text(json.dumps([*results_in(path), record], indent=1) + "\n")
+
+
+def results_in(path: Path) -> list[Any]:
+    """The runs before this one. Raises ValueError or OSError where a file holds something else."""
+    results = json.loads(path.read_text()) if path.exists() else []
+    if not isinstance(results, list):
+        raise ValueError(f"it holds no list but a {type(results).__name__}")
+    return results
 
 
 def on_gpu(flags: argparse.Namespace) -> bool:
@@ -334,6 +341,11 @@ def parse() -> argparse.Namespace:
     for flag, path in (("--efficiency", flags.efficiency), ("--results", flags.results)):
         if path and not path.absolute().parent.is_dir():
             wrong.append(f"{flag} {path}: its folder does not exist; create it")
+        elif path:
+            try:
+                results_in(path)
+            except (OSError, ValueError) as error:
+                wrong.append(f"{flag} {path} has other contents ({error}); name another file")
     if flags.device.type == "cuda" and not torch.cuda.is_available():
         wrong.append("--device cuda: PyTorch sees no GPU; use --device cpu")
     if wrong:

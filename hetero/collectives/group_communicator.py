@@ -40,7 +40,6 @@ from hetero.collectives.side_stream import SideStream
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork, Worker
 from hetero.errors import LinkError
-from hetero.weak_method import weak_method
 
 _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
@@ -48,6 +47,21 @@ _CATCH_UP_SECONDS = 1e-3
 threads that both use torch take Python's lock from each other, up to 5 ms each time."""
 _NO_MODE = contextlib.nullcontext()
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of the group as a callback of its own parts, which must not keep the group alive.
+
+    Else its memory and files stay until garbage is collected, which a script may have switched off,
+    or which frees a GPU's events in a forked process, and so aborts it.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*arguments)
+
+    return call
 
 
 @cache
@@ -86,14 +100,14 @@ class Communicator:
                 timeout=timeout,
                 address=address_for_gloo(layout),
             )
-            check_abort = weak_method(self._check_abort) if device.type == "cpu" else None
+            check_abort = _weakly(self._check_abort) if device.type == "cpu" else None
             self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)
         self._links = Links(
             layout=layout,
             store=dist.PrefixStore("links/", store),
             device=device,
             timeout=self.timeout,
-            check_abort=weak_method(self._check_abort_or_peer),
+            check_abort=_weakly(self._check_abort_or_peer),
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
@@ -106,7 +120,7 @@ class Communicator:
         self._error: CollectiveError | None = None
         self._is_connected = False
         # A group may be dropped without shutdown, as after an abort, and must not live on here.
-        poll = weak_method(self._poll_failures)
+        poll = _weakly(self._poll_failures)
         self._worker = Worker(f"{name} calls", poll=poll, seconds=POLL_SECONDS)
         # A script need not destroy its groups, and Python aborts a process at whose exit a thread
         # is in PyTorch's C++, as the worker is while it polls the store.
@@ -128,7 +142,7 @@ class Communicator:
             store=store,
             device=self.device,
             timeout=_CPU_P2P_SECONDS if on_cpu else self.timeout,
-            check_abort=weak_method(self._check_peer),
+            check_abort=_weakly(self._check_peer),
         )
         if on_cpu:
             return CpuP2P(layout=self.layout, links=links, store=store)

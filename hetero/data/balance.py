@@ -72,6 +72,11 @@ class Balance:
         layers = layers_of(*models)
         if not layers:
             wrong.append("there is no model; pass the one that is called")
+        if any(part._compiled_call_impl for model in models for part in model.modules()):
+            wrong.append(
+                "a layer was compiled by its method compile(), which compiles its hooks too; put "
+                "torch.compile(layer) in its place"
+            )
         if wrong:
             raise UserError(f"the ranks cannot be measured: {'; '.join(wrong)}")
         self._sampler, self._group = sampler, group

@@ -19,20 +19,25 @@ def layers_of(*models: nn.Module) -> list[nn.Module]:
     """The modules that together hold all parameters: blocks, embeddings, an output layer.
 
     Descends into Sequential, and into any module that contains a ModuleList. A model without
-    children (a loss, a linear layer) is a layer itself.
+    children (a loss, a linear layer) is a layer itself, and so is what torch.compile returns: it
+    calls no hooks of modules within.
     """
     found: list[nn.Module] = []
     for model in models:
-        parts = [part for child in model.children() for part in _parts(child)]
-        found += parts or [model]
+        children = () if _is_compiled(model) else model.children()
+        found += [part for child in children for part in _parts(child)] or [model]
     return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod")
 
 
 def _parts(module: nn.Module) -> Iterable[nn.Module]:
     is_container = isinstance(module, nn.Sequential) or any(
         isinstance(inner, nn.ModuleList) for inner in module.modules()
     )
-    if is_container:
+    if is_container and not _is_compiled(module):
         for child in module.children():
             yield from _parts(child)
     elif next(module.parameters(), None) is not None:
@@ -40,14 +45,17 @@ def _parts(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def mark_inputs(arguments: Any, end: Callable[[], None]) -> Any:
-    """The arguments of a layer, with `end` called once all of their gradients are computed."""
+    """The arguments of a layer, with `end` called once the layer has computed their gradients.
+
+    They are views: what else uses an argument has a part in its gradient, but not in a view's. A
+    layer may write to a view, as to the argument; then `end` is not called.
+    """
     leaves, tree = tree_flatten(arguments)
-    differentiable = [i for i, leaf in enumerate(leaves) if _has_gradient(leaf)]
-    if not differentiable or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(map(_has_gradient, leaves)):
         return arguments
-    marked = _BackwardEnd.apply(end, *[leaves[i] for i in differentiable])
-    for i, leaf in zip(differentiable, marked, strict=True):
-        leaves[i] = leaf
+    leaves = [leaf.view_as(leaf) if _has_gradient(leaf) else leaf for leaf in leaves]
+    views = [leaf for leaf in leaves if _has_gradient(leaf)]
+    torch.autograd.graph.register_multi_grad_hook(views, lambda _: end())
     return tree_unflatten(leaves, tree)
 
 
@@ -124,16 +132,3 @@ def clock_of(layers: list[nn.Module]) -> HostClock:
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-class _BackwardEnd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.call()
-        return None, *gradients

@@ -115,10 +115,8 @@ def _brake(factor: float, clock: HostClock) -> _HostBrake | _GpuBrake:
 def _slow(layer: nn.Module, brakes: list[Any]) -> None:
     """Wrap the layer's own forward, inside all hooks: FSDP2's and those of measurements."""
     forward, backward = brakes
-    original = layer.forward
 
-    @functools.wraps(original)
-    def slowed(*args: Any, **kwargs: Any) -> Any:
+    def slowed(layer: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = mark_inputs((args, kwargs), backward.end)
         # Recomputation by activation checkpointing is part of the backward pass.
         is_recompute = in_backward()
@@ -130,4 +128,6 @@ def _slow(layer: nn.Module, brakes: list[Any]) -> None:
         mark_outputs(layer, (args, kwargs), outputs, start=backward.start, end=backward.end)
         return outputs
 
-    layer.forward = slowed
+    # deepcopy, as for a model of averaged weights, puts the copy in place of the layer in these.
+    original = layer.forward
+    layer.forward = functools.update_wrapper(functools.partial(slowed, layer, original), original)

@@ -29,8 +29,7 @@ def loss_weight(
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """A device whose tensors a group takes, preferably the CPU."""
-    whole = group or dist.group.WORLD
-    assert whole is not None
+    whole = group or dist.distributed_c10d._get_default_group()
     kinds = {device.type for device in whole._device_types}
     if "cpu" in kinds or not torch.cuda.is_available():
         return torch.device("cpu")

@@ -63,8 +63,10 @@ def test_a_flag_that_it_cannot_read_is_said_in_one_sentence_by_all_ranks_togethe
     assert sentence.startswith("error: argument --layers: invalid int value: 'two'")
 
 
-def test_all_that_is_wrong_with_its_flags_is_said_at_once(monkeypatch):
+def test_all_that_is_wrong_with_its_flags_is_said_at_once(monkeypatch, tmp_path):
+    (tmp_path / "others.json").write_text("{}")
     words = "train --layers 0 --hidden 30 --seq-length 1 --efficiency nowhere/x.json --kv-heads 3"
+    words += f" --results {tmp_path}/others.json"
     monkeypatch.setattr(sys, "argv", words.split())
     said = all_said_of(train_with_shares.parse)
     for words in (
@@ -73,5 +75,6 @@ def test_all_that_is_wrong_with_its_flags_is_said_at_once(monkeypatch):
         "--seq-length 1",
         "nowhere/x.json: its folder",
         "--kv-heads 3",
+        "others.json has other contents",
     ):
         assert words in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -118,6 +119,34 @@ def test_what_checkpointing_computes_again_is_slowed_once():
     assert clock.now == 2 * (1 + 1 + 2)
 
 
+class WritesToItsInputs(Layer):
+    def forward(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        x += added
+        return super().forward(x)
+
+
+def test_a_slowed_layer_may_write_to_its_inputs():
+    clock = MadeUpClock()
+    layer = WritesToItsInputs(clock, 1.0)
+    slow_down(layer, environ=environ("amd=2"), clock=clock)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    doubled = 2 * x
+    (layer(doubled, x) + doubled).sum().backward()
+    assert (doubled == 3).all()
+    assert (x.grad == 3 * 2).all(), "of the layer, and of what it has written to its input"
+
+
+def test_a_copy_of_a_slowed_model_has_its_own_weights():
+    clock = MadeUpClock()
+    model = Model(clock)
+    slow_down(model, environ=environ("amd=2"), clock=clock)
+    averaged = copy.deepcopy(model)
+    with torch.no_grad():
+        averaged.layers[0].weight.zero_()
+    assert averaged(torch.ones(1, WIDTH)) == 0
+    assert model(torch.ones(1, WIDTH)) == WIDTH
+
+
 def test_no_other_vendor_is_slowed():
     assert slow_down(nn.Linear(2, 2), environ=environ("nvidia=2")) == 1.0
     assert slow_down(nn.Linear(2, 2), environ={}) == 1.0
@@ -139,6 +168,11 @@ def test_layers_are_the_parts_that_hold_all_parameters():
     model.inner, model.act, model.head = inner, nn.ReLU(), nn.Sequential(nn.Linear(8, 3), nn.ReLU())
     loss = nn.CrossEntropyLoss()
     assert layers_of(model, loss) == [inner.embedding, block, model.head[0], loss]
+
+
+def test_what_is_compiled_is_one_layer():
+    compiled = [torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) for _ in range(2)]
+    assert layers_of(nn.Sequential(nn.Linear(2, 2), compiled[0]), compiled[1])[1:] == compiled
 
 
 def train(side: Side, wrap, *, slow_first: bool, every: int | None) -> list:
@@ -241,6 +275,12 @@ def fail_to_measure(side: Side) -> list[str]:
         said.append(str(error))
     sampler = ShareBatchSampler(40, Shares((3, 2)), rank=side.rank)
     layer = nn.Linear(2, 2)
+    compiled = nn.Sequential(nn.Linear(2, 2))
+    compiled[0].compile()
+    try:
+        Balance(sampler, compiled)
+    except UserError as error:
+        said.append(str(error))
     balance = Balance(sampler, layer, warm_up=0, steps=1)
     if side.rank == 0:
         layer(torch.ones(1, 2)).sum().backward()
@@ -253,7 +293,8 @@ def fail_to_measure(side: Side) -> list[str]:
 
 def test_all_that_is_wrong_is_said_at_once_and_by_every_rank():
     ranks = values(run_ranks(fail_to_measure, ("nvidia", "amd")))
-    for of_balance, of_step in ranks:
+    for of_balance, of_compiled, of_step in ranks:
         for words in ("every 2 is less", "tolerance 1.5", "1 rank and the group has 2", "no mod"):
             assert words in of_balance
+        assert "put torch.compile(layer) in its place" in of_compiled
         assert "nothing was measured on ranks [1]" in of_step

@@ -194,3 +194,9 @@ def test_micro_batches_add_up_and_no_labels_are_no_gradient():
     # What the weight is for: a mean of the ranks' means is another gradient.
     exact = whole[0][1]["output.weight"]
     assert numpy.linalg.norm(unweighted["output.weight"] - exact) > 0.05 * numpy.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor(3)])
+def test_without_a_group_pytorch_says_what_is_missing(count):
+    with pytest.raises(ValueError, match="call init_process_group"):
+        loss_weight(count)
