@@ -7,23 +7,24 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
 
 from hetero.addresses import address_towards, family_of, reachable_address
-from hetero.errors import LinkError
 from hetero.link.base import Link, LinkDescription
-from hetero.link.handshake import Rendezvous, exchange
+from hetero.link.handshake import Rendezvous, exchange, store_errors
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import AbortableStore, BoundedStore, StoreHostEnded, StoreUnresponsive
+from hetero.store import AbortableStore, BoundedStore
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
+_MAX_TIMEOUT = 2_000_000
+"""Seconds, 23 days, that a longer one counts as: a socket's has 31 bits of milliseconds."""
 
 
 def connect(
@@ -66,19 +67,22 @@ def connect(
     problems = _invalid_numbers(rank=rank, peer=peer, transport=transport, timeout=timeout)
     here = _device(device, problems)
     _require_nics(nics, problems)
+    if not isinstance(options, ChannelOptions | None):
+        problems.append(f"options {options!r} are no hetero.link.open.ChannelOptions")
     if problems or here is None:
         raise ValueError("; ".join(problems))
     native()
+    rank, peer = int(rank), int(peer)  # torch takes no other integers, such as NumPy's
+    timeout = min(timeout, _MAX_TIMEOUT)
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
-    try:
-        number = BoundedStore(store, seconds=timeout).add(f"{_PREFIX}/{pair}/opened by {rank}", 1)
-    except (StoreHostEnded, StoreUnresponsive) as error:
-        raise LinkError(f"link rank {rank} - rank {peer} could not be opened: {error}") from error
-    name = f"{pair}/{number}"
+    description = LinkDescription(rank=rank, peer=peer, job=pair, timeout=timeout)
+    bounded = BoundedStore(dist.PrefixStore(_PREFIX, store), seconds=timeout)
+    with store_errors(description):
+        number = bounded.add(f"{pair}/opened by {rank}", 1)
     rendezvous = Rendezvous(
-        store=AbortableStore(dist.PrefixStore(_PREFIX, store), check_abort),
-        description=LinkDescription(rank=rank, peer=peer, job=name, timeout=timeout),
-        name=name,
+        store=AbortableStore(bounded, check_abort),
+        description=description,
+        name=f"{pair}/{number}",
         listens=rank < peer,
         secret=b"",
         timeout=timeout,
@@ -102,9 +106,7 @@ def connect(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
     )
     rendezvous = replace(
-        rendezvous,
-        description=replace(rendezvous.description, job=secret),
-        secret=secret.encode(),
+        rendezvous, description=replace(description, job=secret), secret=secret.encode()
     )
     link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:
@@ -122,8 +124,8 @@ def _invalid_numbers(*, rank: int, peer: int, transport: str, timeout: float) ->
         problems.append(f"rank {rank} cannot have a link to itself")
     if transport not in (*FAMILIES, *PATHS):
         problems.append(f"transport {transport!r} is none of {', '.join((*FAMILIES, *PATHS))}")
-    if not timeout > 0:
-        problems.append(f"a timeout of {timeout} s is over before anything can happen")
+    if not (isinstance(timeout, Real) and timeout > 0):
+        problems.append(f"a timeout of {timeout!r} s is no number above 0")
     return problems
 
 
@@ -133,12 +135,14 @@ def _device(device: torch.device | str | None, problems: list[str]) -> torch.dev
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         problems.append(f"device {device!r} is none of cpu, cuda and cuda:NUMBER")
         return None
+    if found.type == "cpu":
+        return torch.device("cpu")  # as tensors have it, without an index
     if found.type == "cuda" and found.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    if found.type not in ("cpu", "cuda"):
+    if found.type != "cuda":
         problems.append(f"a link carries tensors of a CPU or a GPU, not of {found}")
     return found
 
@@ -146,6 +150,8 @@ def _device(device: torch.device | str | None, problems: list[str]) -> torch.dev
 def _require_nics(nics: Sequence[str], problems: list[str]) -> None:
     if isinstance(nics, str):
         problems.append(f"nics {nics!r} is one word; give a list of names")
+    elif nics and not (isinstance(nics, list | tuple) and all(type(n) is str for n in nics)):
+        problems.append(f"nics {nics!r} is no list of names")
     elif nics:
         try:
             find_nics(nics, own="")

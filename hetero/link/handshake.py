@@ -13,19 +13,19 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError
+from torch.distributed import DistStoreError
 
 from hetero.addresses import family_of
 from hetero.errors import LinkError
 from hetero.forked_children import close_in_children
 from hetero.link.base import LinkDescription
-from hetero.store import Store, WaitAborted
+from hetero.store import Store, StoreHostEnded, StoreUnresponsive
 
 _TOKEN_BYTES = 32
 _CONFIRMATION = b"\0"
@@ -40,6 +40,7 @@ class Rendezvous:
     """What one end of a link needs to find and authenticate the other."""
 
     store: Store
+    """A BoundedStore, or one over it."""
     description: LinkDescription
     name: str
     """The same at both ends; unique in the job."""
@@ -184,29 +185,33 @@ def connect(
             time.sleep(0.05)
 
 
+@contextmanager
+def store_errors(description: LinkDescription) -> Iterator[None]:
+    """Have the error of a store whose host has ended, or does not answer, name the link."""
+    try:
+        yield
+    except (StoreHostEnded, StoreUnresponsive) as error:
+        raise LinkError(f"{description} could not be opened: {error}") from error
+
+
 def publish(rendezvous: Rendezvous, what: str, value: Mapping[str, Any]) -> None:
-    rendezvous.store.set(rendezvous.key(what), json.dumps(value))
+    with store_errors(rendezvous.description):
+        rendezvous.store.set(rendezvous.key(what), json.dumps(value))
 
 
 def look_up(rendezvous: Rendezvous, what: str) -> dict[str, Any]:
     """Wait for a value that the other side publishes."""
     key = rendezvous.key(what)
-    try:
-        rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
-    except WaitAborted:
-        raise
-    except DistNetworkError as error:
-        reason = str(error).partition("\n")[0]
-        raise rendezvous.failure(
-            f"the store was lost ({reason})",
-            "see the log of the process that hosts it: rank 0, or the launcher of node 0",
-        ) from error
-    except Exception as error:
-        raise rendezvous.failure(
-            f"rank {rendezvous.description.peer} did not answer within {rendezvous.timeout:g} s",
-            "see its log, whether it opens this link too, and whether it can reach the store",
-        ) from error
-    return dict(json.loads(rendezvous.store.get(key)))
+    with store_errors(rendezvous.description):
+        try:
+            rendezvous.store.wait([key], timedelta(seconds=rendezvous.timeout))
+        except DistStoreError as error:
+            peer = rendezvous.description.peer
+            raise rendezvous.failure(
+                f"rank {peer} did not answer within {rendezvous.timeout:g} s",
+                "see its log, whether it opens this link too, and whether it can reach the store",
+            ) from error
+        return dict(json.loads(rendezvous.store.get(key)))
 
 
 def exchange(rendezvous: Rendezvous, what: str, mine: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from hetero.link.shared_memory import PAGE, host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.verbs import open_verbs
 from hetero.native.binding import native
+from hetero.native.headers import constant
 
 _log = logging.getLogger(__name__)
 _ON_CPU = "the tensors are on a CPU"
@@ -41,6 +42,8 @@ their copies are large enough for one stream a direction."""
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 """Bytes of the messages that probe a path in each direction."""
+_MAX_CONNECTIONS = constant("ENGINE_RAILS")
+_MOST_BYTES = 1 << 40
 _PERIOD = 65_521
 """A prime, so that no two chunks of a message are equal."""
 
@@ -64,13 +67,16 @@ class ChannelOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError for values with which nothing could move."""
-        problems = []
-        if self.ring_bytes < 2 * PAGE:
-            problems.append(f"ring_bytes {self.ring_bytes} is below {2 * PAGE}, a page a direction")
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
-            problems.append(f"chunk_bytes {self.chunk_bytes} is below 1")
-        if self.connections < 1:
-            problems.append(f"connections {self.connections} is below 1")
+        chunk_bytes = 1 if self.chunk_bytes is None else self.chunk_bytes
+        problems = [
+            f"{name} {value!r} is no whole number from {least} to {most}"
+            for name, value, least, most in (
+                ("ring_bytes", self.ring_bytes, 2 * PAGE, _MOST_BYTES),
+                ("chunk_bytes", chunk_bytes, 1, _MOST_BYTES),
+                ("connections", self.connections, 1, _MAX_CONNECTIONS),
+            )
+            if not isinstance(value, int) or not least <= value <= most
+        ]
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -258,6 +264,8 @@ def open_path(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities)
         remedy = f"see the log of rank {peer}"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "raise the limit of open files (ulimit -n)"
+        elif error.errno == errno.ENOMEM:
+            remedy = "free memory on this host, or give the link less (--hetero-ring-mib)"
         elif isinstance(error, TimeoutError):
             remedy += ", and whether the network between loses packets"
         raise rendezvous.failure(

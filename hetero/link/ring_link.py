@@ -84,7 +84,7 @@ class RingLink(RingLinkBase):
 
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
-        self._require_here(tensor)
+        self._require_carried(tensor)
         source = sendable(tensor)
         stream = self._device.current_stream()
         if self._is_asleep:
@@ -107,7 +107,7 @@ class RingLink(RingLinkBase):
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
-        self._require_here(tensor)
+        self._require_carried(tensor)
         require_contiguous(tensor)
         stream, event = self._device.current_stream(), self._device.record_event()
         nbytes = tensor.nbytes
@@ -161,7 +161,7 @@ class RingLink(RingLinkBase):
 
     def flow_for(self, tensor: torch.Tensor, nbytes: int, *, is_receive: bool) -> Flow:
         """Where an exchange enqueues a message, which this counts. Call with the lock."""
-        self._require_here(tensor)
+        self._require_carried(tensor)
         self._count(nbytes, is_receive=is_receive)
         return self._in if is_receive else self._out
 

@@ -17,7 +17,7 @@ from hetero.new_group import create_group
 from hetero.pipeline.reshard import layout_of
 from hetero.pipeline.resharded_edge import End, ReshardedEdge
 from hetero.plan import Edge, Plan
-from hetero.store import Store
+from hetero.store import BoundedStore
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LinkOptions:
     boundary_transport: str
     """Between meshes: one of TRANSPORTS."""
     device: torch.device
-    store: Store
+    store: dist.Store
     job: str
     """A secret of the job; the token of each link is derived from it."""
     timeout: float
@@ -160,7 +160,7 @@ class _Opener:
             send_tag, recv_tag = tags if is_source else tags[::-1]
             return GlooLink(description, send_tag=send_tag, recv_tag=recv_tag)
         rendezvous = Rendezvous(
-            store=options.store,
+            store=BoundedStore(options.store, seconds=options.timeout),
             description=description,
             name=f"edge {edge.source}/{source}-{target}",
             listens=is_source,

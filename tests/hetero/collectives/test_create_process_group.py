@@ -31,7 +31,7 @@ def be_of_another_version() -> None:
         (be_of_an_unknown_vendor, r"rank 2 on [^ ]+: HETERO_VENDOR='unheard-of'"),
         (
             be_of_another_version,
-            "ranks 0-1, 3 [^;]* with protocol 5, sources [0-9a-f]{8}; rank 2 [^;]* protocol 0",
+            "ranks 0-1, 3 [^;]* with protocol 6, sources [0-9a-f]{8}; rank 2 [^;]* protocol 0",
         ),
     ],
 )

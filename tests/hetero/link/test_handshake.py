@@ -16,13 +16,12 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, _token, accept, connect, look_up
+from hetero.store import BoundedStore, Store
 
 SECRET = b"only this job knows"
 
 
-def rendezvous(
-    rank: int, store: dist.Store, *, link_timeout: float = 5.0, **changes: Any
-) -> Rendezvous:
+def rendezvous(rank: int, store: Store, *, link_timeout: float = 5.0, **changes: Any) -> Rendezvous:
     """Of a link whose own timeout, beside that of meeting, is `link_timeout`."""
     description = LinkDescription(
         rank=rank, peer=1 - rank, stage=rank, peer_stage=1 - rank, job="job", timeout=link_timeout
@@ -110,8 +109,8 @@ class LostStore(dist.HashStore):
 
 def test_a_store_whose_host_has_ended_is_not_called_a_peers_silence() -> None:
     with pytest.raises(LinkError) as lost:
-        look_up(rendezvous(0, LostStore()), "address")
-    assert "the store was lost (Connection was likely closed.); see the log of" in str(lost.value)
+        look_up(rendezvous(0, BoundedStore(LostStore(), seconds=5.0)), "address")
+    assert "could not be opened: the process that hosts the store, rank 0 or" in str(lost.value)
 
 
 def test_an_end_that_says_nothing_is_an_error_in_time() -> None:

@@ -81,7 +81,7 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 
 def test_the_codes_of_dtypes_never_change() -> None:
     """Both ends of a boundary may run different builds of one protocol version."""
-    assert PROTOCOL_VERSION == 5
+    assert PROTOCOL_VERSION == 6
     assert _DTYPES[:5] == (
         torch.float32,
         torch.bfloat16,
@@ -89,11 +89,11 @@ def test_the_codes_of_dtypes_never_change() -> None:
         torch.float64,
         torch.int64,
     )
-    assert A_HEADER.pack()[:8] == b"HTRO\x05\x00\x01\x00"
+    assert A_HEADER.pack()[:8] == b"HTRO\x06\x00\x01\x00"
 
 
 def test_what_a_link_cannot_carry_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="uint16"):
-        unnumbered_header(0, torch.uint16, (1,))
-    with pytest.raises(ValueError, match="at most 8 dimensions"):
+    with pytest.raises(TypeError, match=r"torch\.qint8; give a view of another dtype"):
+        unnumbered_header(0, torch.qint8, (1,))
+    with pytest.raises(ValueError, match="at most 8 dimensions, not 9; give a view"):
         unnumbered_header(0, torch.float32, (1,) * 9)
