@@ -160,7 +160,7 @@ class _Opener:
             send_tag, recv_tag = tags if is_source else tags[::-1]
             return GlooLink(description, send_tag=send_tag, recv_tag=recv_tag)
         rendezvous = Rendezvous(
-            store=BoundedStore(options.store, seconds=options.timeout),
+            store=BoundedStore(options.store, seconds=Rendezvous.timeout),
             description=description,
             name=f"edge {edge.source}/{source}-{target}",
             listens=is_source,
