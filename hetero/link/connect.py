@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
 
@@ -88,11 +89,9 @@ def connect(
         timeout=timeout,
     )
     # The address is the one from which the peer reaches the store's host.
-    mine = {
-        "address": address_towards(host_of(store)),
-        "secret": secrets.token_hex(16),
-        "transport": transport,
-    }
+    with _route_errors(rendezvous, host_of(store)):
+        address = address_towards(host_of(store))
+    mine = {"address": address, "secret": secrets.token_hex(16), "transport": transport}
     theirs = exchange(rendezvous, "address", mine)
     if theirs["transport"] != transport:
         raise rendezvous.failure(
@@ -100,7 +99,8 @@ def connect(
             "give connect() the same on both",
         )
     secret = (mine if rendezvous.listens else theirs)["secret"]
-    own = reachable_address(mine["address"], [theirs["address"]])
+    with _route_errors(rendezvous, theirs["address"]):
+        own = reachable_address(address, [theirs["address"]])
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(
         options or ChannelOptions(), addresses=found.addresses, rdma_devices=found.rdma
@@ -112,6 +112,17 @@ def connect(
     if transport in FAMILIES:
         _log.info("%s", link.choice())
     return link
+
+
+@contextmanager
+def _route_errors(rendezvous: Rendezvous, host: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise rendezvous.failure(
+            f"no address of this host leads to {host!r} ({error.strerror})",
+            "see its routes (`ip route`) and MASTER_ADDR, where a store has no host of its own",
+        ) from error
 
 
 def _invalid_numbers(*, rank: int, peer: int, transport: str, timeout: float) -> list[str]:

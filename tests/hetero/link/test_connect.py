@@ -299,6 +299,15 @@ def test_a_store_whose_host_stops_while_the_peer_is_waited_for_is_said_not_to_an
         hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu", timeout=1)
 
 
+def test_a_host_to_which_no_address_leads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in a file has no host of its own."""
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    with pytest.raises(
+        hetero.LinkError, match=r"leads to 'no\.such\.host\.invalid' \(.*\); see .* MASTER_ADDR"
+    ):
+        hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_is_named_in_time(rank: int) -> None:
     with pytest.raises(
