@@ -146,6 +146,13 @@ class PeerCapabilities:
                 )
         return None
 
+    def attempts(self, family: str) -> tuple[str, ...]:
+        """The paths to try, fastest first."""
+        paths = FAMILIES[family]
+        has_rails = max(len(self.here.addresses), len(self.there.addresses)) > 1
+        # A rail that is lost while it is connected fails tcp, which then goes on over the others.
+        return (*paths, "tcp") if "tcp" in paths and has_rails else paths
+
     def unavailable_reason(self, path: str) -> str | None:
         """Why a path cannot work; None if it is worth trying."""
         here, there = self.here, self.there
@@ -181,8 +188,9 @@ def open_link(
     if transport not in FAMILIES:
         return open_path(transport, rendezvous, capabilities)
     passed_over: list[str] = []
-    for path in FAMILIES[transport]:
-        link, reason = _attempt(path, rendezvous, capabilities)
+    for number, path in enumerate(capabilities.attempts(transport)):
+        named = replace(rendezvous, name=f"{rendezvous.name}/{number} {path}")
+        link, reason = _attempt(path, named, capabilities)
         if link is not None:
             link.passed_over = tuple(passed_over)
             return link
@@ -203,7 +211,7 @@ def _attempt(
         return None, reason
     # Well before the callers' own patience ends, or they would end without the reason.
     patience = min(_PROBE_SECONDS, rendezvous.timeout / 2)
-    attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=patience)
+    attempt = replace(rendezvous, timeout=patience)
     with ExitStack() as opened:
         try:
             link = opened.enter_context(open_path(path, attempt, capabilities))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,27 @@ def test_a_path_that_one_end_cannot_open_is_left_by_both(
     with joined(choose) as links:
         assert [link.transport for link in links] == ["tcp", "tcp"]
         assert "shm: shm is broken here" in links[rank].choice()
+
+
+def test_tcp_is_opened_again_where_it_fails_and_has_several_rails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One may be lost after it was found to answer; the second time it is left out."""
+    tries = itertools.count()
+
+    def fail_once(path: str, ours: Rendezvous, capabilities: PeerCapabilities) -> Link:
+        if path == "tcp" and ours.description.rank == 1 and next(tries) == 0:
+            raise LinkError("a rail was lost")
+        return open_path(path, ours, capabilities)
+
+    monkeypatch.setattr(opening, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(opening, "open_path", fail_once)
+    monkeypatch.setattr(PeerCapabilities, "share_memory", False)
+    options = replace(OPTIONS, addresses=("127.0.0.1", "127.0.0.2"))
+    with joined(
+        lambda ours: open_link("auto", ours, options=options, device=torch.device("cpu"))
+    ) as links:
+        assert "; tcp: a rail was lost)" in links[1].choice()
 
 
 def test_a_path_that_changes_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
