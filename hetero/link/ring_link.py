@@ -70,7 +70,7 @@ class RingLink(RingLinkBase):
         self._closing = threading.Lock()
         self._process = os.getpid()
         """A fork that closes the link, as by its parent's `with`, is no end of it."""
-        call_in_children(self.break_in_fork)
+        call_in_children(self, RingLink.break_in_fork)
         self._thread = threading.Thread(
             target=self._run,
             name=f"{self.transport} {description.rank}-{description.peer} watch",

@@ -19,7 +19,7 @@ from hetero.addresses import (
     plain_address,
 )
 from hetero.errors import UserError
-from hetero.forked_children import call_in_children
+from hetero.forked_children import close_in_children
 from hetero.liveness.liveness import (
     ACK_SECONDS,
     HEARTBEAT,
@@ -123,7 +123,7 @@ class LivenessClient(Liveness):
         self.address = plain_address(local)
         self.is_elsewhere = local != remote and not is_loopback(plain_address(remote))
         self._last_heard = time.monotonic()
-        call_in_children(connection.close)
+        close_in_children(connection)
         return connection
 
     def _receive_loop(self, connection: socket.socket) -> None:
