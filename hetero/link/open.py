@@ -251,7 +251,8 @@ def _pattern(rank: int, nbytes: int) -> torch.Tensor:
 def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:
     """Exchange the reasons against a path; returns the other end's."""
     # The other end may first have to time out, waiting for a message of this one.
-    patient = replace(rendezvous, timeout=3 * _PROBE_SECONDS + rendezvous.description.timeout)
+    timeout = 3 * rendezvous.timeout + rendezvous.description.timeout
+    patient = replace(rendezvous, timeout=timeout)
     verdict = exchange(patient, "verdict", {"reason": reason})["reason"]
     return None if verdict is None else str(verdict)
 

@@ -26,7 +26,7 @@ from hetero.link.open import (
 from hetero.link.ring_options import RingOptions
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.joined import joined, tried
-from tests.hetero.link.test_handshake import rendezvous
+from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
 NVIDIA = Capabilities(HOST, gpu="nvidia", stream_wait_missing=None, rdma_missing=None)
@@ -246,6 +246,16 @@ def test_a_link_whose_verdict_cannot_be_exchanged_is_closed(
     monkeypatch.setattr(opening, "_exchange_verdict", exchange)
     with nothing_left_behind():
         assert [*map(str, tried(choose))] == ["the store is lost"] * 2
+
+
+def test_an_end_that_dies_while_a_path_is_tried_is_waited_for_as_long_as_was_asked() -> None:
+    store = dist.HashStore()
+    here, there = (rendezvous(rank, store, timeout=1.0, link_timeout=0.5) for rank in range(2))
+    error, _ = both(
+        lambda: choose(here),
+        lambda: PeerCapabilities.of(there, device=torch.device("cpu"), options=OPTIONS),
+    )
+    assert "rank 1 did not answer within 2 s" in str(error)
 
 
 def test_ends_on_two_hosts_do_not_try_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
