@@ -111,10 +111,18 @@ def address_towards(host: str) -> str:
         try:
             with socket.socket(family, kind) as probe:
                 probe.connect(address)
-                return str(probe.getsockname()[0]).partition("%")[0]
+                return plain_address(probe.getsockname()[0])
         except OSError as error:
             failure = error
     raise failure or OSError(f"{host} has no address")
+
+
+def plain_address(address: object) -> str:
+    """An address without its scope, and IPv4's in the words of IPv6 (::ffff:10.0.0.1) as itself.
+
+    At one in those words no socket of ours could listen.
+    """
+    return str(address).removeprefix("::ffff:").partition("%")[0]
 
 
 def listen_everywhere(*, backlog: int) -> socket.socket:

@@ -51,6 +51,11 @@ def number(
     return _within("a finite number", finite, **bounds)
 
 
+def seconds(text: str) -> float:
+    """Convert the seconds of a wait. Above 31 years the system's clocks and locks count no more."""
+    return number(above=0, maximum=1e9)(text)
+
+
 def _within(
     kind: str, parse: Callable[[str], Number], **bounds: float | None
 ) -> Callable[[str], Number]:

@@ -6,21 +6,34 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+_Inherited = TypeVar("_Inherited")
 
 
-def call_in_children(method: Callable[[], object]) -> None:
-    """Call an object's method in every child that is forked from now on, while the object lives."""
-    # Python keeps these handlers for ever, so hold no object in one.
-    reference = weakref.WeakMethod(method)
+@cache
+def _functions() -> weakref.WeakKeyDictionary[Any, Callable[[Any], object]]:
+    """Functions by the objects that every child calls them with.
 
-    def call() -> None:
-        if (inherited := reference()) is not None:
-            inherited()
+    One handler serves all objects, because Python keeps what is registered for ever.
+    """
+    functions: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()
 
-    os.register_at_fork(after_in_child=call)
+    def call_all() -> None:
+        for inherited, function in list(functions.items()):
+            function(inherited)
+
+    os.register_at_fork(after_in_child=call_all)
+    return functions
+
+
+def call_in_children(inherited: _Inherited, function: Callable[[_Inherited], object]) -> None:
+    """Call a function with an object, while that lives, in every child forked from now on."""
+    _functions()[inherited] = function
 
 
 def close_in_children(connection: socket.socket) -> socket.socket:
     """Close it in forked children: it would be open for as long as one of them runs."""
-    call_in_children(connection.close)
+    call_in_children(connection, socket.socket.close)
     return connection

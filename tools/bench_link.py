@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from hetero.converters import integer, number
 from hetero.errors import HeteroError
 from hetero.link.names import FAMILIES, TRANSPORTS
+from hetero.native.headers import constant
 from tools.launching.spawned_ranks import run_ranks
 from tools.link_bench.bench_rank import run_rank
 from tools.link_bench.bench_record import DEFAULT_SIZES, Options, parse_size
@@ -70,7 +71,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, str]:
     )
     parser.add_argument(
         "--connections",
-        type=integer(1),
+        type=integer(1, maximum=constant("ENGINE_RAILS")),
         default=Options.connections,
         help="TCP connections in each direction, of tcp and of the bare sockets",
     )

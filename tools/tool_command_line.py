@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hetero.converters import integer, number
+from hetero.converters import integer, number, seconds
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from hetero.help_text import HelpFormatter
 from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
@@ -75,7 +75,7 @@ def add_timing_flags(
     )
     parser.add_argument(
         "--timeout",
-        type=number(above=0),
+        type=seconds,
         default=timeout,
         help="seconds before a blocked transfer is an error",
     )

@@ -148,13 +148,22 @@ class Link(ABC):
         if self._closed:
             raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
 
-    def _require_here(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor of another device before a driver gets its address."""
+    def _require_carried(self, tensor: torch.Tensor) -> None:
+        """Refuse what has no memory on this link's device, before a driver gets its address."""
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{self.description} carries tensors, not a {type(tensor).__name__}")
         device = self.device
         if device is not None and tensor.device != device:
             raise ValueError(
                 f"{self.description} carries tensors of {device}, and this one is on "
                 f"{tensor.device}; move it there, or open a link for its device"
+            )
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested
+        if not is_plain or (tensor.data_ptr() == 0 and tensor.numel() > 0):
+            raise ValueError(
+                f"{self.description} carries memory, and this {type(tensor).__name__} of layout "
+                f"{tensor.layout} has none of its own; give the plain tensors that it consists of, "
+                "as a DTensor's to_local()"
             )
 
     def _count(self, nbytes: int, *, is_receive: bool) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from hetero.store import ANSWER_SECONDS, BoundedStore, as_link_error
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
+_MAX_TIMEOUT = 2_000_000
+"""Seconds, 23 days, that a longer one counts as: a socket's has 31 bits of milliseconds."""
 
 
 def connect(
@@ -65,28 +68,30 @@ def connect(
     problems = _invalid_numbers(rank=rank, peer=peer, transport=transport, timeout=timeout)
     here = _device(device, problems)
     _require_nics(nics, problems)
+    if not isinstance(options, ChannelOptions | None):
+        problems.append(f"options {options!r} are no hetero.link.open.ChannelOptions")
     if problems or here is None:
         raise ValueError("; ".join(problems))
     native()
+    rank, peer = int(rank), int(peer)  # torch takes no other integers, such as NumPy's
+    timeout = min(timeout, _MAX_TIMEOUT)
     pair = f"{min(rank, peer)}-{max(rank, peer)}"
+    description = LinkDescription(rank=rank, peer=peer, secret="", timeout=timeout)
     limit = min(timeout, ANSWER_SECONDS)
     shared = BoundedStore(dist.PrefixStore(_PREFIX, store), seconds=limit)
-    with as_link_error(f"link rank {rank} - rank {peer} could not be opened"):
+    with as_link_error(f"{description} could not be opened"):
         number = shared.add(f"{pair}/opened by {rank}", 1)
-    name = f"{pair}/{number}"
     rendezvous = Rendezvous(
         store=shared,
-        description=LinkDescription(rank=rank, peer=peer, secret="", timeout=timeout),
-        name=name,
+        description=description,
+        name=f"{pair}/{number}",
         timeout=timeout,
         check_abort=check_abort,
     )
     # The address is the one from which the peer reaches the store's host.
-    mine = {
-        "address": address_towards(host_of(store)),
-        "secret": secrets.token_hex(16),
-        "transport": transport,
-    }
+    with _route_errors(rendezvous, host_of(store)):
+        address = address_towards(host_of(store))
+    mine = {"address": address, "secret": secrets.token_hex(16), "transport": transport}
     theirs = exchange(rendezvous, "address", mine)
     if theirs["transport"] != transport:
         raise rendezvous.failure(
@@ -94,14 +99,26 @@ def connect(
             "give connect() the same on both",
         )
     secret = (mine if rendezvous.listens else theirs)["secret"]
-    own = reachable_address(mine["address"], [theirs["address"]])
+    with _route_errors(rendezvous, theirs["address"]):
+        own = reachable_address(address, [theirs["address"]])
     found = find_nics(nics, own=own, family=family_of(own))
     options = replace(options or ChannelOptions(), nics=found)
-    rendezvous = replace(rendezvous, description=replace(rendezvous.description, secret=secret))
+    rendezvous = replace(rendezvous, description=replace(description, secret=secret))
     link = open_link(transport, rendezvous, options=options, device=here)
     if transport in FAMILIES:
         _log.info("%s", link.choice())
     return link
+
+
+@contextmanager
+def _route_errors(rendezvous: Rendezvous, host: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise rendezvous.failure(
+            f"no address of this host leads to {host!r} ({error.strerror})",
+            "see its routes (`ip route`) and MASTER_ADDR, where a store has no host of its own",
+        ) from error
 
 
 def _invalid_numbers(*, rank: int, peer: int, transport: str, timeout: float) -> list[str]:
@@ -114,8 +131,8 @@ def _invalid_numbers(*, rank: int, peer: int, transport: str, timeout: float) ->
         problems.append(f"rank {rank} cannot have a link to itself")
     if transport not in (*FAMILIES, *PATHS):
         problems.append(f"transport {transport!r} is none of {', '.join((*FAMILIES, *PATHS))}")
-    if not timeout > 0:
-        problems.append(f"a timeout of {timeout} s is over before anything can happen")
+    if not (isinstance(timeout, Real) and timeout > 0):
+        problems.append(f"a timeout of {timeout!r} s is no number above 0")
     return problems
 
 
@@ -125,12 +142,14 @@ def _device(device: torch.device | str | None, problems: list[str]) -> torch.dev
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         problems.append(f"device {device!r} is none of cpu, cuda and cuda:NUMBER")
         return None
+    if found.type == "cpu":
+        return torch.device("cpu")  # as tensors have it, without an index
     if found.type == "cuda" and found.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    if found.type not in ("cpu", "cuda"):
+    if found.type != "cuda":
         problems.append(f"a link carries tensors of a CPU or a GPU, not of {found}")
     return found
 
@@ -138,6 +157,8 @@ def _device(device: torch.device | str | None, problems: list[str]) -> torch.dev
 def _require_nics(nics: Sequence[str], problems: list[str]) -> None:
     if isinstance(nics, str):
         problems.append(f"nics {nics!r} is one word; give a list of names")
+    elif nics and not (isinstance(nics, list | tuple) and all(type(n) is str for n in nics)):
+        problems.append(f"nics {nics!r} is no list of names")
     elif nics:
         try:
             find_nics(nics, own="")

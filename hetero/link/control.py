@@ -74,8 +74,8 @@ class Control:
         """The new messages that are complete on one connection.
 
         Drops a connection that has ended, which is closed only with the others. Raises PathsLost
-        if the last one has because the peer's host does not answer, and ConnectionError if the peer
-        has ended.
+        if the last one has because the peer's host does not answer, and ConnectionError if it has
+        because the peer has ended.
         """
         connection = next(c for c in self._connections if c.fileno() == descriptor)
         try:
@@ -88,10 +88,7 @@ class Control:
         if not data:
             self._drop(connection, None)
             return []
-        messages = [m for m in self._complete(connection, data) if self._is_new(m)]
-        if any("closed" in message for message in messages):
-            raise ConnectionError("the peer has closed the link")
-        return messages
+        return [m for m in self._complete(connection, data) if self._is_new(m)]
 
     def _drop(self, connection: socket.socket, unreachable: OSError | None) -> None:
         self._connections.remove(connection)

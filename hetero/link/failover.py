@@ -151,11 +151,7 @@ class RailMonitor:
         except ConnectionError as ended:
             if isinstance(ended, PathsLost):
                 self._fail(f"rank {self._peer} cannot be reached any more: {ended}")
-            for known in (descriptor, *self._control.filenos()):
-                self._unregister(known)
-            self._drain()
-            self._peer_has_ended = True
-            self._local.ring()
+            self._end_with_peer(descriptor)
             return
         if descriptor not in self._control.filenos():
             self._unregister(descriptor)
@@ -164,6 +160,15 @@ class RailMonitor:
                 self._fail(str(message["fault"]))
             if "lost" in message:
                 self._handle_peer_loss(int(message["lost"]), str(message["reason"]))
+            if "closed" in message:
+                self._end_with_peer(descriptor)
+
+    def _end_with_peer(self, descriptor: int) -> None:
+        for known in (descriptor, *self._control.filenos()):
+            self._unregister(known)
+        self._drain()
+        self._peer_has_ended = True
+        self._local.ring()
 
     def _handle_peer_loss(self, index: int, reason: str) -> None:
         rail = self._rails[index]

@@ -31,6 +31,14 @@ _DTYPES = (
     torch.complex128,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -47,9 +55,12 @@ class Header:
 
     def pack(self) -> bytes:
         if self.dtype not in _CODES:
-            raise TypeError(f"a link cannot carry {self.dtype}")
+            raise TypeError(f"a link cannot carry {self.dtype}; give a view of another dtype")
         if len(self.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"a link carries at most {MAX_DIMENSIONS} dimensions")
+            raise ValueError(
+                f"a link carries at most {MAX_DIMENSIONS} dimensions, not {len(self.shape)}; give "
+                "a view of fewer"
+            )
         padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
         return _FORMAT.pack(
             _MAGIC,

@@ -29,6 +29,7 @@ from hetero.link.shared_memory import PAGE, host_identity
 from hetero.link.tcp import open_tcp
 from hetero.link.verbs import open_verbs
 from hetero.native.binding import native
+from hetero.native.headers import constant
 
 _log = logging.getLogger(__name__)
 _ON_CPU = "the tensors are on a CPU"
@@ -42,6 +43,8 @@ their copies are large enough for one stream a direction."""
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 """Bytes of the messages that probe a path in each direction."""
+_MAX_CONNECTIONS = constant("ENGINE_RAILS")
+_MOST_BYTES = 1 << 40
 _PERIOD = 65_521
 """A prime, so that no two chunks of a message are equal."""
 
@@ -62,13 +65,16 @@ class ChannelOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError for values with which nothing could move."""
-        problems = []
-        if self.ring_bytes < 2 * PAGE:
-            problems.append(f"ring_bytes {self.ring_bytes} is below {2 * PAGE}, a page a direction")
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
-            problems.append(f"chunk_bytes {self.chunk_bytes} is below 1")
-        if self.connections < 1:
-            problems.append(f"connections {self.connections} is below 1")
+        chunk_bytes = 1 if self.chunk_bytes is None else self.chunk_bytes
+        problems = [
+            f"{name} {value!r} is no whole number from {least} to {most}"
+            for name, value, least, most in (
+                ("ring_bytes", self.ring_bytes, 2 * PAGE, _MOST_BYTES),
+                ("chunk_bytes", chunk_bytes, 1, _MOST_BYTES),
+                ("connections", self.connections, 1, _MAX_CONNECTIONS),
+            )
+            if not isinstance(value, int) or not least <= value <= most
+        ]
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -138,6 +144,13 @@ class PeerCapabilities:
                 )
         return None
 
+    def attempts(self, family: str) -> tuple[str, ...]:
+        """The paths to try, fastest first."""
+        paths = FAMILIES[family]
+        has_rails = max(len(self.here.addresses), len(self.there.addresses)) > 1
+        # A rail that is lost while it is connected fails tcp, which then goes on over the others.
+        return (*paths, "tcp") if "tcp" in paths and has_rails else paths
+
     def unavailable_reason(self, path: str) -> str | None:
         """Why a path cannot work; None if it is worth trying."""
         here, there = self.here, self.there
@@ -173,8 +186,9 @@ def open_link(
     if transport not in FAMILIES:
         return open_path(transport, rendezvous, capabilities)
     passed_over: list[str] = []
-    for path in FAMILIES[transport]:
-        link, reason = _attempt(path, rendezvous, capabilities)
+    for number, path in enumerate(capabilities.attempts(transport)):
+        named = replace(rendezvous, name=f"{rendezvous.name}/{number} {path}")
+        link, reason = _attempt(path, named, capabilities)
         if link is not None:
             link.passed_over = tuple(passed_over)
             return link
@@ -195,7 +209,7 @@ def _attempt(
         return None, reason
     # Well before the callers' own patience ends, or they would end without the reason.
     patience = min(_PROBE_SECONDS, rendezvous.timeout / 2)
-    attempt = replace(rendezvous, name=f"{rendezvous.name}/{path}", timeout=patience)
+    attempt = replace(rendezvous, timeout=patience)
     with ExitStack() as opened:
         try:
             link = opened.enter_context(open_path(path, attempt, capabilities))
@@ -235,7 +249,8 @@ def _pattern(rank: int, nbytes: int) -> torch.Tensor:
 def _exchange_verdict(rendezvous: Rendezvous, reason: str | None) -> str | None:
     """Exchange the reasons against a path; returns the other end's."""
     # The other end may first have to time out, waiting for a message of this one.
-    patient = replace(rendezvous, timeout=3 * _PROBE_SECONDS + rendezvous.description.timeout)
+    timeout = 3 * rendezvous.timeout + rendezvous.description.timeout
+    patient = replace(rendezvous, timeout=timeout)
     verdict = exchange(patient, "verdict", {"reason": reason})["reason"]
     return None if verdict is None else str(verdict)
 
@@ -256,6 +271,8 @@ def open_path(path: str, rendezvous: Rendezvous, capabilities: PeerCapabilities)
         remedy = f"see the log of rank {peer}"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "raise the limit of open files (ulimit -n)"
+        elif error.errno == errno.ENOMEM:
+            remedy = "free memory on this host, or give the link less (--hetero-ring-mib)"
         elif isinstance(error, TimeoutError):
             remedy += ", and whether the network between loses packets"
         raise rendezvous.failure(

@@ -68,7 +68,7 @@ class RingLink(RingLinkBase):
         self._closing = threading.Lock()
         self._process = os.getpid()
         """A fork that closes the link, as by its parent's `with`, is no end of it."""
-        call_in_children(self.break_in_fork)
+        call_in_children(self, RingLink.break_in_fork)
         self._thread = threading.Thread(
             target=self._run,
             name=f"{self.transport} {description.rank}-{description.peer} watch",
@@ -82,7 +82,7 @@ class RingLink(RingLinkBase):
 
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
-        self._require_here(tensor)
+        self._require_carried(tensor)
         source = sendable(tensor)
         stream = self._device.current_stream()
         if self._is_asleep:
@@ -105,7 +105,7 @@ class RingLink(RingLinkBase):
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         self.check()
-        self._require_here(tensor)
+        self._require_carried(tensor)
         require_contiguous(tensor)
         stream, event = self._device.current_stream(), self._device.record_event()
         nbytes = tensor.nbytes
@@ -159,7 +159,7 @@ class RingLink(RingLinkBase):
 
     def flow_for(self, tensor: torch.Tensor, nbytes: int, *, is_receive: bool) -> Flow:
         """Where an exchange enqueues a message, which this counts. Call with the lock."""
-        self._require_here(tensor)
+        self._require_carried(tensor)
         self._count(nbytes, is_receive=is_receive)
         return self._in if is_receive else self._out
 

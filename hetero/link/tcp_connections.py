@@ -146,8 +146,10 @@ def _reachable(
     tried again until the timeout.
     """
     deadline = time.monotonic() + timeout
+    failures: dict[int, str] = {}
     while True:
-        answering, failures = _try_each(addresses, own, deadline)
+        answering, last = _try_each(addresses, own, deadline)
+        failures |= last  # whoever refuses need not answer each time
         if answering or time.monotonic() + _PAUSE_SECONDS > deadline:
             break
         time.sleep(_PAUSE_SECONDS)

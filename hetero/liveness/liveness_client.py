@@ -11,9 +11,15 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetero.addresses import PORT_RANGE, is_loopback, is_unreachable, keep_alive
+from hetero.addresses import (
+    PORT_RANGE,
+    is_loopback,
+    is_unreachable,
+    keep_alive,
+    plain_address,
+)
 from hetero.errors import UserError
-from hetero.forked_children import call_in_children
+from hetero.forked_children import close_in_children
 from hetero.liveness.liveness import (
     ACK_SECONDS,
     HEARTBEAT,
@@ -114,10 +120,10 @@ class LivenessClient(Liveness):
             connection.close()
             raise ConnectionError("it was answered by something that is not this job's rank 0")
         self._hosts[0] = str(json.loads(reply)["host"])
-        self.address = _normalized(local)
-        self.is_elsewhere = local != remote and not is_loopback(_normalized(remote))
+        self.address = plain_address(local)
+        self.is_elsewhere = local != remote and not is_loopback(plain_address(remote))
         self._last_heard = time.monotonic()
-        call_in_children(connection.close)
+        close_in_children(connection)
         return connection
 
     def _receive_loop(self, connection: socket.socket) -> None:
@@ -150,8 +156,3 @@ class LivenessClient(Liveness):
         elif "silent" in message:
             self._silent = {int(rank): float(age) for rank, age in message["silent"].items()}
             self._replied.set()
-
-
-def _normalized(address: str) -> str:
-    """An address without the prefix of an IPv4 address in IPv6, and without an interface."""
-    return str(address).removeprefix("::ffff:").partition("%")[0]

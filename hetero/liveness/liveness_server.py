@@ -66,7 +66,7 @@ class LivenessServer(Liveness):
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        call_in_children(self._close_all)
+        call_in_children(self, LivenessServer._close_all)
         threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
     def fail(self, reason: str) -> None:

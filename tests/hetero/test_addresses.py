@@ -89,3 +89,8 @@ def test_gloo_takes_the_interface_that_leads_to_rank_0(
     monkeypatch.setattr(addresses, "address_towards", {"rank0.example": own}.get)
     lead_gloo_towards("rank0.example")
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_an_ipv4_address_in_the_words_of_ipv6_leads_over_ipv4() -> None:
+    """As MASTER_ADDR may have it. At the address in those words none could listen."""
+    assert address_towards("::ffff:127.0.0.1") == "127.0.0.1"

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Callable
 
-from hetero.converters import integer, number, text
+from hetero.converters import integer, seconds, text
 from hetero.link.names import TRANSPORTS
+from hetero.native.headers import constant
 from hetero.plan import VENDORS
 from hetero.plan.mesh import RECOMPUTE
 
@@ -90,7 +91,7 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hetero-tcp-connections",
-        type=integer(1),
+        type=integer(1, maximum=constant("ENGINE_RAILS")),
         default=4,
         help="tcp connections of a link in each direction",
     )
@@ -113,7 +114,7 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hetero-timeout",
-        type=number(above=0),
+        type=seconds,
         default=600.0,
         metavar="SECONDS",
         help="seconds until a blocked transfer is an error, and a silent rank counts as ended",

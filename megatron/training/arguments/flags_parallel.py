@@ -130,7 +130,7 @@ def _add_runtime_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--distributed-timeout-minutes",
-        type=integer(1),
+        type=integer(1, maximum=10_000_000),
         default=10,
         help="time limit of a collective",
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hetero
 from hetero.link.open import ChannelOptions
@@ -119,6 +122,54 @@ def test_a_tensor_of_another_device_is_refused_with_the_remedy() -> None:
                 use(elsewhere)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [1.0],
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2).to_mkldnn(),
+        torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged),
+        TwoTensor(torch.zeros(2), torch.zeros(2)),
+    ],
+    ids=lambda value: type(value).__name__ + str(getattr(value, "layout", "")),
+)
+def test_what_has_no_memory_of_its_own_is_refused_and_the_link_goes_on(value: Any) -> None:
+    """A tensor that wraps others, as a DTensor, has the address 0."""
+    one, other = opened(dist.HashStore())
+    with one, other:
+        for use in (one.send, other.recv):
+            with pytest.raises(ValueError, match=r"link .* carries (tensors|memory), "):
+                use(value)
+        received = torch.zeros(1)
+        one.send(torch.ones(1))
+        other.recv(received).wait()
+        assert received.item() == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.uint16, torch.complex32]
+)
+def test_dtypes_of_one_vendor_and_unsigned_ones_are_carried(dtype: torch.dtype) -> None:
+    sent = torch.arange(8, dtype=torch.uint8).view(dtype)
+    received = torch.zeros(8, dtype=torch.uint8).view(dtype)
+    one, other = opened(dist.HashStore())
+    with one, other:
+        one.send(sent)
+        other.recv(received).wait()
+    assert torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
+
+
+def test_a_sender_hears_what_a_receiver_refused_that_closes_the_link_at_once() -> None:
+    one, other = opened(dist.HashStore(), transport="tcp")
+    with one:
+        one.send(torch.zeros(3))
+        with pytest.raises(hetero.LinkError, match="shape"), other:
+            other.recv(torch.zeros(4)).wait()
+        with pytest.raises(hetero.LinkError, match=r"shape \(3,\) instead of \(4,\)"):
+            one.recv(torch.zeros(1)).wait()
+
+
 def test_a_target_whose_memory_is_not_its_values_is_refused() -> None:
     one, other = opened(dist.HashStore())
     with one, other:
@@ -170,6 +221,32 @@ def test_all_that_is_wrong_with_the_arguments_is_said_at_once() -> None:
         assert said in str(refused.value)
 
 
+def test_arguments_of_wrong_types_are_refused_before_anyone_is_waited_for() -> None:
+    wrong: dict[str, Any] = {"timeout": None, "device": 0.5, "nics": [1], "options": {"chunk": 1}}
+    with pytest.raises(ValueError) as refused:
+        hetero.connect(dist.HashStore(), rank=0, peer=1, **wrong)
+    for said in (
+        *("a timeout of None s is no number", "device 0.5 is none of cpu, cuda"),
+        *("nics [1] is no list of names", "options {'chunk': 1} are no"),
+    ):
+        assert said in str(refused.value)
+
+
+def test_numpys_ranks_a_devices_index_and_a_timeout_without_end_are_taken() -> None:
+    store = dist.HashStore()
+    three, seven = np.int64(3), np.int64(7)
+    common: dict[str, Any] = {"device": "cpu:0", "timeout": float("inf"), "transport": "tcp"}
+    one, other = both_well(
+        lambda: hetero.connect(store, rank=three, peer=seven, **common),
+        lambda: hetero.connect(store, rank=seven, peer=three, **common),
+    )
+    with one, other:
+        received = torch.zeros(1)
+        one.send(torch.ones(1))
+        other.recv(received).wait()
+        assert received.item() == 1
+
+
 def test_a_rank_that_is_no_number_is_refused() -> None:
     """As the variables of a launcher are, where a program does not convert them."""
     rank: Any = "0"
@@ -200,6 +277,34 @@ def test_a_library_of_other_sources_is_refused_before_anyone_is_waited_for(
     monkeypatch.setattr(binding, "sources_version", lambda: 7)
     native.cache_clear()
     with pytest.raises(hetero.LinkError, match=r"not built from the sources .*; install this"):
+        hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu")
+
+
+def test_a_store_whose_host_stops_while_the_peer_is_waited_for_is_said_not_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class StoppingStore(dist.HashStore):
+        def __new__(cls, *_: Any) -> StoppingStore:
+            return super().__new__(cls)
+
+        def __init__(self, *_: Any) -> None:
+            super().__init__()
+
+        def check(self, *_: Any) -> bool:
+            threading.Event().wait(60)
+            return False
+
+    monkeypatch.setattr(dist, "PrefixStore", StoppingStore)  # torch's calls no method in Python
+    with pytest.raises(hetero.LinkError, match=r"rank 0 - rank 1 could .* has not answered for 1"):
+        hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu", timeout=1)
+
+
+def test_a_host_to_which_no_address_leads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store in a file has no host of its own."""
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    with pytest.raises(
+        hetero.LinkError, match=r"leads to 'no\.such\.host\.invalid' \(.*\); see .* MASTER_ADDR"
+    ):
         hetero.connect(dist.HashStore(), rank=0, peer=1, device="cpu")
 
 

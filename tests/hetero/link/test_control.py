@@ -32,6 +32,19 @@ def test_a_descriptor_that_has_nothing_to_read_is_not_waited_for(
     one.close()
 
 
+def test_what_a_peer_says_just_before_it_closes_the_link_is_heard(
+    connected: tuple[socket.socket, socket.socket],
+) -> None:
+    one, other = map(Control, connected)
+    one.send({"fault": "another shape"})
+    one.close()
+    (descriptor,) = other.readable(5.0)
+    assert other.receive(descriptor) == [
+        {"number": 1, "fault": "another shape"},
+        {"number": 2, "closed": True},
+    ]
+
+
 @pytest.mark.parametrize("is_reachable", [True, False])
 def test_a_peer_whose_host_answers_nothing_is_not_said_to_have_ended(
     connected: tuple[socket.socket, socket.socket], is_reachable: bool

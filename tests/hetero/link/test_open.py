@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from hetero.link.open import (
 from hetero.link.ring_options import RingOptions
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.joined import joined, tried
-from tests.hetero.link.test_handshake import rendezvous
+from tests.hetero.link.test_handshake import both, rendezvous
 
 HOST = {"boot": "a", "network": "n"}
 NVIDIA = Capabilities(HOST, gpu="nvidia", stream_wait_missing=None, rdma_missing=None)
@@ -137,6 +138,9 @@ def test_an_address_that_no_other_host_can_call_is_refused_before_it_is_tried() 
 def test_sizes_with_which_nothing_could_move_are_refused_all_at_once() -> None:
     with pytest.raises(ValueError, match=r"ring_bytes 600 .*; chunk_bytes 0 .*; connections 0 "):
         ChannelOptions(ring_bytes=600, chunk_bytes=0, connections=0)
+    sizes: dict[str, Any] = {"ring_bytes": 1e6, "chunk_bytes": "64K", "connections": 33}
+    with pytest.raises(ValueError, match=r"1000000\.0 is no .*'64K' is .*33 .* from 1 to 32"):
+        ChannelOptions(**sizes)
 
 
 OPTIONS = ChannelOptions(ring_bytes=1 << 20, chunk_bytes=64 << 10)
@@ -182,6 +186,27 @@ def test_a_path_that_one_end_cannot_open_is_left_by_both(
         assert "shm: shm is broken here" in links[rank].choice()
 
 
+def test_tcp_is_opened_again_where_it_fails_and_has_several_rails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One may be lost after it was found to answer; the second time it is left out."""
+    tries = itertools.count()
+
+    def fail_once(path: str, ours: Rendezvous, capabilities: PeerCapabilities) -> Link:
+        if path == "tcp" and ours.description.rank == 1 and next(tries) == 0:
+            raise LinkError("a rail was lost")
+        return open_path(path, ours, capabilities)
+
+    monkeypatch.setattr(opening, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(opening, "open_path", fail_once)
+    monkeypatch.setattr(PeerCapabilities, "share_memory", False)
+    options = replace(OPTIONS, addresses=("127.0.0.1", "127.0.0.2"))
+    with joined(
+        lambda ours: open_link("auto", ours, options=options, device=torch.device("cpu"))
+    ) as links:
+        assert "; tcp: a rail was lost)" in links[1].choice()
+
+
 def test_a_path_that_changes_bytes_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = opening._pattern
     monkeypatch.setattr(PeerCapabilities, "share_memory", False)
@@ -221,6 +246,16 @@ def test_a_link_whose_verdict_cannot_be_exchanged_is_closed(
     monkeypatch.setattr(opening, "_exchange_verdict", exchange)
     with nothing_left_behind():
         assert [*map(str, tried(choose))] == ["the store is lost"] * 2
+
+
+def test_an_end_that_dies_while_a_path_is_tried_is_waited_for_as_long_as_was_asked() -> None:
+    store = dist.HashStore()
+    here, there = (rendezvous(rank, store, timeout=1.0, link_timeout=0.5) for rank in range(2))
+    error, _ = both(
+        lambda: choose(here),
+        lambda: PeerCapabilities.of(there, device=torch.device("cpu"), options=OPTIONS),
+    )
+    assert "rank 1 did not answer within 2 s" in str(error)
 
 
 def test_ends_on_two_hosts_do_not_try_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
