@@ -203,8 +203,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def blank(like: torch.Tensor) -> torch.Tensor:
     """Where `like` can be received: contiguous, and visibly not yet received."""
-    target = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
-    return target.to(like.dtype)
+    target = torch.zeros(like.numel() * like.itemsize, dtype=torch.uint8, device=like.device)
+    return target.view(like.dtype).reshape(like.shape)
 
 
 @dataclass(frozen=True)
