@@ -16,6 +16,7 @@ from hetero.link import open as opening
 from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous
 from hetero.link.names import PATHS
+from hetero.link.nics import Nics
 from hetero.link.open import (
     Capabilities,
     ChannelOptions,
@@ -200,7 +201,7 @@ def test_tcp_is_opened_again_where_it_fails_and_has_several_rails(
     monkeypatch.setattr(opening, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(opening, "open_path", fail_once)
     monkeypatch.setattr(PeerCapabilities, "share_memory", False)
-    options = replace(OPTIONS, addresses=("127.0.0.1", "127.0.0.2"))
+    options = replace(OPTIONS, nics=Nics(("127.0.0.1", "127.0.0.2")))
     with joined(
         lambda ours: open_link("auto", ours, options=options, device=torch.device("cpu"))
     ) as links:
