@@ -28,7 +28,7 @@ def test_a_child_calls_what_lives_and_nothing_is_kept_of_what_does_not() -> None
     del one
     gc.collect()
     assert gone() is None
-    assert sum(isinstance(one, Inherited) for one in forked_children._called) == 2
+    assert sum(isinstance(one, Inherited) for one in forked_children._functions()) == 2
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)
