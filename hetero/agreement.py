@@ -148,7 +148,13 @@ class Agreement:
 
     def _conclude(self, phase: Phase, own: Record, error: Exception | None) -> dict[str, Any]:
         """Submit this rank's record; the outcome when all ranks have, or some cannot."""
-        if phase.submit(own):
+        submitted = phase.submit(own)
+        if submitted > self._world_size:
+            raise UserError(
+                f"more processes came{self._at} than the {self._world_size} of one job; if another "
+                "job uses this port, choose another --master-port, else give each its own RANK"
+            )
+        if submitted == self._world_size:
             return phase.decide(self._folded(phase))
         timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
         deadline = time.monotonic() + timeout - phase.seconds
@@ -188,7 +194,9 @@ class Agreement:
         if ranks != list(range(self._world_size)):
             twice = next(rank for rank in ranks if ranks.count(rank) > 1)
             return failure(
-                f"two processes say that they are rank {twice}; give each its own RANK", agreed=True
+                f"two processes say that they are rank {twice}{self._at}; give each its own RANK, "
+                "and each job its own --master-port",
+                agreed=True,
             )
         if errors := errors_by_text(records):
             return failure(self._combined(errors), agreed=True)

@@ -37,10 +37,10 @@ class Phase:
         if rank == 0:
             self._store.set(self._rank_0_key, "1")
 
-    def submit(self, record: Record) -> bool:
-        """Append this rank's record; whether it is the last one, whose rank decides the outcome."""
+    def submit(self, record: Record) -> int:
+        """Append this rank's record; how many there are now. The last rank decides the outcome."""
         self._store.append(self._records_key, record.line())
-        return self._store.add(self.count_key, 1) >= self._world_size
+        return int(self._store.add(self.count_key, 1))
 
     def decide(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         """Set the phase's outcome unless another rank has; return the one that is set."""

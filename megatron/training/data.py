@@ -134,7 +134,9 @@ def build_datasets(
 def _build_error(error: Exception) -> UserError:
     """The error to show when megatron-core cannot build a dataset, with a remedy."""
     reason = " ".join(str(error).split())[:300] or type(error).__name__
-    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
+    # Of a disk that becomes full during a write, numpy tells in words alone.
+    is_short_write = isinstance(error, OSError) and reason.endswith(" written")
+    if is_short_write or getattr(error, "errno", None) in _CANNOT_WRITE:
         return UserError(
             f"the sample indexes cannot be stored ({reason}); give --data-cache-path a folder that "
             "can be written and has room"

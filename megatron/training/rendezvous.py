@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hetero.addresses import interface_with, reachable_address, unusable_interfaces
 from hetero.errors import AgreedError, UserError
+from hetero.formatting import counted
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import await_listener
 
@@ -81,7 +82,20 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
         reason = remedy if is_host else "see that it can be reached from here"
         raise UserError(f"rank {rank} could not open {host}:{port}; {reason}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"hetero/attempt {attempt}", store)
+    of_job = dist.PrefixStore(f"hetero/attempt {attempt}", store)
+    _require_world_size(of_job, world_size)
+    return of_job
+
+
+def _require_world_size(store: dist.Store, world_size: int) -> None:
+    """Raise UserError in a rank of another job, before it takes part in anything of this one."""
+    found = store.compare_set("hetero/world size", "", str(world_size)).decode()
+    if found != str(world_size):
+        raise UserError(
+            f"the job at {store_endpoint()} has {counted(int(found), 'rank')}, and this process is "
+            f"one of {world_size}; if that is another job, choose another --master-port, else give "
+            "all ranks the same WORLD_SIZE"
+        )
 
 
 def agree_on_addresses(agreement: Agreement, liveness: Liveness) -> str:

@@ -162,6 +162,13 @@ def test_an_index_cache_that_cannot_be_written(corpus, tmp_path: Path) -> None:
     assert_refused(refused(flags, 1), "cannot be stored", "Not a directory", "--data-cache-path")
 
 
+def test_an_index_cache_for_which_the_disk_has_no_room(corpus, tmp_path: Path) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    flags = [*corpus.flags, "--data-cache-path", str(tmp_path / "cache")]
+    outcomes = refused(flags, 1, scripts={0: changed_entry(tmp_path, full)})
+    assert_refused(outcomes, "cannot be stored", " written)", "has room")
+
+
 def test_data_that_only_one_rank_cannot_see(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
     elsewhere = [*flags, "--data-path", str(tmp_path / "gone")]

@@ -213,3 +213,18 @@ def test_two_processes_with_one_rank_are_told() -> None:
         ended = [pool.submit(side.exchange, "flags") for side in sides]
     for future in ended:
         assert "two processes say that they are rank 1" in str(future.exception())
+
+
+def test_a_process_of_another_job_takes_no_part_in_this_one() -> None:
+    """It comes to the same port, as a rank that is there, when this job has begun."""
+    store = DictStore()
+    sides = [Agreement(store, rank=rank, world_size=2, timeout=5) for rank in (0, 1)]
+    stranger = Agreement(store, rank=1, world_size=2, timeout=5, endpoint="host:29500")
+    for phase in ("flags", "addresses"):
+        with ThreadPoolExecutor() as pool:
+            ended = [pool.submit(side.exchange, phase, payload={"v": 1}) for side in sides]
+        assert [future.result() for future in ended] == [[{"v": 1}, {"v": 1}]] * 2
+        if phase == "flags":
+            with pytest.raises(UserError, match="at host:29500 than the 2 of one job") as told:
+                stranger.exchange("flags", payload={"v": 2})
+            assert "choose another --master-port" in str(told.value)

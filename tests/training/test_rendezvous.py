@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import AgreedError
-from megatron.training.rendezvous import agree_on_addresses
+from hetero.errors import AgreedError, UserError
+from megatron.training.rendezvous import agree_on_addresses, open_store
+from tests.distributed.harness import free_port
 
 
 class Others:
@@ -42,3 +43,16 @@ def test_an_interface_of_gloo_by_which_nobody_gets_here_is_refused_with_the_rank
         return
     with pytest.raises(AgreedError, match=f"names {named} on rank 0; {named} on rank 1: no inter"):
         agree_on_addresses(others, others)
+
+
+def test_a_rank_of_a_job_of_another_size_does_not_join_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two jobs were given one port; the second's rank 0 cannot open it, and its others find it."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    host = open_store(0, 2, 5.0)
+    with pytest.raises(UserError, match=f"127.0.0.1:{port} has 2 ranks, and this .* of 4"):
+        open_store(2, 4, 5.0)
+    assert open_store(1, 2, 5.0).num_keys() == host.num_keys()

@@ -56,12 +56,15 @@ def _build_sentencepiece(args: argparse.Namespace) -> Tokenizer:
             f"--tokenizer-model {path} is not a SentencePiece model or is damaged "
             f"({first_line(error)}); copy it again or train one with tools/train_tokenizer.py"
         ) from error
+    is_legacy = bool(flag_value(args, "tokenizer_sentencepiece_legacy", False))
+    special = flag_value(args, "tokenizer_special_tokens")
+    if special and not is_legacy:
+        raise UserError(
+            "--tokenizer-special-tokens adds tokens to a SentencePiece model only with "
+            "--tokenizer-sentencepiece-legacy; add it, or train a model that has them"
+        )
     core = load_core_tokenizer(
-        args,
-        "sentencepiece",
-        path,
-        legacy=bool(flag_value(args, "tokenizer_sentencepiece_legacy", False)),
-        special_tokens=flag_value(args, "tokenizer_special_tokens"),
+        args, "sentencepiece", path, legacy=is_legacy, special_tokens=special
     )
     # In legacy mode megatron-core's has no end-of-sentence token, though the model has one.
     return wrap_core_tokenizer(core, path, eod=processor.eos_id(), pad=processor.pad_id())

@@ -73,7 +73,10 @@ def test_sentencepiece_uses_the_special_tokens_of_the_model(tmp_path, sentencepi
     model = train_sentencepiece(tmp_path / "endless", eos_id=-1)
     with pytest.raises(UserError, match=r"endless\.model has no end-of-document token"):
         build("SentencePieceTokenizer", tokenizer_model=model)
-    own = {"tokenizer_sentencepiece_legacy": True, "tokenizer_special_tokens": ["<tool>"]}
+    own: dict = {"tokenizer_special_tokens": ["<tool>"]}
+    with pytest.raises(UserError, match="only with --tokenizer-sentencepiece-legacy; add it"):
+        build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model, **own)
+    own["tokenizer_sentencepiece_legacy"] = True
     legacy = build("SentencePieceTokenizer", tokenizer_model=sentencepiece_model, **own)
     assert (legacy.eod, legacy.vocab_size) == (2, 281)
 
