@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from hetero.collectives.calls import Call
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.collectives.work import CollectiveWork
@@ -30,7 +32,7 @@ class RunningCall:
     ) -> None:
         self.call, self.work, self.algorithm = call, work, algorithm
         self.is_started = False
-        self.in_inference_mode = any(tensor.is_inference() for tensor in work.result())
+        self.in_inference_mode = any(map(torch.Tensor.is_inference, work.result()))
         """Whether its tensors are of inference mode, which is not that of another thread."""
         self._context, self._schedule = context, algorithm(context)
         self._pending: P2PBatch | None = None

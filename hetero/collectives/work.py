@@ -194,7 +194,8 @@ class Worker:
         self._running = threading.Lock()
         self._pending = 0
         self._is_closed = False
-        self._pending_changed = threading.Condition()
+        self._mutex = threading.RLock()  # the handler of a signal may close the group
+        self._pending_changed = threading.Condition(self._mutex)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._thread_id = self._thread.ident
@@ -231,7 +232,7 @@ class Worker:
         Waits up to so many `seconds` for the pending ones. Submit what is left of the task before
         `release`, so that it stays first in the queue.
         """
-        with self._pending_changed:
+        with self._mutex:  # taken for every call, and a condition's own is a call of Python
             if self._pending and threading.get_ident() != self._thread_id:
                 self._pending_changed.wait_for(lambda: not self._pending, seconds)
             self._require_open()

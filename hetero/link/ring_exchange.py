@@ -27,7 +27,7 @@ _NEW_STATE = True, int(HeaderState.OF_BYTES), 0, 0, 0, 0, 0
 
 
 Message = tuple[Link, torch.Tensor, int, int, bool]
-"""A link, a contiguous tensor, an offset and a size in bytes, and whether to receive.
+"""A link, a contiguous tensor on its device, an offset and a size in bytes, and whether to receive.
 
 A plain tuple, because a dataclass, or a view of these bytes, costs more than all the rest here. The
 tensor must keep its memory meanwhile.
@@ -148,7 +148,7 @@ class RingExchange:
         self._reserve(len(messages))
         new, place, pack = self._new, 0, BYTES_TRANSFER.pack_into
         for link, tensor, first, nbytes, is_receive in messages:
-            flow = link.flow_for(tensor, nbytes, is_receive=is_receive).address
+            flow = link.flow_for(nbytes, is_receive=is_receive).address
             address = tensor.data_ptr() + first
             pack(new, place, flow, address, nbytes, caller_stream, 0, tag, *_NEW_STATE)
             place += _SIZE

@@ -184,5 +184,6 @@ class RingLinkBase(Link):
                 transfer.error = error
 
     def _release_completed(self) -> None:
-        self._out.release_completed()
-        self._in.release_completed()
+        for flow in (self._out, self._in):
+            if flow.in_flight:
+                flow.release_completed()

@@ -157,9 +157,11 @@ class RingLink(RingLinkBase):
     def unlock(self) -> None:
         self._lock.release()
 
-    def flow_for(self, tensor: torch.Tensor, nbytes: int, *, is_receive: bool) -> Flow:
-        """Where an exchange enqueues a message, which this counts. Call with the lock."""
-        self._require_carried(tensor)
+    def flow_for(self, nbytes: int, *, is_receive: bool) -> Flow:
+        """Where an exchange enqueues a message, which this counts. Call with the lock.
+
+        Whoever exchanges has made sure that the memory is of this link's device.
+        """
         self._count(nbytes, is_receive=is_receive)
         return self._in if is_receive else self._out
 
@@ -189,7 +191,8 @@ class RingLink(RingLinkBase):
 
         `caller_waits`: the caller will wait, and make progress.
         """
-        is_left = [flow.take_enqueued() is not None for flow in (self._out, self._in)]
+        waiting = [flow for flow in (self._out, self._in) if flow.waiting]
+        is_left = [flow.take_enqueued() is not None for flow in waiting]
         if self._is_asleep or (not caller_waits and any(is_left)):
             self._progress_requested.set()
         self._release_completed()
