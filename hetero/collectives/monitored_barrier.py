@@ -35,6 +35,11 @@ class MonitoredBarrier:
         missing: list[int] = []
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(1, self._size):
+            if not missing and time.monotonic() > deadline:
+                store.set(f"{name}/verdict", _FAILED)
+                raise RuntimeError(
+                    f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
+                )
             if not _comes(store, f"{name}/{rank}", seconds=deadline - time.monotonic()):
                 missing.append(rank)
                 if not wait_all_ranks:
