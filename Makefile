@@ -54,7 +54,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy hetero megatron/training tools examples pretrain_gpt.py
+	$(BIN)/mypy hetero megatron/hetero bench examples pretrain_gpt.py
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(SIDE_BY_SIDE)

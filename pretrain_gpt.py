@@ -12,6 +12,6 @@ from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installe
 if __name__ == "__main__":
     exit_unless_installed("torch")
     exit_if_other_megatron()
-    from megatron.training.pretrain import pretrain
+    from megatron.hetero.pretrain import pretrain
 
     sys.exit(pretrain())

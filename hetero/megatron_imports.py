@@ -16,7 +16,7 @@ from pathlib import Path
 from hetero.errors import UserError, print_error, write_error_file
 from hetero.version import MEGATRON_CORE
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def core_version() -> str:
@@ -34,19 +34,22 @@ def core_version() -> str:
     return str(runpy.run_path(str(info))["__version__"]) if info.exists() else "of no version"
 
 
-def require_own_training() -> None:
-    """Refuse a `megatron.training` that is not this project's. Raises UserError."""
+def require_own_package() -> None:
+    """Refuse a `megatron` that hides this project's `megatron.hetero`. Raises UserError."""
+    own = _ROOT / "megatron" / "hetero" / "__init__.py"
     package = find_spec("megatron")
     # Before 2024 `megatron` was a regular package, which looking up a submodule would import.
-    is_regular = _file(package) is not None
-    spec = package if is_regular else find_spec("megatron.training") if package else None
-    found = _file(spec)
-    own = _ROOT / "megatron" / "training" / "__init__.py"
+    if found := _file(package):
+        raise UserError(
+            f"megatron is the package {found}, which hides this project's megatron.hetero; "
+            f"{_remedy(found)}"
+        )
+    found = _file(find_spec("megatron.hetero")) if package else None
     if found is None:
-        raise UserError(f"{own} cannot be found; start from the checkout, or install it again")
+        raise UserError(f"{own} is not found; start from the checkout, or install it again")
     if found != own:
         raise UserError(
-            f"megatron.training is another Megatron's, {found}, and not this project's, {own}; "
+            f"megatron.hetero is {found}, of another installation than {_ROOT / 'hetero'}; "
             f"{_remedy(found)}"
         )
 
@@ -80,7 +83,7 @@ def exit_if_other_megatron(*, core: bool = True) -> None:
     programs that do not need megatron-core.
     """
     try:
-        require_own_training()
+        require_own_package()
         if core:
             require_supported_core()
     except UserError as error:

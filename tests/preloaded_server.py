@@ -16,9 +16,9 @@ from pathlib import Path
 from tests.preloaded import LARGEST_REQUEST, ROOT, STDIN
 
 IMPORTED = (
-    "megatron.training.cpu_shim",
-    "megatron.training.pretrain",
-    "megatron.training.run_job",
+    "megatron.hetero.cpu_shim",
+    "megatron.hetero.pretrain",
+    "megatron.hetero.run_job",
     "megatron.core.tokenizers.text.text_tokenizer",
 )
 MOST_FILES = 200
@@ -181,7 +181,7 @@ def serve(listening: socket.socket) -> None:
     import gc
     import importlib
 
-    from megatron.training.import_core import import_megatron_core
+    from megatron.hetero.import_core import import_megatron_core
 
     import_megatron_core()
     for name in IMPORTED:

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from hetero import converters
-from tools import tool_command_line
-from tools.runs import SIMULATED, Finished, Launch, mixed_flags, run_to_end
+from hetero.tools import tool_command_line
+from hetero.tools.runs import SIMULATED, Finished, Launch, mixed_flags, run_to_end
 
 TRAINING = (
     "--lr 1e-4 --min-lr 1e-5 --lr-decay-style constant --clip-grad 1.0 --eval-iters 0"

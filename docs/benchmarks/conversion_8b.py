@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hetero.errors import HeteroError, UserError
-from tools import tool_command_line
+from hetero.tools import tool_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, FFN, KEYS, VOCABULARY, LAYERS, SHARDS = 4096, 14336, 1024, 128256, 32, 4

@@ -19,12 +19,12 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.overlap.phases import MEASURED, Phase, as_variable
 from hetero.converters import integer
 from hetero.errors import UserError
+from hetero.tools import tool_command_line
 from tests.hosts.network import Host, Network, why_impossible
 from tests.hosts.runs import Run, rendezvous_flags
-from tools import tool_command_line
-from tools.overlap.phases import MEASURED, Phase, as_variable
 
 INTERFACES = {"hosta": ("east0", "east1"), "hostb": ("enp1s0", "enp2s0")}
 WARM_UP = 4
@@ -68,7 +68,7 @@ def run_row(row: Row, hosts: list[Host], folder: Path, iterations: int) -> dict[
     commands = [
         [
             *("-m", "hetero.run", *rendezvous_flags(2, node, hosts[0].address(), ranks=2)),
-            *("tools/overlap/slowed_rank.py", *MODEL, *row.flags),
+            *("bench/overlap/slowed_rank.py", *MODEL, *row.flags),
             *("--train-iters", str(iterations), "--hetero-nics", *host.interfaces),
             *("--metrics-file", str(metrics), "--hetero-report", str(report)),
         ]

@@ -18,4 +18,4 @@ for name in ITERATIONS PER_PAIR PROCESSES KERNELS TRANSPORTS DEADLINE MINUTES; d
     fi
 done
 read -ra extra <<<"${FLAGS:-}"
-exec "${PYTHON:-python3}" tools/benchmark_parity.py "${words[@]}" -- "${extra[@]}"
+exec "${PYTHON:-python3}" bench/benchmark_parity.py "${words[@]}" -- "${extra[@]}"

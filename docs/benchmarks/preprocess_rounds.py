@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hetero.converters import integer
 from hetero.errors import HeteroError, UserError
-from tools import tool_command_line
+from hetero.tools import tool_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 8000
@@ -41,8 +41,8 @@ import sys, time, warnings
 warnings.simplefilter("ignore")
 from megatron.core.datasets.indexed_dataset import DType
 from transformers import AutoTokenizer
-import megatron.training.tokenizer.build
-from tools.preprocess_data import main
+import megatron.hetero.tokenizer.build
+from hetero.tools.preprocess_data import main
 kind, model, text, out, processes = sys.argv[1:]
 started, cpu_before = time.perf_counter(), cpu()
 assert main(["--input", text, "--output-prefix", out, "--overwrite", "--tokenizer-type", kind,

@@ -46,8 +46,8 @@ from hetero.planner.search_space import (
     pipeline_model,
 )
 from hetero.planner.solution import find_best_plans
-from tools import tool_command_line
-from tools.planning.solution_table import one_line
+from hetero.tools import tool_command_line
+from hetero.tools.planning.solution_table import one_line
 
 KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI210")
 _NOWHERE = 1e6
@@ -115,7 +115,7 @@ def draw(rows: Sequence[dict[str, float]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from tools.reports.charts import LIGHT, style_axes
+    from hetero.tools.reports.charts import LIGHT, style_axes
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hetero.converters import integer
 from hetero.errors import UserError
-from tools import tool_command_line
+from hetero.tools import tool_command_line
 
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
 SEQUENCE = 4096
@@ -214,7 +214,7 @@ def rotary(tokens: int) -> Iterator[tuple[str, float, float]]:
     yield "plain", *both_ways(plain, mixed)
     yield "rotation compiled", *both_ways(rotation_compiled, mixed)
     yield "split and rotation compiled", *both_ways(lambda m: whole(m, angles), mixed)
-    from megatron.training.fused.rotary import Rotary
+    from megatron.hetero.fused.rotary import Rotary
 
     rotary = Rotary()
 

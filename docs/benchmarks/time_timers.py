@@ -28,8 +28,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hetero.converters import integer, number
-from tools import tool_command_line
-from tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
+from hetero.tools import tool_command_line
+from hetero.tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 
 TRAINING = (
     "--lr 1e-4 --min-lr 1e-5 --lr-decay-style constant --clip-grad 1.0 --eval-iters 0"

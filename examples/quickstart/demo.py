@@ -21,7 +21,7 @@ from typing import Any
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable; what follows may take a while.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tools.tool_command_line import begin_script
+    from hetero.tools.tool_command_line import begin_script
 
     begin_script(core=False)
 
@@ -31,10 +31,10 @@ from examples.quickstart.outcome import Outcome
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import UserError
 from hetero.formatting import counted
-from megatron.training.progress_bar import progress_bar
-from tools.launching.processes import run_step
-from tools.reports.page import write_whole
-from tools.tool_command_line import Parser, run
+from hetero.tools.launching.processes import run_step
+from hetero.tools.reports.page import write_whole
+from hetero.tools.tool_command_line import Parser, run
+from megatron.hetero.progress_bar import progress_bar
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from examples.quickstart.outcome import TITLE, Outcome, Trained, versions
 from hetero.formatting import size_text
-from tools.reports.page import (
+from hetero.tools.reports.page import (
     Bar,
     Bars,
     Chain,
@@ -20,8 +20,8 @@ from tools.reports.page import (
     Verdict,
     render,
 )
-from tools.run_comparison.loss_page import curves
-from tools.runs import WARMUP_ITERATIONS
+from hetero.tools.run_comparison.loss_page import curves
+from hetero.tools.runs import WARMUP_ITERATIONS
 
 COMMAND_COLUMNS = 100
 

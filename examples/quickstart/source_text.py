@@ -6,9 +6,9 @@ import codecs
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.real_text.text_sources import language_reference
 from hetero.errors import UserError
-from tools.real_text.text_sources import language_reference
-from tools.text_input import iconv_hint
+from hetero.tools.text_input import iconv_hint
 
 LARGEST_BYTES = 16 * 2**20
 """Of a larger file only the beginning is used: the demo trains on well under a megabyte."""

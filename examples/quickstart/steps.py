@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hetero.errors import UserError
 from hetero.formatting import counted
-from tools.launching.processes import Step, run_step
+from hetero.tools.launching.processes import Step, run_step
 
 ROOT = Path(__file__).resolve().parents[2]
 

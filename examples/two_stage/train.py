@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import hetero
 from hetero.converters import integer
-from tools.tool_command_line import Parser
+from hetero.tools.tool_command_line import Parser
 
 CONTEXT, HIDDEN = 32, 128
 MICRO_BATCH, MICRO_BATCHES = 16, 4

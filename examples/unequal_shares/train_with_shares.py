@@ -43,7 +43,7 @@ from hetero.data import (
     vendor_of_each_rank,
 )
 from hetero.errors import UserError, print_error, write_error_file
-from tools.tool_command_line import Parser
+from hetero.tools.tool_command_line import Parser
 
 WARM_UP, MEASURED, SETTLING = 3, 5, 2
 

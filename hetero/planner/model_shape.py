@@ -10,7 +10,7 @@ from typing import Any
 from hetero.errors import UserError
 from hetero.yaml_file import load_yaml
 
-PRESETS = Path(__file__).resolve().parents[2] / "examples" / "presets"
+PRESETS = Path(__file__).resolve().parents[1] / "presets"
 """Flag files of well-known models, found by name."""
 
 _SIZES = (

@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from tools import preprocess_data, train_tokenizer
+from hetero.tools import preprocess_data, train_tokenizer
 
 
 @dataclass(frozen=True)

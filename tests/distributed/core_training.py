@@ -38,7 +38,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 
-from megatron.training.cpu_shim import cpu_shim
+from megatron.hetero.cpu_shim import cpu_shim
 
 SEED = 1234
 

@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.training import kernels as modules
-from megatron.training import model
-from megatron.training.kernels import Kernels, install_kernels, select_kernels
-from megatron.training.pretrain import pretrain
+from megatron.hetero import kernels as modules
+from megatron.hetero import model
+from megatron.hetero.kernels import Kernels, install_kernels, select_kernels
+from megatron.hetero.pretrain import pretrain
 
 with mock.patch("torch.compile", return_value=lambda function: function):
-    from megatron.training.fused import cross_entropy, rotary  # noqa: F401
+    from megatron.hetero.fused import cross_entropy, rotary  # noqa: F401
 
 
 def as_on_a_gpu(args: argparse.Namespace, device: torch.device) -> Kernels:

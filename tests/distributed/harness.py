@@ -182,9 +182,9 @@ def changed_entry(folder: Path, before: str, *, name: str = "changed.py") -> Pat
 
 def steps_of_samples(flags: Sequence[str], *, steps: int, batch: int) -> list[list[dict[str, Any]]]:
     """The samples of every step, as a run with these flags reads them."""
-    from megatron.training.arguments import parse_args
-    from megatron.training.data import build_datasets
-    from megatron.training.tokenizer.build import build_tokenizer
+    from megatron.hetero.arguments import parse_args
+    from megatron.hetero.data import build_datasets
+    from megatron.hetero.tokenizer.build import build_tokenizer
 
     args = parse_args(flags, world_size=1)
     data, _, _ = build_datasets(args, tokenizer=build_tokenizer(args), empty_splits=frozenset())

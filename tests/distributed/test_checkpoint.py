@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.checkpoint.folder import TRACKER
-from megatron.training.checkpoint.reader import CheckpointReader
+from hetero.tools.runs import SIMULATED
+from megatron.hetero.checkpoint.folder import TRACKER
+from megatron.hetero.checkpoint.reader import CheckpointReader
 from tests.distributed.harness import MIXED, TINY_LLAMA, read_rows, train
-from tools.runs import SIMULATED
 
 HETERO = " ".join(MIXED)
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint.folder import TRACKER
-from megatron.training.checkpoint.reader import CheckpointReader
+from hetero.tools.runs import SIMULATED
+from megatron.hetero.checkpoint.folder import TRACKER
+from megatron.hetero.checkpoint.reader import CheckpointReader
 from tests.distributed.harness import (
     MIXED,
     TINY_LLAMA,
@@ -22,7 +23,6 @@ from tests.distributed.harness import (
     train,
     wait_for,
 )
-from tools.runs import SIMULATED
 
 slow = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_training(corpus, tmp_pa
 
 LIMITED = """
 import resource
-from megatron.training.checkpoint.saver import Saver
+from megatron.hetero.checkpoint.saver import Saver
 
 started = Saver.start
 
@@ -119,9 +119,9 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
 
 UNPINNED = """
 from hetero.errors import LinkError
-from megatron.training.checkpoint.device_to_host import DeviceToHostCopier
-from megatron.training.checkpoint.host_memory import HostMemory
-from megatron.training.checkpoint.saver import Saver
+from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
+from megatron.hetero.checkpoint.host_memory import HostMemory
+from megatron.hetero.checkpoint.saver import Saver
 
 calls = []
 begun, started = HostMemory.__init__, Saver.start

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
     TINY_LLAMA,
     Training,
@@ -22,7 +23,6 @@ from tests.distributed.harness import (
     train,
     wait_for_steps,
 )
-from tools.runs import SIMULATED
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 ONE_AND_ONE = ["--hetero-data-parallel", "nvidia:1,amd:1"]

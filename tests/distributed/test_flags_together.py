@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
     MIXED,
     TINY_LLAMA,
@@ -13,7 +14,6 @@ from tests.distributed.harness import (
     read_rows,
     train,
 )
-from tools.runs import SIMULATED
 
 # What a script carries that was written for Megatron-LM and one vendor.
 SCRIPT = (
@@ -66,7 +66,7 @@ def test_the_weights_norm_is_of_updated_weights_where_gathering_them_waits(
 
 
 SLIP = """
-from megatron.training import trainer
+from megatron.hetero import trainer
 
 train_step = trainer.Trainer._train_step
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.training.arguments import parse_args
-from megatron.training.tokenizer.build import build_tokenizer
+from hetero.tools.convert_checkpoint import main as convert
+from hetero.tools.generate_text import main as generate_text
+from hetero.tools.runs import SIMULATED
+from megatron.hetero.arguments import parse_args
+from megatron.hetero.tokenizer.build import build_tokenizer
 from tests.distributed.harness import MIXED, TINY_LLAMA, steps_of_samples, train
-from tests.training.huggingface.tiny_huggingface import MODELS
-from tools.convert_checkpoint import main as convert
-from tools.generate_text import main as generate_text
-from tools.runs import SIMULATED
+from tests.megatron.huggingface.tiny_huggingface import MODELS
 
 HETERO = [*MIXED, *"--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward".split()]
 STEPS, BATCH = 20, 4

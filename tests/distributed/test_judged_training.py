@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hetero.tools.compare_loss import main
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well
-from tools.compare_loss import main
-from tools.runs import SIMULATED
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
     ENTRY,
     MIXED,
@@ -22,13 +23,12 @@ from tests.distributed.harness import (
     wait_for_steps,
 )
 from tests.hetero.test_megatron_imports import checkout
-from tools.runs import SIMULATED
 
 IMPATIENT = """
 import time
 from hetero import monitor, wait_reporter
 monitor.Monitor.poll_seconds = wait_reporter.FIRST_SECONDS = wait_reporter.AGAIN_SECONDS = 0.2
-import megatron.training.initialize as initialize
+import megatron.hetero.initialize as initialize
 """
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.training.checkpoint.index import read_index
-from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.megatron_lm.tensors import model_tensors
-from megatron.training.weights import global_name
+from hetero.tools.convert_checkpoint import main as convert
+from hetero.tools.runs import SIMULATED
+from megatron.hetero.checkpoint.index import read_index
+from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.megatron_lm.tensors import model_tensors
+from megatron.hetero.weights import global_name
 from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well, steps_of_samples, train
-from tests.training.megatron_lm.tiny_megatron import LLAMA, assert_same, read
-from tools.convert_checkpoint import main as convert
-from tools.runs import SIMULATED
+from tests.megatron.megatron_lm.tiny_megatron import LLAMA, assert_same, read
 
 # megatron-core spawns processes to write a checkpoint.
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")

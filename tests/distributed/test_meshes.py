@@ -1,6 +1,6 @@
 """Meshes whose shapes differ compute what one process computes, over resharded boundaries.
 
-The whole matrix of shapes is `python tools/prove_meshes.py`; here are those in which each part
+The whole matrix of shapes is `python bench/prove_meshes.py`; here are those in which each part
 of it would show.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.mesh_matrix.comparison import gradient_differences
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import TINY_LLAMA, Training, train
-from tools.mesh_matrix.comparison import gradient_differences
-from tools.runs import SIMULATED
 
 Mesh = dict[str, object]
 

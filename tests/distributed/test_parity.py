@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import TINY_LLAMA, Training, train
-from tools.runs import SIMULATED
 
 
 @dataclass(frozen=True)

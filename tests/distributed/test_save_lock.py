@@ -1,6 +1,6 @@
 """Two runs that name one --save: the second is refused, and a killed one is followed at once.
 
-One whose node died is in tests/training/checkpoint/test_lock.py.
+One whose node died is in tests/megatron/checkpoint/test_lock.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.training.checkpoint.folder import TRACKER
-from megatron.training.checkpoint.lock import LOCK_FILE
+from hetero.tools.runs import SIMULATED
+from megatron.hetero.checkpoint.folder import TRACKER
+from megatron.hetero.checkpoint.lock import LOCK_FILE
 from tests.distributed.harness import (
     MIXED,
     TINY_LLAMA,
@@ -19,7 +20,6 @@ from tests.distributed.harness import (
     start,
     wait_for,
 )
-from tools.runs import SIMULATED
 
 
 def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
     MIXED,
     TINY_LLAMA,
@@ -19,14 +20,13 @@ from tests.distributed.harness import (
     start,
     wait_for_steps,
 )
-from tools.runs import SIMULATED
 
 STALLED = Path(__file__).with_name("faulty_training.py")
 FAULTY = """
 import os, signal, sys
 import hetero.liveness.liveness as liveness
-import megatron.training.checkpoint.saver as saver
-import megatron.training.initialize as initialize
+import megatron.hetero.checkpoint.saver as saver
+import megatron.hetero.initialize as initialize
 liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
 if os.environ["RANK"] == "{victim}":
     {function} = lambda *_, **__: os.kill(os.getpid(), signal.{sent})

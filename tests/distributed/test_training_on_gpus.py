@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.mesh_matrix.cases import all_cases
+from bench.prove_meshes import prove
 from hetero.cluster import running_vendor
+from hetero.tools.runs import SIMULATED
 from tests.commands import printed
 from tests.distributed.harness import Training, train
 from tests.gpus import NEEDS_A_GPU
-from tools.mesh_matrix.cases import all_cases
-from tools.prove_meshes import prove
-from tools.runs import SIMULATED
 
 pytestmark = [pytest.mark.gpu, NEEDS_A_GPU]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.plan import Plan
-from megatron.training.arguments import parse_args
-from megatron.training.layout import apply_plan_file, plan_from_args
+from megatron.hetero.arguments import parse_args
+from megatron.hetero.layout import apply_plan_file, plan_from_args
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.reproduction.settings import MODELS
 from tests.examples.launch_commands import EXAMPLES, printed, refusal, refusals, run
-from tools.reproduction.settings import MODELS
 
 SCRIPTS = sorted(
     path

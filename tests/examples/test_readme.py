@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse_args
-from megatron.training.layout import plan_from_args
+from megatron.hetero.arguments import parse_args
+from megatron.hetero.layout import plan_from_args
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

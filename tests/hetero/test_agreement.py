@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.start_up.counting import DictStore, count_phase
 from hetero.agreement import Agreement
 from hetero.errors import AgreedError, UserError
-from tools.start_up.counting import DictStore, count_phase
 
 Side = Callable[[Agreement], Any]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from bench.start_up.counting import DictStore
 from hetero.errors import AgreedFailure, UserError
 from hetero.liveness import liveness
 from hetero.liveness.liveness import ServerAddress
 from hetero.liveness.liveness_client import LivenessClient
 from hetero.liveness.liveness_server import LivenessServer
 from hetero.liveness.open_liveness import open_liveness
-from tools.start_up.counting import DictStore
 
 NAMES = {rank: f"rank {rank} on host{rank} (stage {rank})" for rank in range(3)}
 TOKEN = "a job's"

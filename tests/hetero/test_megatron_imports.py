@@ -25,7 +25,7 @@ GUARD = (
 
 def checkout(folder: Path, *, core: str | None = None, one_package: bool = False) -> Path:
     """What Megatron-LM has in the places of ours: packages that need what is not installed."""
-    packages = ["megatron/training", "megatron/training/arguments", "tools", "examples", "tests"]
+    packages = ["megatron/hetero", "megatron/hetero/arguments", "tools", "examples", "tests"]
     for package in packages + ["megatron"] * one_package:
         (folder / package).mkdir(parents=True, exist_ok=True)
         (folder / package / "__init__.py").write_text("import six_of_another_megatron\n")
@@ -53,7 +53,7 @@ def run(
     "words",
     [
         (INSPECT, "--help"),
-        ("-m", "tools.inspect_data", "--help"),
+        ("-m", "hetero.tools.inspect_data", "--help"),
         (ROOT / "tools/preflight.py", "--help"),
         (ROOT / "pretrain_gpt.py", "--help"),
         (ROOT / "examples/quickstart/demo.py", "--help"),
@@ -72,8 +72,8 @@ def test_it_wins_in_processes_that_ours_start(tmp_path: Path) -> None:
         "import multiprocessing, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "def show(queue):\n"
-        "    import megatron.training\n"
-        "    queue.put(megatron.training.__file__)\n"
+        "    import megatron.hetero\n"
+        "    queue.put(megatron.hetero.__file__)\n"
         "if __name__ == '__main__':\n"
         "    spawn = multiprocessing.get_context('spawn')\n"
         "    queue = spawn.Queue()\n"
@@ -81,7 +81,7 @@ def test_it_wins_in_processes_that_ours_start(tmp_path: Path) -> None:
         "    print(queue.get(timeout=60))\n"
     )
     outcome = run(script, beside=checkout(tmp_path / "Megatron-LM"), cwd=tmp_path)
-    assert outcome.stdout.strip() == str(ROOT / "megatron/training/__init__.py"), outcome.stderr
+    assert outcome.stdout.strip() == str(ROOT / "megatron/hetero/__init__.py"), outcome.stderr
 
 
 @pytest.mark.parametrize("script", [INSPECT, ROOT / "pretrain_gpt.py"], ids=["a tool", "training"])
@@ -89,7 +89,7 @@ def test_it_wins_in_processes_that_ours_start(tmp_path: Path) -> None:
     ("contents", "words"),
     [
         ({"core": "0.18.0"}, ("core/__init__.py, version 0.18.0", f"for {MEGATRON_CORE}")),
-        ({"one_package": True}, ("megatron/__init__.py, and not this project's", "training")),
+        ({"one_package": True}, ("megatron/__init__.py, which hides", "")),
     ],
     ids=["another core", "Megatron-LM before 2024"],
 )
@@ -100,25 +100,29 @@ def test_another_megatron_that_wins_is_named_once_with_exit_code_2(
     outcome = run(script, "--help", beside=beside, cwd=tmp_path)
     assert outcome.returncode == 2, outcome.stderr
     (line,) = outcome.stderr.splitlines()
-    assert line.startswith(f"error: megatron.{words[-1] if 'one_package' in contents else 'core'}")
+    assert line.startswith("error: megatron")
     for word in (*words, f"take {beside} out of PYTHONPATH"):
         assert word in line
     second = run(script, "--help", beside=beside, cwd=tmp_path, LOCAL_RANK="1")
     assert (second.returncode, second.stderr) == (2, "")
 
 
-def test_another_training_is_named_where_ours_is_installed_behind_it(tmp_path: Path) -> None:
-    """As with an own script: Python puts PYTHONPATH before what pip installed."""
+def test_megatron_lm_in_front_of_an_installation_hides_none_of_it(tmp_path: Path) -> None:
+    """Python puts PYTHONPATH before what pip installed; `megatron.training` stays NVIDIA's."""
     site = tmp_path / "site"
     site.mkdir()
     for package in ("hetero", "megatron"):
         (site / package).symlink_to(ROOT / package)
     beside = checkout(tmp_path / "Megatron-LM")
+    (beside / "megatron/training/__init__.py").write_text("")
+    names = "import megatron.training; print(megatron.training.__file__)"
     outcome = run(
-        "-P", "-c", GUARD.format(f"sys.path.append({str(site)!r})"), beside=beside, cwd=tmp_path
+        *("-P", "-c", f"{GUARD.format(f'sys.path.append({str(site)!r})')}; {names}"),
+        beside=beside,
+        cwd=tmp_path,
     )
-    assert outcome.returncode == 2, outcome.stderr
-    assert "megatron/training/__init__.py, and not this project's" in outcome.stderr
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.strip() == str(beside / "megatron/training/__init__.py")
 
 
 def test_a_python_without_the_project_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.start_up.counting import DictStore
 from hetero.agreement import Agreement
 from hetero.errors import AgreedFailure, HeteroError, LinkError, UserError
 from hetero.liveness.liveness import Liveness
@@ -21,7 +22,6 @@ from hetero.liveness.liveness_server import LivenessServer
 from hetero.liveness.open_liveness import open_liveness
 from hetero.phase import Phase
 from hetero.records import Record
-from tools.start_up.counting import DictStore
 
 HOST = os.uname().nodename
 

@@ -6,9 +6,9 @@ import json
 import re
 from pathlib import Path
 
+from hetero.tools.collective_bench.collective_files import RESULTS
 from tests.hosts.network import Network
 from tests.hosts.runs import Run, rendezvous_flags
-from tools.collective_bench.collective_files import RESULTS
 
 PARTS = 3
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.reproduction.measurement import Measurement
+from bench.reproduction.measurement import Measurement
 
 MEASURED = Measurement(
     tokens_per_s=(1000.0, 1010.0, 990.0),

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
+from hetero.tools.bench_collectives import main, parse_options
+from hetero.tools.collective_bench import collective_rank
+from hetero.tools.collective_bench.collective_rank import run_started_rank
+from hetero.tools.collective_bench.collective_record import Options
+from hetero.tools.launching.spawned_ranks import run_ranks
 from tests import commands
-from tools.bench_collectives import main, parse_options
-from tools.collective_bench import collective_rank
-from tools.collective_bench.collective_rank import run_started_rank
-from tools.collective_bench.collective_record import Options
-from tools.launching.spawned_ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

@@ -13,12 +13,12 @@ import torch
 
 from hetero.link.base import Link
 from hetero.link.names import FAMILIES
+from hetero.tools import bench_link
+from hetero.tools.bench_link import main, parse_options
+from hetero.tools.link_bench import opened_links
+from hetero.tools.link_bench.bench_rank import run_rank
+from hetero.tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
 from tests import commands
-from tools import bench_link
-from tools.bench_link import main, parse_options
-from tools.link_bench import opened_links
-from tools.link_bench.bench_rank import run_rank
-from tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

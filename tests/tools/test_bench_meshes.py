@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.bench_meshes import parse_options
+from bench.reproduction.measurement import Attempt
+from bench.reproduction.mesh_runs import findings, planned_runs, render
+from bench.reproduction.run_options import parsed, possible_here
+from hetero.tools import bench_meshes
 from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
-from tools import bench_meshes
-from tools.bench_meshes import parse_options
-from tools.reproduction.measurement import Attempt
-from tools.reproduction.mesh_runs import findings, planned_runs, render
-from tools.reproduction.run_options import parsed, possible_here
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

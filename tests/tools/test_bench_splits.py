@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.bench_splits import parse_options
+from bench.reproduction import split_sweep
+from bench.reproduction.measurement import Attempt
+from bench.reproduction.run_options import parsed
+from bench.reproduction.split_sweep import curves, planned_runs
 from hetero.errors import HeteroError
+from hetero.tools import bench_splits
 from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
-from tools import bench_splits
-from tools.bench_splits import parse_options
-from tools.reproduction import split_sweep
-from tools.reproduction.measurement import Attempt
-from tools.reproduction.run_options import parsed
-from tools.reproduction.split_sweep import curves, planned_runs
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.parity_benchmark.parity_options import Options, parse_options
 from hetero.errors import UserError
-from tools.parity_benchmark.parity_options import Options, parse_options
-from tools.runs import ROOT
+from hetero.tools.runs import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

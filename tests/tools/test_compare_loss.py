@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetero.tools.compare_loss import main
+from hetero.tools.run_comparison.curves import Curve
 from tests import commands
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
-from tools.compare_loss import main
-from tools.run_comparison.curves import Curve
 
 TOOL = commands.ROOT / "tools" / "compare_loss.py"
 
@@ -47,8 +47,8 @@ def run(files, tmp_path, capsys, monkeypatch):
 
     Without pictures, which take a second each, and have tests of their own.
     """
-    monkeypatch.setattr("tools.run_comparison.loss_picture.draw_png", lambda *_: None)
-    monkeypatch.setattr("tools.run_comparison.loss_page.render_page", lambda _: "")
+    monkeypatch.setattr("hetero.tools.run_comparison.loss_picture.draw_png", lambda *_: None)
+    monkeypatch.setattr("hetero.tools.run_comparison.loss_page.render_page", lambda _: "")
 
     def call(command: str) -> tuple[int, str, str]:
         words = [files.get(word, word) for word in command.split()]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero.tools.compare_ops import main
+from hetero.tools.operators import dump as dumps
+from hetero.tools.operators.sample import Sample
 from tests.commands import PRESETS
-from tools.compare_ops import main
-from tools.operators import dump as dumps
-from tools.operators.sample import Sample
 
 TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--padded-vocab-size", "512"]
 

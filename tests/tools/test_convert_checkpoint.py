@@ -13,20 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.training.checkpoint.folder import folder_name, write_tracker
-from megatron.training.checkpoint.index import INDEX_FILE, read_index
-from megatron.training.checkpoint.lock import LOCK_FILE, SaveLock
-from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.generation import next_logits, whole_model
-from megatron.training.huggingface import convert
-from megatron.training.huggingface.configuration import args_from_config
-from megatron.training.huggingface.hub_folders import CONFIG, SINGLE, write_shard
-from megatron.training.huggingface.mapping import ModelShape, rules
+from hetero.tools import convert_checkpoint
+from megatron.hetero.checkpoint.folder import folder_name, write_tracker
+from megatron.hetero.checkpoint.index import INDEX_FILE, read_index
+from megatron.hetero.checkpoint.lock import LOCK_FILE, SaveLock
+from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.generation import next_logits, whole_model
+from megatron.hetero.huggingface import convert
+from megatron.hetero.huggingface.configuration import args_from_config
+from megatron.hetero.huggingface.hub_folders import CONFIG, SINGLE, write_shard
+from megatron.hetero.huggingface.mapping import ModelShape, rules
 from tests import commands
+from tests.megatron.huggingface.test_configuration import LLAMA_3_1_8B
+from tests.megatron.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
 from tests.tools.refusals import Refused
-from tests.training.huggingface.test_configuration import LLAMA_3_1_8B
-from tests.training.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
-from tools import convert_checkpoint
 
 
 @pytest.fixture(params=sorted(MODELS))
@@ -329,9 +329,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         ("megatron-to-hf", tmp_path / "ours", tmp_path / "back"),
     ):
         code = (
-            "import resource, runpy, sys; import torch, megatron.training.huggingface.convert\n"
+            "import resource, runpy, sys; import torch, megatron.hetero.huggingface.convert\n"
             "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            "from tools.convert_checkpoint import main\n"
+            "from hetero.tools.convert_checkpoint import main\n"
             f"assert main([{direction!r}, {str(start)!r}, {str(end)!r}]) == 0\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"
         )

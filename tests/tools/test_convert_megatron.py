@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint.index import read_index
-from megatron.training.checkpoint.regions import Region
-from megatron.training.megatron_lm import torch_dist_writer
-from megatron.training.megatron_lm.torch_dist_reader import TorchDistReader
-from megatron.training.megatron_lm.torch_dist_writer import TensorChunk
-from tests.tools.refusals import Refused
-from tests.training.megatron_lm.test_pickles import Malicious
-from tests.training.megatron_lm.tiny_megatron import (
+from hetero.tools.convert_checkpoint import main
+from megatron.hetero.checkpoint.index import read_index
+from megatron.hetero.checkpoint.regions import Region
+from megatron.hetero.megatron_lm import torch_dist_writer
+from megatron.hetero.megatron_lm.torch_dist_reader import TorchDistReader
+from megatron.hetero.megatron_lm.torch_dist_writer import TensorChunk
+from tests.megatron.megatron_lm.test_pickles import Malicious
+from tests.megatron.megatron_lm.tiny_megatron import (
     GPT2,
     LLAMA,
     MODELS,
@@ -33,7 +33,7 @@ from tests.training.megatron_lm.tiny_megatron import (
     save_weights,
     weights,
 )
-from tools.convert_checkpoint import main
+from tests.tools.refusals import Refused
 
 LAYOUTS = [(1, 1, None), (2, 1, None), (1, 2, None), (4, 2, None), (2, 2, 1), (2, 4, None)]
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from hetero.tools.runs import ROOT, Finished
 from tests import commands, scripts
 from tests.tools.test_benchmark_parity import TINY
-from tools.runs import ROOT, Finished
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

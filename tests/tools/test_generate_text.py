@@ -11,10 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.training import generation
-from megatron.training.checkpoint.index import INDEX_FILE, read_index
-from megatron.training.checkpoint.reader import CheckpointReader
-from megatron.training.generation import (
+from hetero.tools import generate_text
+from hetero.tools.convert_checkpoint import main as convert
+from megatron.hetero import generation
+from megatron.hetero.checkpoint.index import INDEX_FILE, read_index
+from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.generation import (
     CachedLogits,
     Sampling,
     generate,
@@ -22,10 +24,8 @@ from megatron.training.generation import (
     sample_token,
     whole_model,
 )
+from tests.megatron.huggingface.tiny_huggingface import MODELS, save_tokenizer
 from tests.tools.refusals import Refused
-from tests.training.huggingface.tiny_huggingface import MODELS, save_tokenizer
-from tools import generate_text
-from tools.convert_checkpoint import main as convert
 
 PROMPT = "The quick brown fox"
 TOKENS = 257

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments.parser import build_parser
+from hetero.tools import inspect_data
+from megatron.hetero.arguments.parser import build_parser
 from tests.commands import ROOT
-from tools import inspect_data
 
 SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
@@ -118,9 +118,9 @@ def test_a_default_is_shown_once(program) -> None:
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
 DECLARES = ("add_argument", "add_parser")
 TRAINS = {
-    *("tools.prove_parity", "tools.reproduce_table", "tools.benchmark_parity"),
-    *("tools.compare_ops", "tools.list_flags", "tools.prove_meshes"),
-    "tools.measure_overlap",
+    *("hetero.tools.prove_parity", "bench.reproduce_table", "bench.benchmark_parity"),
+    *("hetero.tools.compare_ops", "bench.list_flags", "bench.prove_meshes"),
+    "bench.measure_overlap",
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 
@@ -170,7 +170,7 @@ def test_a_tool_speaks_of_no_flag_that_it_lacks(module: str, parsers) -> None:
 def test_inspect_data_advises_what_it_can_be_given(capsys, tmp_path, parsers) -> None:
     flags = {
         flag
-        for action in parsers["tools.inspect_data"][0]._actions
+        for action in parsers["hetero.tools.inspect_data"][0]._actions
         for flag in action.option_strings
     }
     prefix = tmp_path / "absent"

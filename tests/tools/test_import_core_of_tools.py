@@ -18,8 +18,8 @@ TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "quiet" not in
 
 def test_megatron_core_is_quiet_and_brings_no_compiler_for_a_cpu() -> None:
     code = (
-        "from megatron.training.import_core import import_megatron_core; import_megatron_core()\n"
-        "import megatron.training.dataset_checks, megatron.training.generation, sys, torch\n"
+        "from megatron.hetero.import_core import import_megatron_core; import_megatron_core()\n"
+        "import megatron.hetero.dataset_checks, megatron.hetero.generation, sys, torch\n"
         "for_gpus = torch.version.cuda or torch.version.hip\n"
         "assert for_gpus or 'torch._inductor.compile_fx' not in sys.modules"
     )

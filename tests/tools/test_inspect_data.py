@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron.training.dataset_description import Description, TokenizerInfo
-from tests.training.token_files import build
-from tools.inspect_data import main
+from hetero.tools.inspect_data import main
+from megatron.hetero.dataset_description import Description, TokenizerInfo
+from tests.megatron.token_files import build
 
 HEADER = 34
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -94,7 +94,7 @@ def test_either_file_names_the_pair(data, capsys, suffix):
 def test_numbers_do_not_depend_on_the_size_of_a_block(data, capsys, monkeypatch):
     whole = as_json(capsys, data, *NULL)
     for block in range(1, 10):
-        monkeypatch.setattr("tools.inspect_data.BLOCK", block)
+        monkeypatch.setattr("hetero.tools.inspect_data.BLOCK", block)
         assert as_json(capsys, data, *NULL) == whole
 
 
@@ -134,7 +134,7 @@ def test_damage_is_told_in_one_sentence(data, refused, suffix, damaged, sentence
 def test_tokens_that_no_tokenizer_made_are_refused(
     tmp_path, refused, monkeypatch, documents, dtype, sentence
 ):
-    monkeypatch.setattr("tools.inspect_data.BLOCK", 64)
+    monkeypatch.setattr("hetero.tools.inspect_data.BLOCK", 64)
     data = build(tmp_path / "data", documents, dtype=dtype)
     assert sentence in refused(main, [data, *NULL])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.arguments.parser import build_parser
-from tools import list_flags
+from hetero.tools import list_flags
+from megatron.hetero.arguments.parser import build_parser
 
 
 def test_the_document_is_up_to_date(capsys) -> None:
@@ -23,7 +23,7 @@ def test_a_document_that_is_old_is_reported_and_written_anew(
     document.write_text(old)
     monkeypatch.setattr(list_flags, name, document)
     assert list_flags.main(["--check"]) == 1
-    assert "is out of date; run python -m tools.list_flags" in capsys.readouterr().err
+    assert "is out of date; run python -m bench.list_flags" in capsys.readouterr().err
     assert document.read_text() == old
     assert list_flags.main([]) == 0
     assert list_flags.main(["--check"]) == 0

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.dataset_checks import inspect_index
-from megatron.training.dataset_description import (
+from hetero.tools import preprocess_data
+from hetero.tools.merge_datasets import main
+from hetero.tools.preprocessing import index_file
+from megatron.hetero.dataset_checks import inspect_index
+from megatron.hetero.dataset_description import (
     Description,
     TokenizerInfo,
     read_description,
 )
-from tests.training.token_files import build
-from tools import preprocess_data
-from tools.merge_datasets import main
-from tools.preprocessing import index_file
+from tests.megatron.token_files import build
 
 sequence = st.lists(st.integers(0, 60_000), max_size=5)
 document = st.lists(sequence, min_size=1, max_size=3)

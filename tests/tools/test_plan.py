@@ -12,12 +12,12 @@ import yaml
 from hetero.plan import Mesh, Plan, load_plan
 from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
-from megatron.training.arguments import parse_args
-from megatron.training.layout import apply_plan_file, plan_from_args
+from hetero.tools.plan import main
+from hetero.tools.planning.plan_files import training_flags
+from megatron.hetero.arguments import parse_args
+from megatron.hetero.layout import apply_plan_file, plan_from_args
 from tests.commands import PRESETS
 from tests.tools.refusals import Refused
-from tools.plan import main
-from tools.planning.plan_files import training_flags
 
 CLUSTER = """\
 nodes:
@@ -146,7 +146,7 @@ def test_results_at_the_end_of_no_link_are_refused_before_anything_is_planned(
 ) -> None:
     """A link to itself, and one to nothing."""
     (tmp_path / "out").symlink_to(target)
-    monkeypatch.setattr("tools.plan.solve", None)
+    monkeypatch.setattr("hetero.tools.plan.solve", None)
     assert f"--out {tmp_path}/out cannot be written" in refused(main, request(tmp_path))
 
 

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from hetero.tools import preflight
 from tests.commands import ROOT, ended
 from tests.distributed.harness import free_port, launch
-from tools import preflight
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 TOOL = ROOT / "tools" / "preflight.py"
@@ -113,8 +113,8 @@ def test_wrong_nics_on_all_nodes_are_said_once():
 KILLED = """
 import os, signal, sys
 from hetero.liveness import liveness
-from tools import preflight
-from tools.preflight_checks import path_bandwidth, readiness
+from hetero.tools import preflight
+from hetero.tools.preflight_checks import path_bandwidth, readiness
 path_bandwidth._TIMEOUT = 1000.0
 liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
 if os.environ["RANK"] == "{}":

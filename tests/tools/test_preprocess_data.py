@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.dataset_description import read_description
+from hetero.tools import preprocess_data, text_input
+from hetero.tools.preprocess_data import main
+from hetero.tools.preprocessing import batches
+from hetero.tools.preprocessing.encoder import Encoder
+from hetero.tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
+from megatron.hetero.dataset_description import read_description
 from tests import preloaded
 from tests.commands import ROOT
+from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece
 from tests.tools.refusals import refusal
-from tests.training.tokenizer.tiny_tokenizers import train_sentencepiece
-from tools import preprocess_data, text_input
-from tools.preprocess_data import main
-from tools.preprocessing import batches
-from tools.preprocessing.encoder import Encoder
-from tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
 
 TOOL = ROOT / "tools" / "preprocess_data.py"
 CORPUS = "one small step\nfor a man\n\n\none giant leap\n\nfor mankind 1969\n"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.tokenizer.build import build_tokenizer
-from megatron.training.tokenizer.wrapper import Tokenizer
-from tests.training.tokenizer.tiny_tokenizers import train_sentencepiece, trained_bpe
-from tools.preprocessing.encoder import tokenize_many
+from hetero.tools.preprocessing.encoder import tokenize_many
+from megatron.hetero.tokenizer.build import build_tokenizer
+from megatron.hetero.tokenizer.wrapper import Tokenizer
+from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece, trained_bpe
 
 CORPUS = "one small step for a man\n\none giant leap for mankind 1969, don't you know?\n"
 any_text = st.text(st.characters(exclude_categories=["Cs"]))

@@ -14,7 +14,7 @@ offset for each of their half a million documents more than that."""
 
 PEAK = """
 import sys, resource
-from tools.preprocess_data import main
+from hetero.tools.preprocess_data import main
 assert main(sys.argv[1:]) == 0
 own = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print("peak", int(own.split()[1]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.dataset_description import read_description
+from hetero.tools.preprocess_data import main
+from hetero.tools.preprocessing import batches, work_folder
+from hetero.tools.preprocessing.work_folder import WorkFolder
+from megatron.hetero.dataset_description import read_description
 from tests import preloaded
 from tests.commands import ROOT
-from tools.preprocess_data import main
-from tools.preprocessing import batches, work_folder
-from tools.preprocessing.work_folder import WorkFolder
 
 TOOL = ROOT / "tools" / "preprocess_data.py"
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]

@@ -13,13 +13,19 @@ from hetero.data.layer_times import HostClock
 from hetero.errors import UserError
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
 from hetero.planner.model_shape import load_model
-from megatron.training.cpu_shim import cpu_shim
-from megatron.training.model_size import model_shape
+from hetero.tools.layer_profile.measured_stage import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    StageMemory,
+    measured_stage,
+)
+from hetero.tools.layer_profile.swept_points import layers_of_deep_stages
+from hetero.tools.operators.layer_flags import model_arguments
+from hetero.tools.profile_layers import main
+from megatron.hetero.cpu_shim import cpu_shim
+from megatron.hetero.model_size import model_shape
 from tests.tools.refusals import Refused
-from tools.layer_profile.measured_stage import FIRST, LAST, MIDDLE, StageMemory, measured_stage
-from tools.layer_profile.swept_points import layers_of_deep_stages
-from tools.operators.layer_flags import model_arguments
-from tools.profile_layers import main
 
 LLAMA = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
@@ -32,7 +38,7 @@ LLAMA = (
 def profile_in_two_rounds(*words: str) -> None:
     """Instead of five, which only make medians steadier."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.layer_profile.swept_points._ROUNDS", 2)
+        patch.setattr("hetero.tools.layer_profile.swept_points._ROUNDS", 2)
         assert main([*words, *LLAMA]) == 0
 
 
@@ -87,7 +93,7 @@ def test_a_machine_whose_speed_drifts_is_told_and_hardly_seen(
     def built(*_: object, stage: int, layers: int, **__: object) -> Iterator[DriftingStage]:
         yield DriftingStage(stage, layers)
 
-    monkeypatch.setattr("tools.layer_profile.swept_points.measured_stage", built)
+    monkeypatch.setattr("hetero.tools.layer_profile.swept_points.measured_stage", built)
     monkeypatch.setattr(DriftingStage, "passes", 0)
     out = tmp_path / "here.json"
     assert main(["--out", str(out), "--accelerator", "one", "--recompute", "none", *LLAMA]) == 0
@@ -118,7 +124,7 @@ def test_a_pass_takes_the_mean_as_the_passes_of_a_step_do(monkeypatch: pytest.Mo
             args, stage=MIDDLE, layers=1, vendor="nvidia", device=torch.device("cpu")
         ) as stage,
     ):
-        monkeypatch.setattr("tools.layer_profile.measured_stage.clock_of", lambda _: clock)
+        monkeypatch.setattr("hetero.tools.layer_profile.measured_stage.clock_of", lambda _: clock)
         times = stage.times(micro_batch=1, seq_length=8, seconds=0)
     assert times == PassTimes(1.0, 2.0)
 

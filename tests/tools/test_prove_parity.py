@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tools.prove_parity import HOMOGENEOUS, conclude, parse_options
-from tools.runs import Finished
+from hetero.tools.prove_parity import HOMOGENEOUS, conclude, parse_options
+from hetero.tools.runs import Finished
 
 
 def finished(losses: list[float], *, weights: str = "ab", speed: float = 100.0) -> Finished:

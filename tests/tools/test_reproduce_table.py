@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hetero.errors import HeteroError, UserError
-from megatron.training.arguments import parse_args
-from tests.commands import PRESETS
-from tests.tools.made_measurements import MEASURED
-from tests.tools.refusals import Refused
-from tools import reproduce_table
-from tools.reproduction import steadiness, table, training_runs
-from tools.reproduction.measurement import Attempt, Measurement, measure, summarise
-from tools.reproduction.run_options import all_flags
-from tools.reproduction.settings import (
+from bench.reproduction import steadiness, table, training_runs
+from bench.reproduction.measurement import Attempt, Measurement, measure, summarise
+from bench.reproduction.run_options import all_flags
+from bench.reproduction.settings import (
     EVERY_GROUP,
     LLAMA3_8B,
     QWEN2_7B,
@@ -26,11 +20,17 @@ from tools.reproduction.settings import (
     TRAINING_FLAGS,
     ModelSetting,
 )
-from tools.reproduction.table_options import parse_options
-from tools.reproduction.table_picture import draw
-from tools.reproduction.table_rows import Options, parsed_row, planned_run, run_order
-from tools.reproduction.training_runs import PlannedRun
-from tools.runs import DeadlinePassed, Finished, Launch
+from bench.reproduction.table_options import parse_options
+from bench.reproduction.table_picture import draw
+from bench.reproduction.table_rows import Options, parsed_row, planned_run, run_order
+from bench.reproduction.training_runs import PlannedRun
+from hetero.errors import HeteroError, UserError
+from hetero.tools import reproduce_table
+from hetero.tools.runs import DeadlinePassed, Finished, Launch
+from megatron.hetero.arguments import parse_args
+from tests.commands import PRESETS
+from tests.tools.made_measurements import MEASURED
+from tests.tools.refusals import Refused
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

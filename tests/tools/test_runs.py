@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from hetero.errors import UserError
-from megatron.training.arguments.pipeline_layout import parse_layout
-from tools import runs
-from tools.launching.processes import StepFailure
-from tools.runs import DeadlinePassed, Finished, Launch, run_to_end
+from hetero.tools import runs
+from hetero.tools.launching.processes import StepFailure
+from hetero.tools.runs import DeadlinePassed, Finished, Launch, run_to_end
+from megatron.hetero.arguments.pipeline_layout import parse_layout
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

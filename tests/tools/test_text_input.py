@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from hetero.errors import UserError
+from hetero.tools.text_input import Place, iconv_hint, naming, open_inputs
 from tests.sentences import sentence_of
-from tools.text_input import Place, iconv_hint, naming, open_inputs
 
 TEXT = b"".join(b"document %d\nsecond line\n\n" % number for number in range(5000))
 PACKERS = {

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from hetero.errors import UserError
+from hetero.tools.tool_command_line import Parser, run
 from tests.commands import ROOT
-from tools.tool_command_line import Parser, run
 
 FULL = (errno.ENOSPC, "No space left on device")
 
@@ -51,7 +51,9 @@ def test_its_sentence_reaches_the_launchers_of_other_nodes(tmp_path, monkeypatch
 def test_a_reader_who_leaves_ends_it_without_a_word(tmp_path, command, environ) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("meshes: [{vendor: nvidia, layers: [2]}]")
-    tool = "import sys; from tools.tool_command_line import run; sys.exit(run(lambda: 'text'))"
+    tool = (
+        "import sys; from hetero.tools.tool_command_line import run; sys.exit(run(lambda: 'text'))"
+    )
     words = ["-c", tool] if command == "a tool" else ["-m", command, str(plan)]
     reader, writer = os.pipe()
     os.close(reader)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from bench.public_training.chosen import CHOSEN
+from bench.public_training.public_results import Row
+from bench.public_training.shrinking import shrink
+from bench.public_training.trained_commands import Runs
 from hetero.errors import HeteroError
+from hetero.tools import train_public_commands
+from hetero.tools.run_comparison.curves import Curve
 from tests.tools.run_comparison.simulated_runs import made_curve
-from tools import train_public_commands
-from tools.public_training.chosen import CHOSEN
-from tools.public_training.public_results import Row
-from tools.public_training.shrinking import shrink
-from tools.public_training.trained_commands import Runs
-from tools.run_comparison.curves import Curve
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

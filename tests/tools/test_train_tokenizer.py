@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
+from hetero.tools.train_tokenizer import SENTENCE_BYTES, cut_sentences, main
 from tests.commands import ROOT
-from tools.train_tokenizer import SENTENCE_BYTES, cut_sentences, main
 
 TOOL = ROOT / "tools" / "train_tokenizer.py"
 

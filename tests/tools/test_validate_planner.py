@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.planner_validation.recorded_runs import find_records
+from bench.planner_validation.replayed_run import MODELS, Replay
+from bench.planner_validation.scores import kendall_tau, separable_kendall_tau
+from bench.validate_planner import main
 from hetero.planner.import_sailor import import_sailor
 from hetero.planner.layer_profile import Point
 from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
-from tools.planner_validation.recorded_runs import find_records
-from tools.planner_validation.replayed_run import MODELS, Replay
-from tools.planner_validation.scores import kendall_tau, separable_kendall_tau
-from tools.validate_planner import main
 
 LAYER = FORWARD + BACKWARD
 ACTIVATION = 2048 * 1024 * 4

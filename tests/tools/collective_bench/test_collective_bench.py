@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tools.collective_bench.boundary_links import boundary_pairs
-from tools.collective_bench.collective_files import table_text
-from tools.collective_bench.collective_record import (
+from hetero.tools.collective_bench.boundary_links import boundary_pairs
+from hetero.tools.collective_bench.collective_files import table_text
+from hetero.tools.collective_bench.collective_record import (
     OPERATIONS,
     BoundaryPoint,
     Options,
@@ -16,7 +16,7 @@ from tools.collective_bench.collective_record import (
     bus_factor,
     crossing_share,
 )
-from tools.collective_bench.measured_operations import Setup, new_case, places_of
+from hetero.tools.collective_bench.measured_operations import Setup, new_case, places_of
 
 TWO_AND_TWO = ("nvidia", "nvidia", "amd", "amd")
 THREE_AND_ONE = ("nvidia", "nvidia", "nvidia", "amd")

@@ -8,7 +8,7 @@ from tests.commands import ended
 
 STARTER = """
 import os, signal, subprocess, sys, threading, time
-from tools.launching.interrupts import children_ignore_interrupts
+from hetero.tools.launching.interrupts import children_ignore_interrupts
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if sys.argv[1] == "threads":

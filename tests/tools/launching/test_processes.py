@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tools.launching import processes
-from tools.launching.processes import Step, StepFailure, run_step
+from hetero.tools.launching import processes
+from hetero.tools.launching.processes import Step, StepFailure, run_step
 
 
 def python_step(tmp_path: Path, code: str) -> Step:

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tools import link_bench
-from tools.link_bench import perftest
-from tools.link_bench.bench_files import share_of_limits, write_report
-from tools.link_bench.bench_page import render_page
-from tools.link_bench.bench_picture import by_path, draw_png, path_colours, size_ticks
-from tools.link_bench.bench_record import (
+from hetero.tools import link_bench
+from hetero.tools.link_bench import perftest
+from hetero.tools.link_bench.bench_files import share_of_limits, write_report
+from hetero.tools.link_bench.bench_page import render_page
+from hetero.tools.link_bench.bench_picture import by_path, draw_png, path_colours, size_ticks
+from hetero.tools.link_bench.bench_record import (
     DEFAULT_SIZES,
     GIB,
     KIB,
@@ -37,11 +37,11 @@ from tools.link_bench.bench_record import (
     queue_depth,
     sockets_name,
 )
-from tools.link_bench.bench_table import number, short_size, table_text
-from tools.link_bench.machine_facts import load_notes, simulation_notes
-from tools.link_bench.measured_paths import SocketPath, open_sockets
-from tools.link_bench.measured_points import Messages, pattern
-from tools.link_bench.opened_links import host_bytes
+from hetero.tools.link_bench.bench_table import number, short_size, table_text
+from hetero.tools.link_bench.machine_facts import load_notes, simulation_notes
+from hetero.tools.link_bench.measured_paths import SocketPath, open_sockets
+from hetero.tools.link_bench.measured_points import Messages, pattern
+from hetero.tools.link_bench.opened_links import host_bytes
 
 CPU = torch.device("cpu")
 
@@ -307,9 +307,9 @@ def test_the_page_stands_alone_and_escapes_what_it_shows():
 
 def test_without_a_library_there_are_no_pictures_and_a_line_says_so(tmp_path, monkeypatch, capsys):
     for module in ("bench_page", "bench_picture"):
-        monkeypatch.delitem(sys.modules, f"tools.link_bench.{module}")
+        monkeypatch.delitem(sys.modules, f"hetero.tools.link_bench.{module}")
         monkeypatch.delattr(link_bench, module)
-    monkeypatch.delitem(sys.modules, "tools.reports.charts")
+    monkeypatch.delitem(sys.modules, "hetero.tools.reports.charts")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_report(record(), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["links.json"]

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from tools.mesh_matrix.cases import GLOBAL_BATCH, HIDDEN, ITERATIONS, SEQUENCE, STEP, all_cases
-from tools.mesh_matrix.comparison import Differences
+from bench.mesh_matrix.cases import GLOBAL_BATCH, HIDDEN, ITERATIONS, SEQUENCE, STEP, all_cases
+from bench.mesh_matrix.comparison import Differences
 
 CASES = list(all_cases())
 EQUAL = Differences(loss=1e-7, norm=1e-7, gradients=1e-6, parameters=30, bytes_ratio=1.0)

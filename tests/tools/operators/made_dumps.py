@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tools.operators.dump import ACCUMULATED, ISOLATED, Dump, Header, Operator
-from tools.operators.sample import take
-from tools.operators.tolerance import Rounding
+from hetero.tools.operators.dump import ACCUMULATED, ISOLATED, Dump, Header, Operator
+from hetero.tools.operators.sample import take
+from hetero.tools.operators.tolerance import Rounding
 
 OPERATORS = (
     Operator("norm", "norm", Rounding(roundings=2)),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from tools.operators.dump import REFERENCE, Dump
-from tools.operators.layer_flags import layer_arguments
-from tools.operators.operator_comparison import Comparison, compare
-from tools.operators.recording import default_device, record
+from hetero.tools.operators.dump import REFERENCE, Dump
+from hetero.tools.operators.layer_flags import layer_arguments
+from hetero.tools.operators.operator_comparison import Comparison, compare
+from hetero.tools.operators.recording import default_device, record
 
 LLAMA = (
     "--num-layers 1 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 "

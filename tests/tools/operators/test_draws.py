@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hetero.errors import UserError
+from hetero.tools.operators.draws import Draws
+from hetero.tools.operators.layer_flags import layer_arguments
+from hetero.tools.operators.recording import record
 from tests.tools.operators.small_models import GPT, LLAMA, computed, reference
-from tools.operators.draws import Draws
-from tools.operators.layer_flags import layer_arguments
-from tools.operators.recording import record
 
 KNOWN = ["0x1.4be0e80000000p-1", "-0x1.1195900000000p-1", "0x1.6bcc000000000p-4"]
 

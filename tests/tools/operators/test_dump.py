@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hetero.tools.operators.dump import read, require_comparable, write
 from tests.sentences import all_said_of, sentence_of
 from tests.tools.operators.made_dumps import dump, reference
-from tools.operators.dump import read, require_comparable, write
 
 
 def test_what_is_written_is_read_back_and_plain_safetensors_with_a_json_header(

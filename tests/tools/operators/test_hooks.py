@@ -8,14 +8,14 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron.training import weights
-from megatron.training.model import initial_weights
+from hetero.tools.operators.hooks import operator_hooks
+from hetero.tools.operators.layer_flags import layer_arguments
+from hetero.tools.operators.operator_list import operators
+from hetero.tools.operators.recording import built_model, default_device
+from hetero.tools.operators.tape import AccumulatedTape, Recording
+from megatron.hetero import weights
+from megatron.hetero.model import initial_weights
 from tests.tools.operators.small_models import LLAMA
-from tools.operators.hooks import operator_hooks
-from tools.operators.layer_flags import layer_arguments
-from tools.operators.operator_list import operators
-from tools.operators.recording import built_model, default_device
-from tools.operators.tape import AccumulatedTape, Recording
 
 ARGS = layer_arguments(LLAMA.split(), dtype="fp32", layers=2)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetero.tools.operators.dump import Dump
+from hetero.tools.operators.operator_comparison import Row, compare, hint
+from hetero.tools.operators.operator_table import lines, verdict
+from hetero.tools.operators.sample import take
 from tests.tools.operators.made_dumps import dump, reference, tensors
-from tools.operators.dump import Dump
-from tools.operators.operator_comparison import Row, compare, hint
-from tools.operators.operator_table import lines, verdict
-from tools.operators.sample import take
 
 NORM, LINEAR = "isolated/norm/output", "isolated/linear/output"
 NORM_GRAD, LINEAR_GRAD = "isolated/norm/grad hidden", "isolated/linear/grad weight"

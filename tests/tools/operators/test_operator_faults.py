@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.mlp import MLP
 
-from megatron.training.layers import RMSNorm, SdpaAttention
+from hetero.tools.operators.operator_comparison import compare
+from hetero.tools.operators.operator_table import verdict
+from megatron.hetero.layers import RMSNorm, SdpaAttention
 from tests.tools.operators.small_models import LLAMA, computed, reference
-from tools.operators.operator_comparison import compare
-from tools.operators.operator_table import verdict
 
 Fault = AbstractContextManager[Any]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hetero.tools.operators.operator_comparison import compare
+from hetero.tools.operators.operator_table import verdict
 from tests.tools.operators.small_models import GPT, LLAMA, checked, computed
-from tools.operators.operator_comparison import compare
-from tools.operators.operator_table import verdict
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.operators.sample import stride_for, take
+from hetero.tools.operators.sample import stride_for, take
 
 
 @given(rows=st.integers(1, 5000), columns=st.integers(1, 5000), count=st.integers(1, 70_000))

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from tools.operators.draws import Draws
-from tools.operators.dump import Operator
-from tools.operators.tape import (
+from hetero.tools.operators.draws import Draws
+from hetero.tools.operators.dump import Operator
+from hetero.tools.operators.tape import (
     AccumulatedTape,
     IsolatedTape,
     Recording,
     clear_gradient,
     whole_gradient,
 )
-from tools.operators.tolerance import Rounding
+from hetero.tools.operators.tolerance import Rounding
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tools.operators.operator_comparison import Difference, difference, hint
-from tools.operators.sample import take
-from tools.operators.tolerance import Rounding, tolerance
+from hetero.tools.operators.operator_comparison import Difference, difference, hint
+from hetero.tools.operators.sample import take
+from hetero.tools.operators.tolerance import Rounding, tolerance
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HALVES = DTYPES[:2]

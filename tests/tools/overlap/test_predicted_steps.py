@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tools.measure_overlap import phases_of, rows_of
-from tools.overlap.phases import as_variable, from_variable, phase_of
-from tools.overlap.predicted_steps import Passes, predict
+from bench.measure_overlap import phases_of, rows_of
+from bench.overlap.phases import as_variable, from_variable, phase_of
+from bench.overlap.predicted_steps import Passes, predict
 
 PASSES = Passes(forward=(1.0, 1.0), backward=(2.0, 2.0), micro_batches=8, step=28.0)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.overlap.slow_wire import HostWire
 from hetero.device.host import HostDevice
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring_link import RingLink
 from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from tests.hetero.link.joined import CPU, joined, noise
-from tools.overlap.slow_wire import HostWire
 
 NBYTES = 1 << 20
 BYTES_PER_S = 20e6

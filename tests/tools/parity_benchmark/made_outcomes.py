@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.parity_benchmark.parity_runs import Run, planned_runs
-from tools.parity_benchmark.side_by_side import Outcome
-from tools.runs import Finished, Launch
+from bench.parity_benchmark.parity_runs import Run, planned_runs
+from bench.parity_benchmark.side_by_side import Outcome
+from hetero.tools.runs import Finished, Launch
 
 ITERATIONS = 40
 TRANSPORTS = ("device-direct", "cpu-forward")

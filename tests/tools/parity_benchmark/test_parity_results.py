@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.bench.parity_benchmark.made_outcomes import ITERATIONS, failed, outcome, outcomes
 
-from tests.tools.parity_benchmark.made_outcomes import ITERATIONS, failed, outcome, outcomes
-from tools.parity_benchmark.judgement import judge
-from tools.parity_benchmark.parity_options import Options, parse_options
-from tools.parity_benchmark.parity_results import write_results
-from tools.parity_benchmark.parity_runs import DETERMINISTIC, FAST, Run
-from tools.parity_benchmark.side_by_side import Outcome
-from tools.real_text.data_set import RealText
+from bench.parity_benchmark.judgement import judge
+from bench.parity_benchmark.parity_options import Options, parse_options
+from bench.parity_benchmark.parity_results import write_results
+from bench.parity_benchmark.parity_runs import DETERMINISTIC, FAST, Run
+from bench.parity_benchmark.side_by_side import Outcome
+from bench.real_text.data_set import RealText
 
 LARGEST_FILE = 16 * 2**20
 
@@ -22,7 +22,7 @@ LARGEST_FILE = 16 * 2**20
 @pytest.fixture(autouse=True)
 def _empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes a second each, and has tests of its own."""
-    draw = "tools.run_comparison.loss_picture.draw_png"
+    draw = "hetero.tools.run_comparison.loss_picture.draw_png"
     monkeypatch.setattr(draw, lambda _, path: path.touch())
 
 

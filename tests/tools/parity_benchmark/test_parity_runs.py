@@ -6,8 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.training.model_size import model_shape
-from tools.parity_benchmark.parity_runs import (
+from bench.parity_benchmark.parity_runs import (
     DETERMINISTIC,
     FAST,
     LLAMA_8B,
@@ -18,7 +17,8 @@ from tools.parity_benchmark.parity_runs import (
     parsed_run,
     planned_runs,
 )
-from tools.real_text.data_set import VOCABULARY
+from bench.real_text.data_set import VOCABULARY
+from megatron.hetero.model_size import model_shape
 
 
 def parsed(setting: Setting, run: Run, *extra: str) -> Namespace:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.parity_benchmark import side_by_side
+from bench.parity_benchmark.side_by_side import Outcome, gpu_names, places, run_side_by_side
 from hetero.errors import HeteroError
-from tools.parity_benchmark import side_by_side
-from tools.parity_benchmark.side_by_side import Outcome, gpu_names, places, run_side_by_side
-from tools.runs import Finished, Launch
+from hetero.tools.runs import Finished, Launch
 
 DONE = Finished(iterations=[{"loss": 1.0}], report={})
 HOUR = 3600.0

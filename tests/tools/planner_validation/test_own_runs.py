@@ -13,6 +13,10 @@ import psutil
 import pytest
 import yaml
 
+from bench.planner_validation import own_bench, own_report
+from bench.planner_validation.measured_run import CpuContention, MeasuredRun
+from bench.planner_validation.own_bench import OwnBench
+from bench.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
 from hetero.errors import UserError
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
@@ -21,14 +25,10 @@ from hetero.planner.layer_profile import (
     PassTimes,
     Point,
 )
-from megatron.training.arguments import parse_args
-from tools.launching.processes import Step, StepFailure
-from tools.planner_validation import own_bench, own_report
-from tools.planner_validation.measured_run import CpuContention, MeasuredRun
-from tools.planner_validation.own_bench import OwnBench
-from tools.planner_validation.own_cases import FACTORS, ON_CPU, ON_GPU, Case, Scale, cases
-from tools.planning.plan_files import training_flags
-from tools.runs import Finished, Launch
+from hetero.tools.launching.processes import Step, StepFailure
+from hetero.tools.planning.plan_files import training_flags
+from hetero.tools.runs import Finished, Launch
+from megatron.hetero.arguments import parse_args
 
 PLANNED = {
     1.5: Case(name="planned x1.5", factor=1.5, layers=(5, 3)),
@@ -246,7 +246,7 @@ def test_ranks_are_looked_for_once_because_that_holds_them_up(
             searched.append(recursive)
             return [psutil.Process()]
 
-    monkeypatch.setattr("tools.planner_validation.measured_run.psutil.Process", Searched)
+    monkeypatch.setattr("bench.planner_validation.measured_run.psutil.Process", Searched)
     queues = CpuContention(launch)
     for _ in range(3):
         queues.look()

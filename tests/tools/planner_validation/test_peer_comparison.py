@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.compare_planners import main
+from bench.planner_validation.metis_planner import run_metis
+from bench.planner_validation.peer_comparison import Comparison, Theirs, compare, table
+from bench.planner_validation.peer_problems import PeerProblem, cluster_of
 from tests.tools.refusals import Refused
 from tests.tools.sailor_checkout import write_checkout
-from tools.compare_planners import main
-from tools.planner_validation.metis_planner import run_metis
-from tools.planner_validation.peer_comparison import Comparison, Theirs, compare, table
-from tools.planner_validation.peer_problems import PeerProblem, cluster_of
 
 KINDS = ("A100-40", "V100-16")
 PLANNER = """
@@ -95,7 +95,7 @@ def test_the_tool_prints_a_table_and_writes_all_figures(
 ) -> None:
     theirs = Theirs(2.0, 1.5, 3, first="4 stages", first_step=6.0, best_step=5.0)
     found = Comparison("OPT-350, 8 A100", "Metis", theirs, 0.5, 0.4, 4.0, "A100 2 x TP 1")
-    monkeypatch.setattr("tools.compare_planners.compare", lambda **_: [found])
+    monkeypatch.setattr("bench.compare_planners.compare", lambda **_: [found])
     file = tmp_path / "figures.json"
     assert main(["--sailor", str(tmp_path), "--json", str(file)]) == 0
     assert "Metis: OPT-350, 8 A100" in (said := capsys.readouterr().out)

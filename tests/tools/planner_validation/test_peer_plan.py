@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from bench.planner_validation.peer_plan import PeerPlan, PeerStage, Replica, seconds_of
 from hetero.plan import Mesh, Plan
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import simulate
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.step_costs import step_costs
 from tests.hetero.planner.placements import MODEL, cluster, profile
-from tools.planner_validation.peer_plan import PeerPlan, PeerStage, Replica, seconds_of
 
 PROBLEM = Problem(cluster(), MODEL, profile(mi300x=0.02), SearchSpace(global_batch=16))
 H100, MI300X = Replica("H100-SXM", 2), Replica("MI300X", 1)

@@ -11,8 +11,8 @@ from hetero.planner.cluster_shape import cluster_from_mapping
 from hetero.planner.model_shape import load_model
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import solve
-from tools.planning.plan_page import draw_sweep
-from tools.planning.what_if import Sweep, sweep
+from hetero.tools.planning.plan_page import draw_sweep
+from hetero.tools.planning.what_if import Sweep, sweep
 
 
 def test_the_plan_s_own_split_is_among_the_splits_and_memory_decides_where_layers_go() -> None:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from hetero.tools.preflight_checks.advice import Advice, Severity, advise, worst_first
+from hetero.tools.preflight_checks.gpudirect import Libibverbs
 from tests.tools.preflight_checks.machines import (
     AMPLE,
     NO_GPU,
@@ -17,8 +19,6 @@ from tests.tools.preflight_checks.machines import (
     laptop,
     mi325x_node,
 )
-from tools.preflight_checks.advice import Advice, Severity, advise, worst_first
-from tools.preflight_checks.gpudirect import Libibverbs
 
 
 def said(machine: Machine, severity: Severity, subject: str) -> str:

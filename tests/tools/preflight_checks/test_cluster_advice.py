@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tools.preflight_checks.advice import Severity
-from tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
-from tools.preflight_checks.path_bandwidth import PathResult
-from tools.preflight_checks.reach import Call
+from hetero.tools.preflight_checks.advice import Severity
+from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
+from hetero.tools.preflight_checks.path_bandwidth import PathResult
+from hetero.tools.preflight_checks.reach import Call
 
 
 def card(number: int, **changes: object) -> NodeCard:

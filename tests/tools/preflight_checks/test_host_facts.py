@@ -7,12 +7,12 @@ import resource
 import pytest
 import torch
 
+from hetero.tools.preflight_checks import host_facts
+from hetero.tools.preflight_checks.host_facts import read_limits
+from hetero.tools.preflight_checks.pci import redirects_peers
+from hetero.tools.preflight_checks.roots import Roots, run_tool
+from hetero.tools.preflight_checks.software import read_software, unmet_requirements
 from tests.tools.preflight_checks.machines import config_space
-from tools.preflight_checks import host_facts
-from tools.preflight_checks.host_facts import read_limits
-from tools.preflight_checks.pci import redirects_peers
-from tools.preflight_checks.roots import Roots, run_tool
-from tools.preflight_checks.software import read_software, unmet_requirements
 
 
 def test_limits_are_those_of_this_process(tmp_path):

@@ -7,13 +7,13 @@ import gzip
 import pytest
 
 from hetero.device.topology import Distance, pci_device
+from hetero.tools.preflight_checks import findings_text
+from hetero.tools.preflight_checks.gpu_facts import GpuFacts
+from hetero.tools.preflight_checks.gpudirect import read_kernel_options
+from hetero.tools.preflight_checks.pci import PcieLink
+from hetero.tools.preflight_checks.recommended_rails import Nic, recommend
 from tests.hetero.device.fake_sysfs import H200, MI325X, THOR2, FakeSysfs
 from tests.tools.preflight_checks.machines import h200_node, laptop, mi325x_node
-from tools.preflight_checks import findings_text
-from tools.preflight_checks.gpu_facts import GpuFacts
-from tools.preflight_checks.gpudirect import read_kernel_options
-from tools.preflight_checks.pci import PcieLink
-from tools.preflight_checks.recommended_rails import Nic, recommend
 
 NO_LINK = PcieLink(0, 0, "")
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from hetero.tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
 from tests.tools.preflight_checks.test_cluster_advice import call, card
-from tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
 
 
 def test_nodes_are_numbered_by_their_first_rank():

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tools.preflight_checks.path_bandwidth import End, PathResult, measure_paths
+from hetero.tools.preflight_checks.path_bandwidth import End, PathResult, measure_paths
 
 FIGURES = "latency_us", "there_gb_s", "back_gb_s", "both_gb_s"
 

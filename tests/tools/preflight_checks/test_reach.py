@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from hetero.errors import UserError
-from tools.preflight_checks import reach
-from tools.preflight_checks.reach import Call, NicListeners, call_all
+from hetero.tools.preflight_checks import reach
+from hetero.tools.preflight_checks.reach import Call, NicListeners, call_all
 
 LOOPBACK = {"lo": "127.0.0.1"}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.public_commands import Command, load_commands, verdicts
+from bench.public_training.chosen import CHOSEN
+from bench.public_training.shrinking import PROCESSES, TOKENIZER_FILES, Replacement, shrink
+from bench.public_training.trained_commands import THREE_FLAGS
 from hetero.errors import UserError
-from megatron.training.arguments import parse_args
-from tools.public_commands import Command, load_commands, verdicts
-from tools.public_training.chosen import CHOSEN
-from tools.public_training.shrinking import PROCESSES, TOKENIZER_FILES, Replacement, shrink
-from tools.public_training.trained_commands import THREE_FLAGS
+from megatron.hetero.arguments import parse_args
 
 PLACES = {"text": Path("/text"), "run": Path("/run")}
 

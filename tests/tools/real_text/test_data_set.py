@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.training.arguments import parse_args
-from tools.launching.processes import StepFailure
-from tools.real_text.data_set import VOCABULARY, RealText, build_from_documents
-from tools.real_text.text_sources import source_documents
+from bench.real_text.data_set import VOCABULARY, RealText, build_from_documents
+from bench.real_text.text_sources import source_documents
+from hetero.tools.launching.processes import StepFailure
+from megatron.hetero.arguments import parse_args
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.real_text import text_sources
-from tools.real_text.text_sources import source_documents
+from bench.real_text import text_sources
+from bench.real_text.text_sources import source_documents
 
 SEVERAL_EPOCHS_OF_500_ITERATIONS = 3.6 * 500 * 32 * 1024 / 3
 

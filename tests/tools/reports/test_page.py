@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure as Drawing
 
-from tools.reports.charts import PAGE, as_svg, style_axes
-from tools.reports.page import (
+from hetero.tools.reports.charts import PAGE, as_svg, style_axes
+from hetero.tools.reports.page import (
     Bar,
     Bars,
     Chain,

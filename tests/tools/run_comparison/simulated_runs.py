@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tools.run_comparison.curves import Curve, Floats, curve_of
+from hetero.tools.run_comparison.curves import Curve, Floats, curve_of
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from hetero.errors import UserError
+from hetero.tools.run_comparison.alignment import align, schedule_difference
+from hetero.tools.run_comparison.curves import Curve
 from tests.sentences import sentence_of
 from tests.tools.run_comparison.simulated_runs import simulated_run, with_loss
-from tools.run_comparison.alignment import align, schedule_difference
-from tools.run_comparison.curves import Curve
 
 
 def run(seed: int, iterations: int = 40) -> Curve:

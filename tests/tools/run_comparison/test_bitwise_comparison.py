@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hetero.errors import UserError
+from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
+from hetero.tools.run_comparison.curves import Curve
 from tests.tools.run_comparison.simulated_runs import made_curve, simulated_run, with_loss
-from tools.run_comparison.bitwise_comparison import compare_bitwise
-from tools.run_comparison.curves import Curve
 
 ONE = simulated_run(1, iterations=40)
 

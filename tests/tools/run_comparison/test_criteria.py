@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hetero.tools.run_comparison.alignment import align
+from hetero.tools.run_comparison.criteria import Finding, parse_criterion
+from hetero.tools.run_comparison.curves import Curve
+from hetero.tools.run_comparison.loss_comparison import Options, compare
 from tests.sentences import sentence_of
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
-from tools.run_comparison.alignment import align
-from tools.run_comparison.criteria import Finding, parse_criterion
-from tools.run_comparison.curves import Curve
-from tools.run_comparison.loss_comparison import Options, compare
 
 REFERENCE = simulated_run(1, iterations=100)
 SEEDS = [simulated_run(2, iterations=100), simulated_run(3, iterations=100)]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero.tools.run_comparison.curves import read_curve
 from tests.sentences import sentence_of
-from tools.run_comparison.curves import read_curve
 
 
 def row(iteration: int, loss: float | None = 2.5, **others: object) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.run_comparison.envelope import prediction_factor, seed_envelope
+from hetero.tools.run_comparison.envelope import prediction_factor, seed_envelope
 
 
 def test_the_band_narrows_with_every_seed_towards_that_of_a_known_spread():

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from hetero.errors import UserError
+from hetero.tools.run_comparison.alignment import align
+from hetero.tools.run_comparison.criteria import parse_criterion
+from hetero.tools.run_comparison.curves import Curve
+from hetero.tools.run_comparison.loss_comparison import Comparison, Options, compare
 from tests.tools.run_comparison.simulated_runs import Fault, Noise, simulated_run, with_loss
-from tools.run_comparison.alignment import align
-from tools.run_comparison.criteria import parse_criterion
-from tools.run_comparison.curves import Curve
-from tools.run_comparison.loss_comparison import Comparison, Options, compare
 
 ITERATIONS = 400
 REPETITIONS = 60

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hetero.tools.run_comparison.alignment import align
+from hetero.tools.run_comparison.criteria import parse_criterion
+from hetero.tools.run_comparison.loss_comparison import Comparison, Options, compare
+from hetero.tools.run_comparison.loss_files import write_report
+from hetero.tools.run_comparison.loss_table import report_text
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
-from tools.run_comparison.alignment import align
-from tools.run_comparison.criteria import parse_criterion
-from tools.run_comparison.loss_comparison import Comparison, Options, compare
-from tools.run_comparison.loss_files import write_report
-from tools.run_comparison.loss_table import report_text
 
 
 def comparison(*, seeds: int = 2, simulated: bool = False) -> Comparison:

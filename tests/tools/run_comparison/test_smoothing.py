@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tools.run_comparison.simulated_runs import simulated_run
-from tools.run_comparison.smoothing import (
+from hetero.tools.run_comparison.smoothing import (
     default_window,
     forward_filled_grad_norm,
     running_mean,
     smoothed_grad_norm,
     smoothed_iterations,
 )
+from tests.tools.run_comparison.simulated_runs import simulated_run
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40), st.data())

@@ -1,0 +1,177 @@
+"""Print how many public Megatron-LM command lines pretrain_gpt.py accepts, and why not the others.
+
+python -m bench.public_commands             # the table by source, and the reasons by count
+python -m bench.public_commands --refused   # every refused command and its sentence
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import leave_on_interrupt
+
+    leave_on_interrupt()
+
+from hetero.errors import UserError
+from hetero.tools.tool_command_line import Parser, run
+from megatron.hetero.arguments import parse_args
+
+DATA = (
+    Path(__file__)
+    .resolve()
+    .parents[1]
+    .joinpath("tests", "training", "arguments", "public_commands", "commands.json")
+)
+DENSE = "dense"
+ACCEPTED = "accepted"
+# What a command can ask for that this program does not offer, in the words of commands.json.
+LEFT_OUT = ("FP8 or FP4", "context parallelism", "FSDP")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One start of a training program by a public script.
+
+    `kind` is the model's, `features` are those of LEFT_OUT that it asks for, `megatron` is what
+    Megatron-LM 0.16.1 says to the words: "accepted" or its complaint.
+    """
+
+    repository: str
+    revision: str
+    path: str
+    variant: str
+    gpus: int
+    words: tuple[str, ...]
+    kind: str
+    features: tuple[str, ...]
+    megatron: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is one that this program could be expected to accept."""
+        return self.kind == DENSE and self.megatron == ACCEPTED
+
+    @property
+    def name(self) -> str:
+        variant = f" ({self.variant})" if self.variant else ""
+        return f"{self.repository}@{self.revision}:{self.path}{variant}"
+
+    @property
+    def flags(self) -> frozenset[str]:
+        return frozenset(word.split("=", 1)[0] for word in self.words if word.startswith("--"))
+
+    def refusal(self) -> str | None:
+        """Why pretrain_gpt.py refuses it, or None where it does not."""
+        try:
+            parse_args(self.words, world_size=self.gpus)
+        except UserError as error:
+            return str(error)
+        return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A command and what this program says to it: nothing where it is accepted."""
+
+    command: Command
+    refusal: str | None
+
+
+@cache
+def load_commands() -> tuple[Command, ...]:
+    """The collection, in the order of its file."""
+    return tuple(
+        Command(
+            **{
+                **entry,
+                "words": tuple(shlex.split(entry["words"])),
+                "features": tuple(entry["features"]),
+            }
+        )
+        for entry in json.loads(DATA.read_text(encoding="utf-8"))
+    )
+
+
+@cache
+def verdicts() -> tuple[Verdict, ...]:
+    """What this program says to every command that counts; it is asked once."""
+    return tuple(Verdict(one, one.refusal()) for one in load_commands() if one.counts)
+
+
+def reason(refusal: str) -> str:
+    """A refusal without the values that differ from one script to the next."""
+    return re.sub(r"'[^']*'|\b\d[\d.e+-]*\b", "…", refusal)
+
+
+def by_source() -> list[str]:
+    """A table in Markdown: a row for each repository, and one for their sum."""
+    lines = [
+        "| source | commands | dense, accepted by Megatron-LM | accepted here |",
+        "|---|---|---|---|",
+    ]
+    collected = Counter(command.repository for command in load_commands())
+    counted = Counter(verdict.command.repository for verdict in verdicts())
+    accepted = Counter(v.command.repository for v in verdicts() if v.refusal is None)
+    for name in sorted(collected, key=str.lower):
+        lines.append(f"| {name} | {collected[name]} | {counted[name]} | {accepted[name]} |")
+    lines.append(f"| all | {collected.total()} | {counted.total()} | {accepted.total()} |")
+    return lines
+
+
+def shares() -> dict[str, tuple[int, int]]:
+    """Accepted and counted commands: all of them, and those that ask for nothing left out here."""
+    parts = {
+        "dense and accepted by Megatron-LM": list(verdicts()),
+        f"of these, without {', '.join(LEFT_OUT)}": [
+            v for v in verdicts() if not v.command.features
+        ],
+    }
+    return {name: (sum(v.refusal is None for v in part), len(part)) for name, part in parts.items()}
+
+
+def reasons() -> list[tuple[str, int]]:
+    """Why commands that count are refused, the most frequent first."""
+    refusals = [verdict.refusal for verdict in verdicts() if verdict.refusal is not None]
+    return Counter(line for refusal in refusals for line in _lines(refusal)).most_common()
+
+
+def _lines(refusal: str) -> list[str]:
+    """The sentences of a refusal, without the line that counts them."""
+    lines = refusal.splitlines()
+    return [reason(line.strip()) for line in (lines[1:] if len(lines) > 1 else lines)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--refused", action="store_true", help="name every refused command")
+    args = parser.parse_args(argv)
+    return run(lambda: "\n".join(report(with_refused=args.refused)))
+
+
+def report(*, with_refused: bool) -> list[str]:
+    """The table by source, the shares, and the reasons by count."""
+    lines = [*by_source(), ""]
+    for name, (accepted, counted) in shares().items():
+        lines.append(f"{accepted} of {counted} ({accepted / counted:.3f}): {name}")
+    lines += ["", *(f"{count:5}  {text}" for text, count in reasons())]
+    if with_refused:
+        lines.append("")
+        for verdict in verdicts():
+            if verdict.refusal is not None:
+                lines += [verdict.command.name, f"    {verdict.refusal}"]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

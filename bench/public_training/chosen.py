@@ -1,0 +1,82 @@
+"""Ten public commands, of as many sources as have one that trains a dense model here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.public_commands import Command, load_commands
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A command of the collection, and in a few words what it uses of Megatron-LM."""
+
+    short: str
+    name: str
+    uses: str
+
+    @property
+    def command(self) -> Command:
+        (found,) = [command for command in load_commands() if command.name == self.name]
+        return found
+
+
+_FUNCTIONAL = "tests/functional_tests/test_cases/gpt"
+_OVERLAPPED = (
+    "gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather_overlap_optimizer"
+)
+
+CHOSEN = (
+    Chosen(
+        "nvidia-example",
+        "NVIDIA/Megatron-LM@core_v0.4.0:examples/pretrain_gpt_distributed_with_mp.sh",
+        "GPT-3's layers, learned positions, dropout, fp16, TP with sequence parallelism, PP",
+    ),
+    Chosen(
+        "nvidia-interleaved",
+        f"NVIDIA/Megatron-LM@core_v0.19.0:{_FUNCTIONAL}/{_OVERLAPPED}/model_config.yaml",
+        "bf16, interleaved PP, distributed optimizer with all overlaps, deterministic, dropout",
+    ),
+    Chosen(
+        "rocm-llama3",
+        "ROCm/Megatron-LM@rocm_dev:examples/llama/train_llama3.sh (8B)",
+        "LLaMA-3 8B: GQA, RoPE, SwiGLU, RMSNorm; bf16, distributed optimizer, overlap",
+    ),
+    Chosen(
+        "primus-llama3.1",
+        "AMD-AGI/Primus@v26.5.1:examples/megatron/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml",
+        "LLaMA-3.1 8B from a YAML file: GQA, end-of-document masks, fused cross entropy",
+    ),
+    Chosen(
+        "hygon-qwen3",
+        "HYGON-AI/Megatron-LM-das@0685d1f55031:examples/qwen3/train_qwen3_8B.sh",
+        "Qwen3 8B: normalized queries and keys, GQA; TP with sequence parallelism, PP",
+    ),
+    Chosen(
+        "aws-gpt3",
+        "aws-samples/awsome-distributed-training@7217859f67bc:"
+        "3.test_cases/megatron/megatron-lm/slurm/gpt3/2.distributed-training.sbatch",
+        "GPT-3: schedule in samples, fp16, recomputed activations, dropout, TP, PP",
+    ),
+    Chosen(
+        "azure-gpt3",
+        "Azure/ai-infrastructure-on-azure@a01b07318f46:"
+        "examples/megatron-lm/GPT3-175B/aks/helm/megatron-training/scripts/train_megatron.sh",
+        "GPT-3 175B: fp16, distributed optimizer, a data set per split, TP8 PP16 as written",
+    ),
+    Chosen(
+        "duihuhu-gpt3",
+        "duihuhu/Megatron-LM@7b1a57bcf17f:pre-tests/gpt2/test_train_gpt3_345m_distributed.sh",
+        "GPT-3 345M: fp16, dropout, PP, a checkpoint after every iteration",
+    ),
+    Chosen(
+        "saienduri-llama2",
+        "saienduri/Megatron-LM@3b50a40aeb05:examples/llama/train_llama2.sh (as written)",
+        "LLaMA-2 70B: Llama2Tokenizer, GQA, distributed optimizer, TP8 as written",
+    ),
+    Chosen(
+        "lumi-fineweb",
+        "spyysalo/lumi-fineweb-replication@a7cd020f4630:train-gpt.sh",
+        "1.7B on LUMI: schedule in samples, RoPE, SwiGLU, tied embeddings, distributed optimizer",
+    ),
+)

@@ -1,0 +1,149 @@
+"""Tell a kernel's rounding from a bug: every operator of a layer on two devices, side by side.
+
+    python tools/compare_ops.py check --dtype bf16 --yaml-cfg examples/presets/llama3.1_8b.yaml \\
+        --seq-length 1024                             # this GPU against float64 on its CPU
+    python tools/compare_ops.py run --out nvidia.dump ...    # on one machine
+    python tools/compare_ops.py run --out amd.dump ...       # the same on the other
+    python tools/compare_ops.py compare nvidia.dump amd.dump # anywhere
+
+Flags that are not its own are those of pretrain_gpt.py. Exit code 0: all operators agree within
+rounding; 1: one does not; 2: the comparison could not be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
+
+from hetero.converters import integer
+from hetero.formatting import counted
+from hetero.tools.tool_command_line import Parser, require_results_file, run
+from megatron.hetero.import_core import import_megatron_core
+
+if TYPE_CHECKING:
+    from hetero.tools.operators.dump import Dump
+    from hetero.tools.operators.operator_comparison import Comparison
+
+_SAMPLE = 65536
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    diverged: list[bool] = []
+
+    def work() -> str:
+        text, passed = _COMMANDS[options.command](options)
+        diverged.append(not passed)
+        return text
+
+    return run(work) or int(any(diverged))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser((__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Command
+    )
+    runs = commands.add_parser("run", help="run the operators here and write what they computed")
+    runs.add_argument("--out", type=Path, required=True, metavar="FILE", help="dump to write")
+    checks = commands.add_parser("check", help="compare this device with float64 on its CPU")
+    for command in (runs, checks):
+        _add_run_flags(command, reference=command is runs)
+    compares = commands.add_parser("compare", help="compare two dumps")
+    compares.add_argument("dumps", nargs=2, type=Path, metavar="FILE", help="what `run` wrote")
+    options, rest = parser.parse_known_args(argv)
+    if rest and options.command == "compare":
+        parser.error(f"compare takes two files and no {rest[0]}")
+    options.flags = rest
+    return options
+
+
+class _Command(Parser):
+    """The parser of one command, as argparse builds it."""
+
+    def __init__(self, *, prog: str) -> None:
+        super().__init__("Flags that are not listed here are those of pretrain_gpt.py.")
+        self.prog = prog
+
+
+def _add_run_flags(parser: argparse.ArgumentParser, *, reference: bool) -> None:
+    devices = ["cuda", "cpu", *(["reference"] if reference else [])]
+    parser.add_argument(
+        "--device",
+        choices=devices,
+        default=argparse.SUPPRESS,
+        help="cuda is any GPU, AMD's too; reference is float64 on the CPU; left out: cuda, or cpu "
+        "where there is no GPU",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="of weights and inputs, whatever the model's flags say",
+    )
+    parser.add_argument("--layers", type=integer(1), default=1, help="layers to run")
+    parser.add_argument(
+        "--sample",
+        type=integer(0),
+        default=_SAMPLE,
+        help="elements of each tensor to keep and compare; 0: all",
+    )
+
+
+def _record(options: argparse.Namespace, device: str | None) -> Dump:
+    import_megatron_core()
+    from hetero.tools.operators.layer_flags import layer_arguments
+    from hetero.tools.operators.recording import default_device, record
+
+    args = layer_arguments(options.flags, dtype=options.dtype, layers=options.layers)
+    return record(args, device=device or default_device(), sample=options.sample)
+
+
+def _run(options: argparse.Namespace) -> tuple[str, bool]:
+    from hetero.tools.operators.dump import write
+
+    require_results_file(options.out)
+    dump = _record(options, getattr(options, "device", None))
+    write(dump, options.out)
+    size = options.out.stat().st_size / 2**20
+    return (
+        f"{options.out}: {counted(len(dump.header.operators), 'operator')} of {dump.header.label} "
+        f"in {dump.header.dtype}, {size:.1f} MiB"
+    ), True
+
+
+def _check(options: argparse.Namespace) -> tuple[str, bool]:
+    from hetero.tools.operators.operator_comparison import compare
+
+    ours = _record(options, getattr(options, "device", None))
+    return _report(compare(ours, _record(options, "reference")))
+
+
+def _compare(options: argparse.Namespace) -> tuple[str, bool]:
+    from hetero.tools.operators.dump import read
+    from hetero.tools.operators.operator_comparison import compare
+
+    left, right = map(read, options.dumps)
+    return _report(compare(left, right))
+
+
+def _report(comparison: Comparison) -> tuple[str, bool]:
+    from hetero.tools.operators.operator_table import lines
+
+    return "\n".join(lines(comparison)), comparison.passed
+
+
+_COMMANDS = {"run": _run, "check": _check, "compare": _compare}
+
+if __name__ == "__main__":
+    sys.exit(main())

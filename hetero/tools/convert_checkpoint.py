@@ -1,0 +1,221 @@
+"""Convert checkpoints from Hugging Face's format and Megatron-LM's own to ours, and back.
+
+tools/convert_checkpoint.py hf-to-megatron Llama-3.1-8B checkpoints/llama
+tools/convert_checkpoint.py megatron-to-hf checkpoints/llama Llama-tuned
+tools/convert_checkpoint.py import-megatron megatron-lm/checkpoints checkpoints/llama
+tools/convert_checkpoint.py export-megatron checkpoints/llama megatron-lm/tuned --format torch_dist
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
+
+from hetero.converters import integer
+from hetero.tools.tool_command_line import Parser, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    return run(lambda: args.convert(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "Convert checkpoints between ours, Hugging Face's (LLaMA 3.x and Qwen2) and Megatron-LM's "
+        "own formats (dense GPT models)."
+    )
+    directions = parser.add_subparsers(
+        dest="direction",
+        required=True,
+        metavar="hf-to-megatron|megatron-to-hf|import-megatron|export-megatron",
+    )
+    _add_huggingface(directions)
+    _add_megatron_lm(directions)
+    return parser
+
+
+def _add_huggingface(directions: argparse._SubParsersAction[Parser]) -> None:
+    inward = directions.add_parser(
+        "hf-to-megatron",
+        description="Make a checkpoint that --load takes, in any layout, from a model's folder.",
+    )
+    inward.set_defaults(convert=_to_megatron)
+    inward.add_argument("source", type=Path, metavar="SRC", help="folder with config.json")
+    inward.add_argument("target", type=Path, metavar="DST", help="new folder, for --load")
+    inward.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=integer(1),
+        help="pad the vocabulary with rows of zeros; left out: as many rows as the model has",
+    )
+    outward = directions.add_parser(
+        "megatron-to-hf", description="Make a model's folder for transformers from a checkpoint."
+    )
+    outward.set_defaults(convert=_to_huggingface)
+    outward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named")
+    outward.add_argument("target", type=Path, metavar="DST", help="new folder")
+    outward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    outward.add_argument(
+        "--vocab-size",
+        type=integer(1),
+        help="rows of the vocabulary to keep; left out: as many as the tokenizer had",
+    )
+    outward.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of a Hugging Face tokenizer; left out: the one that the checkpoint names",
+    )
+
+
+def _add_megatron_lm(directions: argparse._SubParsersAction[Parser]) -> None:
+    inward = directions.add_parser(
+        "import-megatron",
+        description="Make a checkpoint that --load takes, in any layout, from one that Megatron-LM "
+        "saved in its formats torch_dist or torch.",
+    )
+    inward.set_defaults(convert=_from_megatron_lm)
+    inward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named there")
+    inward.add_argument("target", type=Path, metavar="DST", help="new folder, for --load")
+    inward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    inward.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer's state behind"
+    )
+    outward = directions.add_parser(
+        "export-megatron",
+        description="Make a checkpoint that Megatron-LM's --load takes from ours.",
+    )
+    outward.set_defaults(convert=_for_megatron_lm)
+    outward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named")
+    outward.add_argument("target", type=Path, metavar="DST", help="new folder, for --load there")
+    outward.add_argument(
+        "--format",
+        choices=("torch_dist", "torch"),
+        default="torch_dist",
+        help="torch_dist fits every layout; torch fits the sizes below and holds weights alone",
+    )
+    outward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    outward.add_argument("--tensor-model-parallel-size", type=integer(1), default=1, help="ranks")
+    outward.add_argument(
+        "--pipeline-model-parallel-size", type=integer(1), default=1, help="stages"
+    )
+    outward.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=integer(1),
+        help="layers of a chunk, where stages are interleaved",
+    )
+    outward.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="by whose names the format torch calls the norms; torch_dist fits both",
+    )
+    outward.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=integer(1),
+        help="give the vocabulary as many rows as Megatron-LM computes from this and the "
+        "tensor-parallel size; left out: as many as it has",
+    )
+    outward.add_argument(
+        "--use-distributed-optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whose state to write; left out: what the run used",
+    )
+    outward.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer's state behind"
+    )
+
+
+def _to_megatron(args: argparse.Namespace) -> str:
+    from megatron.hetero.huggingface.convert import to_megatron
+
+    done = to_megatron(args.source, args.target, divisible_by=args.make_vocab_size_divisible_by)
+    tokenizer = "" if done.has_tokenizer else "; it had no tokenizer, so name one"
+    return (
+        f"{done.parameters:,} parameters, with {done.rows:,} rows of vocabulary, written to "
+        f"{done.folder}; train from them with --load {args.target} --use-checkpoint-args{tokenizer}"
+    )
+
+
+def _to_huggingface(args: argparse.Namespace) -> str:
+    from megatron.hetero.huggingface.convert import to_huggingface
+
+    done = to_huggingface(
+        args.source,
+        args.target,
+        iteration=args.ckpt_step,
+        vocabulary=args.vocab_size,
+        companions=args.tokenizer,
+    )
+    tokenizer = "its tokenizer" if done.has_tokenizer else "no tokenizer (--tokenizer names one)"
+    dropped = f"; config.json has no key for {' '.join(done.dropped_flags)}, which training used"
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return (
+        f"{done.parameters:,} parameters of {done.source} written to {done.folder}, with "
+        f"{done.rows:,} rows of vocabulary and {tokenizer}{dropped if done.dropped_flags else ''}"
+    )
+
+
+def _from_megatron_lm(args: argparse.Namespace) -> str:
+    from megatron.hetero.megatron_lm.importing import import_checkpoint
+
+    done = import_checkpoint(
+        args.source, args.target, iteration=args.ckpt_step, weights_only=args.weights_only
+    )
+    if done.iteration is None:
+        how = f"its weights alone; train from them with --load {args.target} --use-checkpoint-args"
+    else:
+        how = (
+            f"with the optimizer's state; train on from iteration {done.iteration} with --load "
+            f"{args.target} --use-checkpoint-args --no-load-rng"
+        )
+    return (
+        f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
+        f"written to {done.folder}, {how}"
+    )
+
+
+def _for_megatron_lm(args: argparse.Namespace) -> str:
+    from megatron.hetero.megatron_lm.exporting import ExportOptions, export_checkpoint
+    from megatron.hetero.megatron_lm.folders import Format
+    from megatron.hetero.megatron_lm.legacy_writer import RankLayout
+
+    options = ExportOptions(
+        format=Format(args.format),
+        layout=RankLayout(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.num_layers_per_virtual_pipeline_stage,
+        ),
+        weights_only=args.weights_only,
+        distributed_optimizer=args.use_distributed_optimizer,
+        local_names=args.transformer_impl == "local",
+        divisible_by=args.make_vocab_size_divisible_by,
+    )
+    done = export_checkpoint(args.source, args.target, options, iteration=args.ckpt_step)
+    if done.iteration is None:
+        how = "the weights alone, as a release"
+    else:
+        how = f"with the optimizer's state, of iteration {done.iteration}"
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return (
+        f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
+        f"written to {done.folder} in the format {args.format}, {how}; Megatron-LM "
+        f"trains from them with --load {args.target}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

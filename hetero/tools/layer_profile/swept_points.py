@@ -1,0 +1,260 @@
+"""From stages measured alone to what a layer, the embedding and the head cost: a planner's profile.
+
+A stage costs a constant and so much a layer. Two middle stages of different depth give the layer;
+what a first and a last stage cost beyond their layers is the embedding's and the head's.
+
+All of them are timed in turn, again and again, because the speed of a machine drifts: a difference
+of times that are minutes apart says more of that than of a part. Times are medians over rounds.
+
+All but one stage are so deep that no cache holds their weights, or have all layers of the model.
+What is small stays in a cache from one pass to the next where little else is, and costs less there
+than it will.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import median
+
+import torch
+
+from hetero.planner.cluster_shape import LinkModel
+from hetero.planner.layer_profile import AcceleratorProfile, PartCosts, PassTimes, Point
+from hetero.tools.layer_profile.measured_stage import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    MeasuredStage,
+    StageMemory,
+    measured_stage,
+)
+from hetero.tools.layer_profile.measured_update import measure_update
+from hetero.tools.layer_profile.profiled_device import ProfiledDevice
+from megatron.hetero.model import torch_dtype
+from megatron.hetero.model_size import model_shape
+
+_SHALLOW = 1
+_DEEP = range(3, 9)
+"""How many layers a deep stage may have."""
+_ROUNDS = 5
+_BEYOND_CACHES = 512 << 20
+"""Bytes of weights of which no cache keeps a good part."""
+_RECOMPUTE: Mapping[str, Mapping[str, object]] = {
+    "none": {"recompute_granularity": None},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured."""
+
+    tensor: Sequence[int]
+    micro_batch: Sequence[int]
+    seq_length: Sequence[int]
+    recompute: Sequence[str]
+    seconds: float
+    """For one stage at one point, in all rounds."""
+
+    @property
+    def stages(self) -> int:
+        """How many stages are timed at how many points how often, for a progress bar."""
+        points = len(self.tensor) * len(self.micro_batch) * len(self.seq_length)
+        return _ROUNDS * points * len(self.recompute) * len(_stages(_DEEP[0]))
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What was measured, and how well it repeats."""
+
+    profile: AcceleratorProfile
+    spread: Mapping[Point, float]
+    """How much longer a layer's passes took in the slowest round than in the fastest, as a part."""
+
+
+_Stage = tuple[int, int]
+"""Which, and its layers."""
+_Times = Mapping[tuple[_Stage, Point], PassTimes]
+_Memory = Mapping[tuple[_Stage, Point], StageMemory]
+
+
+def _stages(deep: int) -> list[_Stage]:
+    """Which stages are timed, each with so many layers."""
+    return [(MIDDLE, _SHALLOW), (MIDDLE, deep), (FIRST, deep), (LAST, deep)]
+
+
+def layers_of_deep_stages(args: argparse.Namespace) -> int:
+    """Of a small model more, of a large one the fewest."""
+    element = torch.finfo(torch_dtype(args.params_dtype)).bits // 8
+    layer = element * model_shape(args).layer_parameters // args.tensor_model_parallel_size
+    wanted = min(-(-_BEYOND_CACHES // layer), args.num_layers)
+    return min(max(wanted, _DEEP[0]), _DEEP[-1])
+
+
+def measure(
+    args: argparse.Namespace,
+    sweep: Sweep,
+    *,
+    here: ProfiledDevice,
+    wire: LinkModel | None,
+    advance: Callable[[str], None],
+) -> SweepResult:
+    """Measure all points. `wire` would join tensor-parallel ranks, of which only one is there."""
+    points: dict[Point, PartCosts] = {}
+    spread: dict[Point, float] = {}
+    for tensor, recompute in product(sweep.tensor, sweep.recompute):
+        own = _flags(args, tensor=tensor, recompute=recompute)
+        deep = layers_of_deep_stages(own)
+        timed = [
+            Point(tensor, micro_batch, length, recompute, own.sequence_parallel)
+            for micro_batch, length in product(sweep.micro_batch, sweep.seq_length)
+        ]
+        rounds, memory = _rounds(own, timed, deep, here, sweep.seconds / _ROUNDS, advance)
+        for point in timed:
+            parts = _parts(rounds, memory, point, deep=deep)
+            if wire is not None and tensor > 1:
+                parts = _with_communication(parts, own, point, wire)
+            points[point], spread[point] = parts, _spread(rounds, point, deep)
+    update = _flags(args, tensor=max(sweep.tensor), recompute="none")
+    small, large = (
+        measure_update(
+            update,
+            layers=layers,
+            vendor=here.vendor,
+            device=here.device,
+            seconds=sweep.seconds,
+        )
+        for layers in (_SHALLOW, _DEEP[0])
+    )
+    each = (large.seconds - small.seconds) / (large.parameters - small.parameters)
+    profile = AcceleratorProfile(
+        points=points,
+        optimizer_seconds_per_parameter=max(each, 0.0),
+        optimizer_seconds_fixed=max(small.seconds - each * small.parameters, 0.0),
+        reduction_seconds_per_parameter=large.reduction_seconds / large.parameters,
+        interpolate=("micro_batch", "seq_length"),
+    )
+    return SweepResult(profile, spread)
+
+
+def _rounds(
+    args: argparse.Namespace,
+    points: Sequence[Point],
+    deep: int,
+    here: ProfiledDevice,
+    seconds: float,
+    advance: Callable[[str], None],
+) -> tuple[list[_Times], _Memory]:
+    """Build each stage in every round anew: together they may be more than the device holds."""
+    rounds: list[_Times] = []
+    memory: dict[tuple[_Stage, Point], StageMemory] = {}
+    for _ in range(_ROUNDS):
+        times: dict[tuple[_Stage, Point], PassTimes] = {}
+        for stage, point, measured in _built_in_turn(args, points, deep, here):
+            if not rounds:
+                memory[stage, point] = measured.memory(
+                    micro_batch=point.micro_batch, seq_length=point.seq_length
+                )
+            times[stage, point] = measured.times(
+                micro_batch=point.micro_batch, seq_length=point.seq_length, seconds=seconds
+            )
+            advance(str(point))
+        rounds.append(times)
+    return rounds, memory
+
+
+def _built_in_turn(
+    args: argparse.Namespace, points: Sequence[Point], deep: int, here: ProfiledDevice
+) -> Iterator[tuple[_Stage, Point, MeasuredStage]]:
+    for stage in _stages(deep):
+        which, layers = stage
+        with measured_stage(
+            args, stage=which, layers=layers, vendor=here.vendor, device=here.device
+        ) as measured:
+            for point in points:
+                yield stage, point, measured
+
+
+def _flags(args: argparse.Namespace, *, tensor: int, recompute: str) -> argparse.Namespace:
+    changed = {"tensor_model_parallel_size": tensor, **_RECOMPUTE[recompute]}
+    # Alone it has no sequence to divide.
+    changed["sequence_parallel"] = tensor > 1 and "--sequence-parallel" in args.typed_flags
+    return argparse.Namespace(**{**vars(args), **changed})
+
+
+def _parts(rounds: Sequence[_Times], memory: _Memory, point: Point, *, deep: int) -> PartCosts:
+    layers, embeddings, heads = zip(
+        *(_times_of_parts(times, point, deep) for times in rounds), strict=True
+    )
+    shallow, deeper, first, last = (memory[stage, point] for stage in _stages(deep))
+    kept = max(deeper.activation_bytes - shallow.activation_bytes, 0) / (deep - _SHALLOW)
+    return PartCosts(
+        layer=_median(layers),
+        embedding=_median(embeddings),
+        head=_median(heads),
+        layer_activation_bytes=kept,
+        embedding_activation_bytes=max(first.activation_bytes - deep * kept, 0.0),
+        head_activation_bytes=max(last.activation_bytes - deep * kept, 0.0),
+        layer_working_bytes=float(shallow.working_bytes),
+        embedding_working_bytes=float(first.working_bytes),
+        head_working_bytes=float(last.working_bytes),
+    )
+
+
+def _times_of_parts(
+    times: _Times, point: Point, deep: int
+) -> tuple[PassTimes, PassTimes, PassTimes]:
+    """Of a layer, the embedding and the head, in one round: differences, which may be negative."""
+    shallow, deeper, first, last = (times[stage, point] for stage in _stages(deep))
+    layer = PassTimes(
+        (deeper.forward - shallow.forward) / (deep - _SHALLOW),
+        (deeper.backward - shallow.backward) / (deep - _SHALLOW),
+    )
+
+    def beyond(stage: PassTimes) -> PassTimes:
+        return PassTimes(
+            stage.forward - deep * layer.forward, stage.backward - deep * layer.backward
+        )
+
+    return layer, beyond(first), beyond(last)
+
+
+def _median(times: Sequence[PassTimes]) -> PassTimes:
+    return PassTimes(
+        max(median(one.forward for one in times), 0.0),
+        max(median(one.backward for one in times), 0.0),
+    )
+
+
+def _spread(rounds: Sequence[_Times], point: Point, deep: int) -> float:
+    deepest = [times[(MIDDLE, deep), point] for times in rounds]
+    seconds = [one.forward + one.backward for one in deepest]
+    return max(seconds) / min(seconds) - 1
+
+
+def _with_communication(
+    parts: PartCosts, args: argparse.Namespace, point: Point, wire: LinkModel
+) -> PartCosts:
+    """Add what tensor-parallel ranks send each other, computed as no other rank was there.
+
+    Each direction of a layer has two all-reduces, or with sequence parallelism as many gathers and
+    scatters of the same bytes in all. The embedding has one forward, the head one backward.
+    """
+    element = torch.finfo(torch_dtype(args.params_dtype)).bits // 8
+    activation = point.micro_batch * point.seq_length * args.hidden_size * element
+    # A ring: each rank sends a part of the tensor to its neighbour, twice around.
+    steps = 2 * (point.tensor - 1)
+    once = steps * wire.within(point.tensor).seconds(activation / point.tensor)
+    again = 2 if point.recompute == "full" else 0
+    layer = PassTimes(parts.layer.forward + 2 * once, parts.layer.backward + (2 + again) * once)
+    embedding = replace(parts.embedding, forward=parts.embedding.forward + once)
+    head = replace(parts.head, backward=parts.head.backward + once)
+    return replace(parts, layer=layer, embedding=embedding, head=head)

@@ -1,0 +1,62 @@
+"""A comparison as text: every operator in order, and the first that diverges in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hetero.tools.operators.operator_comparison import Comparison, Difference, Row, hint
+
+_HEAD = (
+    f"{'operator':<30}{'tensor':<28}{'max abs':>10}{'max rel':>10}{'rms error':>11}{'allowed':>10}"
+    f"{'factor':>10}{'beyond':>9}"
+)
+
+
+def lines(comparison: Comparison) -> Iterator[str]:
+    """The whole report, the verdict last."""
+    yield f"{comparison.left.label}, {comparison.left.dtype}"
+    yield f"against {comparison.right.label}"
+    yield ""
+    yield "Each operator by itself, from the same inputs (this decides):"
+    yield _HEAD
+    yield from _table(comparison.isolated, judged=True)
+    if comparison.accumulated:
+        yield ""
+        yield "The model as a whole, errors adding up (for information):"
+        yield _HEAD
+        yield from _table(comparison.accumulated, judged=False)
+    yield ""
+    yield verdict(comparison)
+
+
+def _table(rows: tuple[Row, ...], *, judged: bool) -> Iterator[str]:
+    before = ""
+    for row in rows:
+        operator = row.operator if row.operator != before else ""
+        before = row.operator
+        text = f"{operator:<30}{row.tensor:<28}{_numbers(row.difference, judged=judged)}"
+        yield f"{text}  {'pass' if row.difference.passed else 'FAIL'}" if judged else text
+
+
+def _numbers(found: Difference, *, judged: bool) -> str:
+    if found.problem:
+        return f" {found.problem}"
+    text = f"{found.max_abs:>10.2e}{found.max_rel:>10.2e}{found.error:>11.2e}"
+    if not judged:
+        return text
+    return f"{text}{found.limits.error:>10.1e}{found.factor:>10.6f}{found.beyond:>9.2%}"
+
+
+def verdict(comparison: Comparison) -> str:
+    """One sentence: all agree, or the first operator that does not and what that looks like."""
+    row = comparison.first
+    if row is None:
+        count = len({row.operator for row in comparison.isolated})
+        return f"All {count} operators agree within rounding, forward and backward."
+    failed = len({row.operator for row in comparison.isolated if not row.difference.passed})
+    more = f" ({failed - 1} more diverge)" if failed > 1 else ""
+    where = "forward" if row.is_forward else "backward"
+    return (
+        f"The first operator that diverges is {row.operator}, {where} ({row.tensor}): "
+        f"{hint(row.difference)}{more}."
+    )

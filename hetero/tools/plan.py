@@ -1,0 +1,128 @@
+"""Plan how to train a model on nodes of several kinds: what to run, what it reaches and why.
+
+    python tools/plan.py --cluster cluster.yaml --model llama3-8b --global-batch 1024
+
+writes plan.yaml and flags.yaml, which pretrain_gpt.py runs as they are, report.html, and the step
+as trace.json for Perfetto. Without a profile (tools/profile_layers.py) costs are computed from what
+vendors publish. Exit code 2: bad input, or a model that fits nowhere; then nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script(core=False, needs="numpy")
+
+from hetero.converters import integer, number
+from hetero.plan.mesh import RECOMPUTE
+from hetero.planner.solution import solve
+from hetero.tools.planning.plan_files import write_solution
+from hetero.tools.planning.planning_request import PlanningRequest, infeasible_error, read_request
+from hetero.tools.planning.solution_table import solution_text
+from hetero.tools.planning.what_if import SWEEPS, sweep
+from hetero.tools.tool_command_line import Parser, run
+from megatron.hetero.progress_bar import progress_bar
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = _parse(argv)
+    return run(lambda: _plan(options, argv), interrupted="nothing was written")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the nodes")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a file of Megatron's flags, or one of examples/presets by its name",
+    )
+    parser.add_argument("--global-batch", type=integer(1), required=True, help="samples of a step")
+    parser.add_argument("--seq-length", type=integer(1), help="left out: the model file's")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="what tools/profile_layers.py measured; accelerators that it lacks are computed, "
+        "as fast beside their peak as the first one that was measured",
+    )
+    for flag, what, default in (
+        ("--tensor", "tensor-parallel sizes to choose from", [1, 2, 4, 8]),
+        ("--micro-batch", "micro-batch sizes to choose from", [1, 2, 4, 8]),
+        ("--interleave", "model chunks of a stage to choose from", [1]),
+    ):
+        parser.add_argument(flag, nargs="+", type=integer(1), default=default, help=what)
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=RECOMPUTE,
+        default=["none", "full"],
+        help="recomputations to choose from",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="tensor-parallel ranks divide the sequence between their layers",
+    )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="what is trained in"
+    )
+    parser.add_argument(
+        "--no-distributed-optimizer",
+        action="store_true",
+        help="every replica keeps all of the optimizer's state",
+    )
+    parser.add_argument(
+        "--no-replicas",
+        action="store_true",
+        help="look at pipelines across kinds of nodes alone, not at whole replicas on each",
+    )
+    parser.add_argument(
+        "--reserved-gib",
+        type=number(minimum=0),
+        default=1.5,
+        help="memory of each GPU that no model holds",
+    )
+    parser.add_argument(
+        "--what-if",
+        nargs="+",
+        choices=SWEEPS,
+        default=[],
+        help="further questions, a plot each: other numbers of nodes, other links between kinds, "
+        "a slower vendor, another split of the layers",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/plan"), metavar="FOLDER", help="for the results"
+    )
+    return parser.parse_args(argv)
+
+
+def _plan(options: argparse.Namespace, argv: Sequence[str]) -> str:
+    request: PlanningRequest = read_request(options)
+    with progress_bar(total=0, leave=False, bar_format="{desc} [{elapsed}]") as bar:
+        found = solve(request.problem, progress=bar.set_description)
+        if found is None:
+            raise infeasible_error(request)
+        sweeps = []
+        for name in dict.fromkeys(options.what_if):
+            sweeps += sweep(name, request.problem, found, progress=bar.set_description)
+    written = write_solution(
+        options.out, request, found, sweeps, command=["python", "tools/plan.py", *argv]
+    )
+    return "\n".join([solution_text(request, found), "", *written])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Writes a Solution: plan.yaml and flags.yaml for pretrain_gpt.py, report.html and trace.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hetero.formatting import seconds_text
+from hetero.planner.placement import Placement
+from hetero.planner.schedule_timeline import chrome_trace
+from hetero.planner.solution import Solution
+from hetero.tools.planning.plan_page import render_solution
+from hetero.tools.planning.planning_request import PlanningRequest
+from hetero.tools.planning.training_check import require_accepted
+from hetero.tools.planning.what_if import Sweep
+from hetero.tools.reports.page import write_all
+from hetero.tools.tool_command_line import make_results_folder
+
+
+def write_solution(
+    folder: Path,
+    request: PlanningRequest,
+    found: Solution,
+    sweeps: Sequence[Sweep],
+    *,
+    command: Sequence[str],
+) -> list[str]:
+    """Write all files. Returns lines that say what was written and how to run it.
+
+    Raises UserError, and writes nothing, where the model's own flags do not go with the plan.
+    """
+    first = found.best.first
+    placement = first.placement
+    contents = {
+        "flags.yaml": _yaml(
+            _taken_back(request)
+            | training_flags(placement, folder / "plan.yaml")
+            | _model_flags(request),
+            _comment(request, found),
+        ),
+        "report.html": render_solution(request, found, sweeps, command=command),
+        "trace.json": json.dumps(chrome_trace(first.costs, first.prediction)) + "\n",
+    }
+    if not placement.plan.whole_replicas:
+        contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
+    read_by_training = {name: text for name, text in contents.items() if name in _FOR_TRAINING}
+    require_accepted(request.model_name, read_by_training, ranks=placement.plan.world_size)
+    make_results_folder(str(folder))
+    write_all({folder / name: text for name, text in contents.items()})
+    if placement.plan.whole_replicas:
+        # One of an earlier answer would be taken for this one's.
+        (folder / "plan.yaml").unlink(missing_ok=True)
+    ranks = ", ".join(
+        f"{mesh.world_size} on {kind}"
+        for mesh, kind in zip(placement.plan.meshes, placement.kinds, strict=True)
+    )
+    return [
+        f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
+        f"run it on these ranks in this order, {ranks}: pretrain_gpt.py --yaml-cfg "
+        f"{folder / 'flags.yaml'} with the model's own flags",
+    ]
+
+
+def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
+    """What pretrain_gpt.py has to be told beside the model, its data and the plan."""
+    plan = placement.plan
+    first = plan.meshes[0]
+    flags: dict[str, Any] = {"global-batch-size": placement.global_batch}
+    flags["micro-batch-size"] = first.micro_batch_size
+    if plan.chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = plan.chunks
+    if first.distributed_optimizer:
+        flags["use-distributed-optimizer"] = True
+    if not plan.whole_replicas:
+        return {"hetero-pipeline": True, "hetero-plan": os.path.realpath(plan_file), **flags}
+    flags["hetero-data-parallel"] = ",".join(f"{m.vendor}:{m.data}" for m in plan.meshes)
+    flags["hetero-data-shares"] = ",".join(str(mesh.share) for mesh in plan.meshes)
+    flags["tensor-model-parallel-size"] = first.tensor
+    flags["pipeline-model-parallel-size"] = plan.stages
+    if first.sequence_parallel:
+        flags["sequence-parallel"] = True
+    if len({sum(chunks) for chunks in plan.layers}) > 1:
+        parts = ["t" * sum(chunks) for chunks in plan.layers]
+        flags["pipeline-model-parallel-layout"] = "E" + "|".join(parts) + "L"
+    if first.recompute != "none":
+        flags["recompute-granularity"] = first.recompute
+    if first.recompute == "full":
+        flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    return flags
+
+
+_FOR_TRAINING = ("flags.yaml", "plan.yaml")
+_LAYOUT_FLAGS = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "sequence-parallel",
+    "use-distributed-optimizer",
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+    "microbatch-group-size-per-virtual-pipeline-stage",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "pipeline-model-parallel-layout",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "recompute-activations",
+    "recompute-granularity",
+    "recompute-method",
+    "recompute-num-layers",
+    "distribute-saved-activations",
+    "hetero-pipeline",
+    "hetero-plan",
+    "hetero-vendors",
+    "hetero-pipeline-sizes",
+    "hetero-pipeline-layers",
+    "hetero-tensor-sizes",
+    "hetero-data-sizes",
+    "hetero-micro-batch-sizes",
+    "hetero-recompute",
+    "hetero-data-parallel",
+    "hetero-data-shares",
+)
+"""What a plan decides."""
+
+
+def _taken_back(request: PlanningRequest) -> dict[str, None]:
+    """The layout that the model's own file gives: it would contradict the plan, or change it."""
+    return dict.fromkeys(flag for flag in _LAYOUT_FLAGS if flag in request.model_flags)
+
+
+def _model_flags(request: PlanningRequest) -> dict[str, Any]:
+    """What was asked for on the command line, and the model's own flags may say otherwise."""
+    precision = {} if request.dtype == "fp32" else {request.dtype: True}
+    return {"seq-length": request.problem.model.seq_length, **precision}
+
+
+def _comment(request: PlanningRequest, found: Solution) -> str:
+    first = found.best.first.prediction
+    name = " ".join(request.model_name.split())  # a path may have lines
+    return (
+        f"# By tools/plan.py for {name}, global batch "
+        f"{request.problem.space.global_batch}: predicted {seconds_text(first.seconds)} a step, "
+        f"{first.tokens_per_second:,.0f} tokens/s\n"
+    )
+
+
+def _yaml(data: dict[str, Any], comment: str) -> str:
+    # Lists of numbers on one line, everything else on lines of its own.
+    flow = None if "meshes" in data else False
+    return comment + yaml.safe_dump(data, sort_keys=False, default_flow_style=flow, width=100)

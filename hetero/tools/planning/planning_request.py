@@ -1,0 +1,337 @@
+"""Reads the command line and its files into a planning problem, or reports every error."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import Faults, UserError
+from hetero.formatting import counted
+from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
+from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
+from hetero.planner.layer_profile import (
+    AcceleratorProfile,
+    MeasuredProfile,
+    PartCosts,
+    Point,
+    Profile,
+    ProfileError,
+    load_profile,
+)
+from hetero.planner.model_shape import (
+    ModelError,
+    ModelShape,
+    load_model,
+    model_file,
+    read_flags,
+)
+from hetero.planner.search_space import Problem, SearchSpace
+from hetero.planner.solution import find_best_plans
+from hetero.planner.training_options import TrainingOptions
+from hetero.tools.tool_command_line import require_writable
+from megatron.hetero.arguments.config_file import FLAG, expand_config_files
+from megatron.hetero.arguments.parser import build_parser
+from megatron.hetero.arguments.segments import split_words
+from megatron.hetero.arguments.unsupported_flags import check_unsupported, is_unsupported
+
+_MAY_DIFFER = ("layers", "seq_length")
+"""Fields in which a profile's model may differ from the planned one."""
+_MAX_GLOBAL_BATCH = 1_000_000_000
+"""The search enumerates its divisors."""
+
+
+@dataclass(frozen=True)
+class PlanningRequest:
+    """The problem to solve, and the sources of its costs."""
+
+    problem: Problem
+    model_name: str
+    sources: tuple[str, ...]
+    """A line for each accelerator."""
+    dtype: str
+    model_flags: frozenset[str] = frozenset()
+    """Those that the model's file gives, without dashes."""
+
+
+@dataclass(frozen=True)
+class _CombinedProfile:
+    """Measured costs where there are any for an accelerator, else analytic ones."""
+
+    measured: MeasuredProfile
+    computed: Profile
+
+    def costs(self, accelerator: str, point: Point) -> PartCosts:
+        return self._of(accelerator).costs(accelerator, point)
+
+    def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
+        return self._of(accelerator).optimizer_seconds(accelerator, parameters)
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return self._of(accelerator).reduction_seconds(accelerator, parameters)
+
+    def _of(self, accelerator: str) -> Profile:
+        return self.measured if accelerator in self.measured.accelerators else self.computed
+
+
+def read_request(options: argparse.Namespace) -> PlanningRequest:
+    """The request of a command line. Raises UserError with every problem found."""
+    faults = Faults()
+    changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
+    shares_state = not options.no_distributed_optimizer
+    cluster = faults.read(lambda: load_cluster(options.cluster))
+    read = faults.read(
+        lambda: _model(options.model, changed, dtype=options.dtype, shares_state=shares_state)
+    )
+    model, model_flags = read or (None, frozenset())
+    profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
+    if options.global_batch > _MAX_GLOBAL_BATCH:
+        faults.sentences.append(
+            f"--global-batch {options.global_batch} is more than is planned for; give at most "
+            f"{_MAX_GLOBAL_BATCH}"
+        )
+    faults.read(lambda: require_writable(options.out, f"--out {options.out}"))
+    read_profiles = {path: profile for path, profile in profiles.items() if profile is not None}
+    if model is not None:
+        for path, profile in read_profiles.items():
+            faults.sentences += _model_mismatches(path, profile, model, options.dtype)
+    faults.refuse()
+    assert cluster is not None
+    assert model is not None
+    measured = merged_profile(list(read_profiles.values()))
+    training = _training(options)
+    joined, sources = _profile(cluster, model, measured, training)
+    space = SearchSpace(
+        global_batch=options.global_batch,
+        tensor=tuple(sorted(set(options.tensor))),
+        micro_batch=tuple(sorted(set(options.micro_batch))),
+        recompute=tuple(dict.fromkeys(options.recompute)),
+        chunks=tuple(sorted(set(options.interleave))),
+        replicas=not options.no_replicas,
+        distributed_optimizer=shares_state,
+        sequence_parallel=options.sequence_parallel,
+    )
+    problem = Problem(cluster, model, joined, space, training)
+    notes = _require_points(problem)
+    return PlanningRequest(problem, options.model, (*sources, *notes), options.dtype, model_flags)
+
+
+def _model(
+    name: str, changed: Mapping[str, Any], *, dtype: str, shares_state: bool
+) -> tuple[ModelShape, frozenset[str]]:
+    """The model, and the flags that its file gives, without dashes.
+
+    Every key is known to pretrain_gpt.py: one that is misspelt would leave a default.
+    """
+    flags, _ = read_flags(name)  # of a file that cannot be read nothing else is told
+    file, faults = model_file(name), Faults()
+    faults.sentences += [
+        f"the model {file} says {other}, and --dtype is {dtype}; give --dtype {other}"
+        for other in ("bf16", "fp16")
+        if flags.get(other) and other != dtype
+    ]
+    if shares_state and flags.get("optimizer", "adam") != "adam":
+        faults.sentences.append(
+            f"the model {file} says optimizer {flags['optimizer']}, and only Adam's state is "
+            "shared out over replicas; give --no-distributed-optimizer"
+        )
+    words, _ = faults.read(lambda: expand_config_files([FLAG, str(file)], build_parser())) or (
+        [],
+        [],
+    )
+    given = split_words(words)
+    left_out, _ = check_unsupported(one for one in given if is_unsupported(one.flag))
+    faults.sentences += [f"the model {file}: {said}" for said in left_out]
+    faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
+    model = faults.read(lambda: load_model(name, **changed))
+    faults.refuse(ModelError)
+    assert model is not None
+    return model, frozenset(one.flag.removeprefix("--") for one in given)
+
+
+def _training(options: argparse.Namespace) -> TrainingOptions:
+    reserved = options.reserved_gib * 2**30
+    if options.dtype != "fp32":
+        # Gradients of bf16 are summed in fp32, those of fp16 as they are.
+        gradient = 4 if options.dtype == "bf16" else 2
+        return TrainingOptions(gradient_bytes=gradient, reserved_bytes=reserved)
+    # The optimizer needs no copy of weights that are fp32 themselves.
+    return TrainingOptions(
+        activation_bytes=4, parameter_bytes=4, state_bytes=8, reserved_bytes=reserved
+    )
+
+
+def _model_mismatches(
+    path: Path, profile: MeasuredProfile, model: ModelShape, dtype: str
+) -> list[str]:
+    planned = {**vars(model), "dtype": dtype}
+    differing = {
+        name: value
+        for name, value in profile.model.items()
+        if name not in _MAY_DIFFER and value != planned.get(name, value)
+    }
+    if not differing:
+        return []
+    remedy = "measure this one"
+    if [*differing] == ["dtype"]:
+        remedy = f"plan with --dtype {differing['dtype']}, or measure with {_flag_of(dtype)}"
+    told = ", ".join(
+        f"{name} {v} where the plan's is {planned[name]}" for name, v in differing.items()
+    )
+    return [f"the profile {path} is of another model or dtype: {told}; {remedy}"]
+
+
+def _flag_of(dtype: str) -> str:
+    return "neither --bf16 nor --fp16" if dtype == "fp32" else f"--{dtype}"
+
+
+def merged_profile(profiles: Iterable[MeasuredProfile]) -> MeasuredProfile:
+    """The accelerators of all; of one that several have, the last one's."""
+    accelerators: dict[str, AcceleratorProfile] = {}
+    for profile in profiles:
+        accelerators |= profile.accelerators
+    return MeasuredProfile(accelerators)
+
+
+def _profile(
+    cluster: Cluster, model: ModelShape, measured: MeasuredProfile, training: TrainingOptions
+) -> tuple[Profile, list[str]]:
+    efficiency, calibrated = EFFICIENCY, "an efficiency measured on H200"
+    parts = {kind.accelerator.name: kind.accelerator for kind in cluster.kinds}
+    element_bytes = training.activation_bytes
+    known = [name for name in parts if name in measured.accelerators]
+    if not known and element_bytes > 2:
+        raise ProfileError(
+            "the published figures are of bf16, and no accelerator of the cluster has a --profile; "
+            "measure one in fp32 with tools/profile_layers.py"
+        )
+    if known and len(known) < len(parts):
+        efficiency = measured_efficiency(
+            measured, parts[known[0]], model, element_bytes=element_bytes
+        )
+        calibrated = f"the efficiency measured on {known[0]}"
+    sources = [
+        f"{name}: {measured.accelerators[name].source or 'measured'}"
+        if name in known
+        else f"{name}: computed from published figures and {calibrated} "
+        f"({efficiency * part.matmul_flops / part.flops:.0%} of peak)"
+        for name, part in parts.items()
+    ]
+    computed = analytic_profile(model, cluster, efficiency=efficiency, element_bytes=element_bytes)
+    return _CombinedProfile(measured, computed), sources
+
+
+def _require_points(problem: Problem) -> list[str]:
+    """Each accelerator needs one point at least. Says which of the others the search does without.
+
+    Raises a UserError that names the points which an accelerator lacks.
+    """
+    space, length = problem.space, problem.model.seq_length
+    largest: dict[str, int] = {}
+    for kind in problem.cluster.kinds:
+        name = kind.accelerator.name
+        largest[name] = max(largest.get(name, 0), kind.gpus_per_node)
+    notes, faults = [], Faults()
+    for name, gpus in largest.items():
+        points = [
+            Point(tensor, micro_batch, length, recompute, space.sequence_parallel and tensor > 1)
+            for tensor in space.tensor
+            for micro_batch in space.micro_batch
+            for recompute in space.recompute
+            if tensor <= gpus
+        ]
+        lacking = [point for point in points if not _has_point(problem.profile, name, point)]
+        if not lacking:
+            continue
+        listed = _points_text(lacking)
+        if len(lacking) == len(points):
+            faults.read(partial(problem.profile.costs, name, points[0]))
+            faults.sentences[-1] += f" (of all that may be chosen it has none: {listed})"
+        else:
+            notes.append(
+                f"{name}, not measured: {counted(len(lacking), 'point')} that the search did "
+                f"without: {listed}"
+            )
+    faults.refuse(ProfileError)
+    return notes
+
+
+def _points_text(points: Iterable[Point]) -> str:
+    """Those that differ in their micro-batch alone are told together."""
+    micro_batches: dict[str, list[str]] = {}
+    for point in points:
+        shared = ", sequence parallel" if point.sequence_parallel else ""
+        shape = f"tensor size {point.tensor}{shared}, recompute {point.recompute}"
+        micro_batches.setdefault(shape, []).append(str(point.micro_batch))
+    return "; ".join(
+        f"{shape}, micro-batch {' '.join(sizes)}" for shape, sizes in micro_batches.items()
+    )
+
+
+def _has_point(profile: Profile, accelerator: str, point: Point) -> bool:
+    try:
+        profile.costs(accelerator, point)
+    except ProfileError:
+        return False
+    return True
+
+
+def infeasible_error(request: PlanningRequest) -> UserError:
+    """The error for a problem without a feasible plan: the likely reason and a remedy."""
+    problem = request.problem
+    model, options, space = problem.model, problem.options, problem.space
+    what = f"no plan of {request.model_name} for a global batch of {space.global_batch}"
+    kinds = problem.cluster.kinds
+    parallel = space.sequence_parallel
+    if not any(
+        model.divides(tensor, sequence_parallel=parallel) and tensor <= kind.gpus_per_node
+        for tensor in space.tensor
+        for kind in kinds
+    ):
+        return UserError(
+            f"{what}: no --tensor size of {_listed(space.tensor)} both divides "
+            f"{model.divided_sizes()}"
+            + (f" and {model.seq_length} tokens" if parallel else "")
+            + f" and is within a node of {max(kind.gpus_per_node for kind in kinds)} GPUs; "
+            "allow another, 1 always is"
+        )
+    if all(space.global_batch % size for size in space.micro_batch):
+        return UserError(
+            f"{what}: no --micro-batch of {_listed(space.micro_batch)} divides it; allow another"
+        )
+    if min(space.chunks) > 1 and 2 * min(space.chunks) > model.layers:
+        return UserError(
+            f"{what}: {counted(model.layers, 'layer')} cannot be {min(space.chunks)} chunks of "
+            "each of two stages; allow --interleave 1"
+        )
+    unlimited = tuple(map(_with_unlimited_memory, kinds))
+    if 1 not in space.chunks and not find_best_plans(
+        replace(problem, cluster=replace(problem.cluster, kinds=unlimited))
+    ):
+        return UserError(
+            f"{what}: it divides into no number of micro-batches that --interleave "
+            f"{_listed(space.chunks)} can be played with on these nodes; allow --interleave 1"
+        )
+    held = model.parameters * (
+        options.parameter_bytes + options.gradient_bytes + options.state_bytes
+    )
+    memory = sum(kind.gpus * kind.accelerator.memory_gib for kind in kinds)
+    return UserError(
+        f"{what} fits: "
+        f"its {model.parameters / 1e9:.1f} billion parameters alone take {held / 2**30:.0f} GiB "
+        f"with their gradients and optimizer state, activations of {model.seq_length} tokens a "
+        f"sample come on top, and all GPUs together have {memory:.0f} GiB, of which "
+        f"{options.reserved_bytes / 2**30:g} GiB a GPU are reserved; "
+        "add nodes, or allow larger --tensor sizes, a --micro-batch of 1 and --recompute full"
+    )
+
+
+def _with_unlimited_memory(kind: NodeKind) -> NodeKind:
+    return replace(kind, accelerator=replace(kind.accelerator, memory_gib=1e9))
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

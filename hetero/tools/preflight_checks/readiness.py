@@ -1,0 +1,306 @@
+"""Runs the checks: on one node alone, or on all nodes of a job together."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hetero.addresses import address_towards, unusable_interfaces
+from hetero.agreement import Agreement
+from hetero.errors import Faults, HeteroError
+from hetero.tools.preflight_checks import findings_text
+from hetero.tools.preflight_checks.advice import Advice, Severity, advise
+from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
+from hetero.tools.preflight_checks.host_facts import network_namespace, node_identity
+from hetero.tools.preflight_checks.node_facts import NodeFacts, SystemFacts, read_node
+from hetero.tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
+from hetero.tools.preflight_checks.path_bandwidth import (
+    End,
+    PathResult,
+    measure_alone,
+    measure_copies,
+    measure_paths,
+    own_device,
+)
+from hetero.tools.preflight_checks.reach import Call, NicListeners, Ports, call_all
+from hetero.tools.preflight_checks.roots import Roots
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose."""
+
+    nics: tuple[str, ...]
+    """As of --hetero-nics; empty for those that are recommended."""
+    bandwidth: bool
+    each_rank_a_node: bool
+    """Emulated nodes: every process counts as a node of its own."""
+    requirements: Path
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node said, as it travels to the others."""
+
+    card: NodeCard
+    facts: dict[str, Any]
+    lines: list[str]
+    advice: list[Advice]
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> NodeReport:
+        card = dict(record["card"])
+        for name in ("gpus", "gloo_interfaces_amiss"):
+            card[name] = tuple(card[name])
+        advice = [
+            Advice(Severity(a["severity"]), a["subject"], a["text"]) for a in record["advice"]
+        ]
+        return cls(NodeCard(**card), dict(record["facts"]), list(record["lines"]), advice)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found, of every node and between them."""
+
+    nodes: Sequence[NodeReport]
+    calls: Sequence[Call]
+    paths: Sequence[PairResult]
+    between_nodes: Sequence[Advice]
+    emulated: bool
+
+    @property
+    def advice(self) -> list[Advice]:
+        return [*(entry for node in self.nodes for entry in node.advice), *self.between_nodes]
+
+    @property
+    def has_problem(self) -> bool:
+        return any(entry.severity is Severity.PROBLEM for entry in self.advice)
+
+    @property
+    def verdict(self) -> str:
+        said = findings_text.verdict(self.advice, nodes=len(self.nodes))
+        return f"{said} (emulated: every process played a node)" if self.emulated else said
+
+    def lines(self, *, brief: bool) -> Iterator[str]:
+        """All but the verdict; `brief` leaves out what is only there to be known."""
+        for node in self.nodes:
+            yield f"{node.card}: {node.card.vendor}{', emulated' if self.emulated else ''}"
+            yield from node.lines if not brief else ()
+            yield from findings_text.advice_lines(node.advice)
+            yield ""
+        if len(self.nodes) > 1:
+            yield "between the nodes"
+            cards = [node.card for node in self.nodes]
+            yield from () if brief else findings_text.cluster_lines(cards, self.calls, self.paths)
+            yield from findings_text.advice_lines(self.between_nodes)
+            yield ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "ready": not self.has_problem,
+            "emulated": self.emulated,
+            "nodes": [asdict(node) for node in self.nodes],
+            "calls": [asdict(call) for call in self.calls],
+            "paths": [asdict(pair) for pair in self.paths],
+            "advice": [asdict(entry) for entry in self.between_nodes],
+        }
+
+
+def check_alone(settings: Settings) -> Report:
+    """Check the node that this process runs on."""
+    within = measure_alone() if settings.bandwidth else []
+    node = _report_node(settings, 0, within)
+    return Report([node], [], [], [], emulated=False)
+
+
+def _report_node(settings: Settings, number: int, within: Sequence[PathResult]) -> NodeReport:
+    """Read this node. UserError where a NIC that was asked for is not there."""
+    facts = read_node(Roots(), SystemFacts.here(settings.requirements))
+    copies = measure_copies() if settings.bandwidth else []
+    lines = findings_text.node_lines(facts, copies)
+    if within:
+        lines += findings_text.path_lines(within)
+    record = facts.as_dict() | {
+        "recommended_nics": facts.recommended_nics,
+        "copies": [asdict(copy) for copy in copies],
+        "bandwidth": [asdict(result) for result in within],
+    }
+    return NodeReport(_card(settings, number, facts), record, lines, advise(facts))
+
+
+def _card(settings: Settings, number: int, facts: NodeFacts) -> NodeCard:
+    master = os.environ.get("MASTER_ADDR", "")
+    addresses = link_addresses(facts, settings.nics, master)
+    mtus = {i.name: i.mtu for i in facts.interfaces if i.name in addresses and i.mtu is not None}
+    software = facts.software
+    return NodeCard(
+        number=number,
+        host=facts.host.name,
+        network=network_namespace(),
+        vendor=facts.gpus.vendor,
+        gpus=tuple(gpu.name for gpu in facts.gpus.usable),
+        driver=facts.gpus.driver,
+        project=software.project,
+        torch=software.torch,
+        megatron_core=software.megatron_core,
+        python=software.python,
+        collectives=software.collectives,
+        addresses=addresses,
+        mtus=mtus,
+        gloo_interfaces_amiss=unusable_interfaces(
+            os.environ.get("GLOO_SOCKET_IFNAME", ""), several_hosts=True
+        ),
+    )
+
+
+def link_addresses(facts: NodeFacts, named: Sequence[str], master: str) -> dict[str, str]:
+    """The NICs that links would use and their addresses.
+
+    Those named (a network interface or an RDMA device), or those recommended, or the one towards
+    the first node. Raises UserError with every name that is no NIC with an address here.
+    """
+    by_interface = {i.name: i.address for i in facts.interfaces if i.address is not None}
+    of_rdma = {
+        device.name: port.interface
+        for device in facts.rdma
+        for port in reversed(device.ports)
+        if port.interface is not None
+    }
+    found = {}
+    faults = Faults()
+    for name in named:
+        address = by_interface.get(of_rdma.get(name, name))
+        if address is None:
+            faults.sentences.append(
+                f"--hetero-nics {name} is no NIC with an IP address on {facts.host.name}; it "
+                f"has {', '.join(by_interface) or 'none'}"
+            )
+            continue
+        found[name] = address
+    faults.refuse()
+    if found:
+        return found
+    recommended = {n: by_interface[n] for n in facts.recommended_nics if n in by_interface}
+    if recommended or not master:
+        return recommended
+    try:
+        towards = address_towards(master)
+    except OSError:  # no route; the calls between nodes will say so
+        return {}
+    return {name: address for name, address in by_interface.items() if address == towards}
+
+
+class ClusterCheck:
+    """One process of a check of several. Every process calls `check`, and gets the same report."""
+
+    def __init__(
+        self, settings: Settings, *, rank: int, store: dist.Store, agreement: Agreement
+    ) -> None:
+        self._settings, self._rank = settings, rank
+        self._store, self._agreement = store, agreement
+
+    def check(self) -> Report:
+        identity = node_identity() + (f" {self._rank}" if self._settings.each_rank_a_node else "")
+        said = self._agreement.exchange(
+            "nodes", payload={"identity": identity, "secret": uuid.uuid4().hex}
+        )
+        place = Place.find([payload["identity"] for payload in said], self._rank)
+        secret = str(said[0]["secret"])
+        nodes, calls = self._read_and_call(place, secret)
+        paths = []
+        if self._settings.bandwidth:
+            for number, pairs in enumerate(rounds(len(nodes))):
+                paths += self._measure_round(number, pairs, place, nodes, calls, secret)
+        advice = advise_cluster([node.card for node in nodes], calls, paths)
+        return Report(nodes, calls, paths, advice, self._settings.each_rank_a_node)
+
+    def _read_and_call(self, place: Place, secret: str) -> tuple[list[NodeReport], list[Call]]:
+        """Every node reads itself; then every node calls every other."""
+        within = self._measure_within(place, secret)
+        several = len(place.sizes) > 1
+        mine: dict[str, Any] = {}
+        ports: Ports = {}
+        error = None
+        with ExitStack() as listening:
+            if place.local_rank == 0:
+                try:
+                    report = _report_node(self._settings, place.node, within)
+                    mine = asdict(report)
+                    if several:
+                        listeners = NicListeners(self._store, report.card.addresses, secret)
+                        ports = listening.enter_context(listeners).ports
+                except HeteroError as failure:
+                    error = failure
+            said = self._agreement.exchange(
+                "facts", payload={"report": mine, "ports": ports}, error=error
+            )
+            spoken = [payload for payload in said if payload["report"]]
+            nodes = [NodeReport.from_dict(payload["report"]) for payload in spoken]
+            calls: list[Call] = []
+            if several and place.local_rank == 0:
+                numbered = enumerate(payload["ports"] for payload in spoken)
+                calls = call_all(
+                    self._store,
+                    secret,
+                    source=place.node,
+                    addresses=nodes[place.node].card.addresses,
+                    others={number: p for number, p in numbered if number != place.node},
+                )
+            told = self._agreement.exchange("calls", payload={"calls": [asdict(c) for c in calls]})
+        return nodes, [Call(**call) for payload in told for call in payload["calls"]]
+
+    def _measure_within(self, place: Place, secret: str) -> list[PathResult]:
+        """The first two processes of a node measure the routes between them."""
+        if not self._settings.bandwidth or place.local_rank > 1 or place.sizes[place.node] < 2:
+            return []
+        end = End(
+            number=place.local_rank,
+            store=dist.PrefixStore(f"preflight/within/{place.node}", self._store),
+            secret=secret,
+            addresses=("127.0.0.1",),
+            device=own_device(place.local_rank),
+        )
+        return measure_paths(end)
+
+    def _measure_round(
+        self,
+        number: int,
+        pairs: Sequence[tuple[int, int]],
+        place: Place,
+        nodes: Sequence[NodeReport],
+        calls: Sequence[Call],
+        secret: str,
+    ) -> list[PairResult]:
+        """One round: pairs of different nodes measure at once, each node in one pair at most."""
+        results: list[PathResult] = []
+        mine = next((pair for pair in pairs if place.node in pair), None)
+        if mine is not None and place.local_rank == 0:
+            side = mine.index(place.node)
+            cards = [nodes[node].card for node in mine]
+            rails = reached_rails(mine, cards, calls)
+            if rails:
+                end = End(
+                    number=side,
+                    store=dist.PrefixStore(f"preflight/pair/{mine[0]}-{mine[1]}", self._store),
+                    secret=secret,
+                    addresses=tuple(rail[side] for rail in rails),
+                    device=own_device(0),
+                )
+                results = measure_paths(end) if side == 0 else measure_paths(end) and []
+        told = self._agreement.exchange(
+            f"bandwidth {number}",
+            payload={"pair": mine or [], "results": [asdict(result) for result in results]},
+        )
+        return [
+            PairResult(payload["pair"][0], payload["pair"][1], PathResult(**result))
+            for payload in told
+            for result in payload["results"]
+        ]

@@ -1,0 +1,192 @@
+"""Flags for what one run does: batches, length, precision, recomputation, evaluation."""
+
+import argparse
+
+from hetero.converters import integer, interval, number
+from megatron.hetero.arguments.batch_sizes import step_schedule
+
+MOST_SEED = 2**32 - 2**20
+"""numpy's seeds have 32 bits, and each pipeline stage adds 100 times its number."""
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    _add_batch_flags(parser.add_argument_group("batch"))
+    _add_length_flags(parser.add_argument_group("length of the run"))
+    _add_precision_flags(parser.add_argument_group("precision"))
+    _add_recompute_flags(parser.add_argument_group("recomputation"))
+    _add_evaluation_flags(parser.add_argument_group("evaluation"))
+    _add_care_flags(parser.add_argument_group("reproducibility and memory"))
+
+
+def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--micro-batch-size", type=integer(1), help="sequences of one forward pass")
+    group.add_argument(
+        "--global-batch-size",
+        type=integer(1),
+        help="sequences of one optimizer step; left out: micro-batch x data-parallel size",
+    )
+    group.add_argument(
+        "--rampup-batch-size",
+        type=integer(1),
+        nargs=3,
+        metavar=("START", "STEP", "SAMPLES"),
+        help="grow the global batch from START by STEP over SAMPLES",
+    )
+    group.add_argument(
+        "--step-batch-size-schedule",
+        type=step_schedule,
+        metavar="TOKENS:BATCH,...",
+        help="the global batch from so many tokens on, as in 0:768,250B:1536; the last one is "
+        "--global-batch-size",
+    )
+    group.add_argument(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="weigh every token equally, not every micro batch",
+    )
+
+
+def _add_length_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--train-iters", type=integer(1), help="optimizer steps of the whole run")
+    group.add_argument("--train-samples", type=integer(1), help="sequences of the whole run")
+    group.add_argument("--exit-interval", type=interval, help="stop at a multiple of this step")
+    group.add_argument(
+        "--exit-duration-in-mins",
+        type=interval,
+        help="stop so many minutes after the program began",
+    )
+
+
+def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--bf16", action="store_true", help="train in bfloat16")
+    group.add_argument("--fp16", action="store_true", help="train in float16, with a loss scale")
+    group.add_argument(
+        "--loss-scale", type=number(above=0), help="fixed loss scale; left out: dynamic"
+    )
+    group.add_argument(
+        "--initial-loss-scale",
+        type=number(above=0),
+        default=2.0**32,
+        help="initial value of a dynamic loss scale",
+    )
+    group.add_argument(
+        "--min-loss-scale",
+        type=number(above=0),
+        default=1.0,
+        help="lowest value of a dynamic loss scale",
+    )
+    group.add_argument(
+        "--loss-scale-window",
+        type=number(above=0),
+        default=1000.0,
+        help="steps without overflow before a dynamic loss scale grows",
+    )
+    group.add_argument(
+        "--hysteresis",
+        type=integer(1),
+        default=2,
+        help="steps with overflow before a dynamic loss scale shrinks",
+    )
+    group.add_argument(
+        "--fp32-residual-connection", action="store_true", help="residual stream in float32"
+    )
+    group.add_argument(
+        "--accumulate-allreduce-grads-in-fp32",
+        action="store_true",
+        help="sum gradients in float32; --bf16 turns it on",
+    )
+    group.add_argument(
+        "--grad-reduce-in-bf16", action="store_true", help="sum gradients in bfloat16"
+    )
+    group.add_argument(
+        "--fp16-lm-cross-entropy", action="store_true", help="loss in float16; needs --fp16"
+    )
+
+
+def _add_recompute_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--recompute-activations",
+        action="store_true",
+        help="short for --recompute-granularity selective",
+    )
+    group.add_argument(
+        "--recompute-granularity",
+        choices=("full", "selective"),
+        help="recompute whole layers, or modules of them",
+    )
+    group.add_argument(
+        "--recompute-method", choices=("uniform", "block"), help="which layers to recompute"
+    )
+    group.add_argument("--recompute-num-layers", type=integer(1), help="layers per unit or stage")
+    group.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        help="selective: core_attn, mlp (without bias), layernorm (with TransformerEngine); left "
+        "out: core_attn",
+    )
+    group.add_argument(
+        "--distribute-saved-activations",
+        action="store_true",
+        help="split saved activations over the tensor-parallel group",
+    )
+
+
+def _add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--eval-iters",
+        type=integer(-1),
+        default=100,
+        help="batches of one evaluation; 0 or -1: none",
+    )
+    group.add_argument(
+        "--eval-interval", type=interval, default=1000, help="steps between evaluations"
+    )
+    group.add_argument(
+        "--eval-global-batch-size",
+        type=integer(1),
+        help="sequences of one batch of an evaluation; left out: --global-batch-size",
+    )
+    group.add_argument(
+        "--eval-micro-batch-size",
+        type=integer(1),
+        help="sequences of its forward pass; left out: --micro-batch-size",
+    )
+    group.add_argument("--skip-train", action="store_true", help="evaluate only")
+
+
+def _add_care_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--check-weight-hash-across-dp-replicas-interval",
+        type=interval,
+        help="steps between comparisons of the weights of data-parallel ranks, bit for bit",
+    )
+    group.add_argument(
+        "--seed",
+        type=integer(1, maximum=MOST_SEED),
+        default=1234,
+        help="seed of all random numbers",
+    )
+    group.add_argument(
+        "--deterministic-mode", action="store_true", help="only kernels that repeat bit for bit"
+    )
+    group.add_argument(
+        "--no-check-for-nan-in-loss-and-grad",
+        dest="check_for_nan_in_loss_and_grad",
+        action="store_false",
+        help="continue if the loss or a gradient is not finite",
+    )
+    group.add_argument(
+        "--empty-unused-memory-level",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="release cached GPU memory: never, after a step, before and after it",
+    )
+    group.add_argument(
+        "--manual-gc",
+        action="store_true",
+        help="run Python's garbage collection on all ranks at once",
+    )
+    group.add_argument(
+        "--manual-gc-interval", type=integer(0), default=0, help="steps between collections"
+    )

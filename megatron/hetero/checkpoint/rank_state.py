@@ -1,0 +1,185 @@
+"""The state that this rank writes: its items of the model, the optimizer and the RNG states.
+
+An item that several ranks hold alike is written once: by tensor-parallel rank 0 what tensor
+parallelism does not split, and by the data-parallel replicas in turns, so that they share the work.
+The second copy of a tied embedding is not written at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from hetero.plan import Coordinate, Plan
+from megatron.hetero.checkpoint.regions import Shard
+from megatron.hetero.checkpoint.safetensors_writer import WriteItem
+from megatron.hetero.checkpoint.tensor_names import (
+    MAIN_COPY,
+    OUTPUT_LAYER,
+    is_split,
+    optimizer_name,
+    shard_of,
+    stored_name,
+)
+from megatron.hetero.core_private import (
+    OptimizerShard,
+    adam_step,
+    cuda_rng_states,
+    optimizer_shards,
+    set_cuda_rng_states,
+)
+from megatron.hetero.model import StageModel
+from megatron.hetero.optimizer import TrainingOptimizer
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of this rank, its name in checkpoints and its region of the whole tensor."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    shard: Shard
+    is_tied_copy: bool
+    is_split: bool
+
+
+def sharded_parameters(
+    args: argparse.Namespace, model: StageModel, *, plan: Plan, coordinate: Coordinate
+) -> list[ShardedParameter]:
+    tp_size = plan.meshes[coordinate.mesh].tensor
+    return [
+        ShardedParameter(
+            name=stored_name(name),
+            parameter=parameter,
+            shard=shard_of(
+                name,
+                parameter,
+                tp_rank=coordinate.tensor,
+                tp_size=tp_size,
+                gated=args.swiglu,
+            ),
+            is_tied_copy=model.has_tied_copy and name == OUTPUT_LAYER,
+            is_split=is_split(parameter, tp_size),
+        )
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def owned_write_items(
+    placed: Sequence[ShardedParameter],
+    optimizer: TrainingOptimizer | None,
+    *,
+    plan: Plan,
+    coordinate: Coordinate,
+) -> list[WriteItem]:
+    """The items of the model and, if given, the optimizer that this rank writes."""
+    written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
+    replicas = len(plan.shares(coordinate.stage))
+    mine = _share(written, replicas, coordinate.data)
+    write_items = [_weight_item(p) for p in written if p.name in mine]
+    if optimizer is None:
+        return write_items
+    by_parameter = {id(p.parameter): p for p in written}
+    for shard in optimizer_shards(optimizer.inner):
+        p = by_parameter.get(id(shard.parameter))
+        if p is None:
+            continue
+        # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
+        is_own = optimizer.config.use_distributed_optimizer or p.name in mine
+        if is_own:
+            write_items += _optimizer_items(p, shard)
+    return write_items
+
+
+def _share(written: Iterable[ShardedParameter], replicas: int, replica: int) -> set[str]:
+    """The names that one replica writes, balanced by size over all replicas."""
+    loads = [0] * replicas
+    mine = set()
+    for p in sorted(written, key=lambda p: (-p.shard.size, p.name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += p.shard.size
+        if lightest == replica:
+            mine.add(p.name)
+    return mine
+
+
+def _weight_item(p: ShardedParameter) -> WriteItem:
+    return WriteItem(
+        name=p.name,
+        shape=p.shard.whole,
+        dtype=p.parameter.dtype,
+        regions=tuple(p.shard.regions()),
+        source=lambda: p.parameter,
+    )
+
+
+def _optimizer_items(p: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
+    regions = tuple(p.shard.regions(shard.begin, shard.end))
+    states = {MAIN_COPY: shard.main} if shard.is_copy else {}
+    states |= {
+        name: value
+        for name, value in shard.inner.state.get(shard.main, {}).items()
+        if name != "step" and torch.is_tensor(value)
+    }
+    return [
+        WriteItem(
+            name=optimizer_name(state, p.name),
+            shape=p.shard.whole,
+            dtype=value.dtype,
+            regions=regions,
+            source=lambda value=value: value,  # type: ignore[misc]
+        )
+        for state, value in states.items()
+    ]
+
+
+def optimizer_step_count(optimizer: TrainingOptimizer) -> int | None:
+    return adam_step(optimizer_shards(optimizer.inner))
+
+
+def rng_write_items(coordinate: Coordinate) -> list[WriteItem]:
+    """All RNG states of this rank, as small tensors named by its coordinates."""
+    prefix = rng_prefix(coordinate)
+    host = {"python": random.getstate(), "numpy": _numpy_state()}
+    write_items = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "host": torch.frombuffer(bytearray(json.dumps(host).encode()), dtype=torch.uint8),
+    }
+    write_items |= {f"dropout.{name}": state for name, state in cuda_rng_states().items()}
+    return [
+        WriteItem.whole(f"{prefix}{name}", state.clone()) for name, state in write_items.items()
+    ]
+
+
+def rng_prefix(coordinate: Coordinate) -> str:
+    c = coordinate
+    return f"rng.stage{c.stage}.data{c.data}.context0.tensor{c.tensor}."
+
+
+def restore_rng_state(states: dict[str, torch.Tensor]) -> bool:
+    """Set what `rng_write_items` gave. False, with nothing changed, if it is another device's."""
+    if states["cuda"].numel() != torch.cuda.get_rng_state().numel():
+        return False
+    host = json.loads(bytes(states["host"].tolist()).decode())
+    version, numbers, gauss = host["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = host["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    head = "dropout."
+    set_cuda_rng_states({n.removeprefix(head): s for n, s in states.items() if n.startswith(head)})
+    return True
+
+
+def _numpy_state() -> list[Any]:
+    kind, keys, *rest = numpy.random.get_state()
+    return [kind, [int(key) for key in keys], *rest]

@@ -1,0 +1,204 @@
+"""Writes a `.safetensors` file item by item, with no more than one block in host memory.
+
+The safetensors library writes files only from tensors that are all in memory. The format is a
+length, a JSON header and the bytes of each tensor. Checksums are computed while writing. Files are
+read with the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.hetero.checkpoint.index import StoredFile, StoredRegion, StoredTensor
+from megatron.hetero.checkpoint.regions import Region
+
+BLOCK_BYTES = 64 << 20
+_CODES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+
+class WriteCancelled(Exception):
+    """Another rank's part failed, so nobody needs this one."""
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """One rank's part of a tensor in a file: regions of it, one after the other in flat memory.
+
+    `source` returns the elements in a tensor of any shape and device. It is called when they are
+    written, on the writing thread.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    regions: tuple[Region, ...]
+    source: Callable[[], torch.Tensor]
+
+    @property
+    def elements(self) -> int:
+        return sum(region.size for region in self.regions)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> WriteItem:
+        shape = tuple(tensor.shape)
+        return cls(name, shape, tensor.dtype, (Region.whole(shape),), lambda: tensor)
+
+    def stored_in(self, file: str) -> StoredTensor:
+        offsets = [0]
+        for region in self.regions:
+            offsets.append(offsets[-1] + region.size)
+        return StoredTensor(
+            shape=self.shape,
+            dtype=str(self.dtype).removeprefix("torch."),
+            regions=tuple(
+                StoredRegion(file, offset, region)
+                for offset, region in zip(offsets, self.regions, strict=False)
+            ),
+        )
+
+
+class BlockChecksums:
+    """CRC-32 of each block of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._crc, self._filled, self.size = 0, 0, 0
+
+    def update(self, data: memoryview) -> None:
+        self.size += len(data)
+        while len(data):
+            part = data[: BLOCK_BYTES - self._filled]
+            self._crc = zlib.crc32(part, self._crc)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._done.append(self._crc)
+                self._crc, self._filled = 0, 0
+
+    def result(self) -> StoredFile:
+        blocks = [*self._done, self._crc] if self._filled else self._done
+        return StoredFile(size=self.size, blocks=tuple(blocks))
+
+
+def write_safetensors(
+    path: Path, write_items: Sequence[WriteItem], *, cancelled: threading.Event | None = None
+) -> StoredFile:
+    """Write `write_items` in order, flat, under their names; the file is on disk when this returns.
+
+    Raises OSError, or WriteCancelled once `cancelled` is set.
+    """
+    sums = BlockChecksums()
+    with path.open("wb", buffering=0) as file:
+        header = safetensors_header((i.name, i.dtype, (i.elements,)) for i in write_items)
+        _put(file, memoryview(header), sums)
+        for write_item in write_items:
+            written = 0
+            for data in _blocks(write_item):
+                if cancelled is not None and cancelled.is_set():
+                    raise WriteCancelled
+                _put(file, data, sums)
+                written += len(data)
+            if written != write_item.bytes:
+                raise ValueError(
+                    f"{write_item.name} gave {written} bytes instead of {write_item.bytes}"
+                )
+        os.fsync(file.fileno())
+    return sums.result()
+
+
+def _put(file: BinaryIO, data: memoryview, sums: BlockChecksums) -> None:
+    sums.update(data)
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The bytes of a file before its data: length and JSON. `tensors`: name, dtype and shape."""
+    position = 0
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries).encode()
+    # Data is aligned for every dtype; the format allows trailing spaces in its header.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(write_item: WriteItem) -> Iterator[memoryview]:
+    values = write_item.source()
+    if values.dtype != write_item.dtype:
+        raise ValueError(
+            f"{write_item.name} is {values.dtype}, not {write_item.dtype} as announced"
+        )
+    return tensor_blocks(values)
+
+
+def tensor_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in host memory, one block at a time."""
+    flat = tensor.detach().reshape(-1)
+    step = BLOCK_BYTES // flat.dtype.itemsize
+    for begin in range(0, flat.numel(), step):
+        block = flat[begin : begin + step].cpu().contiguous()
+        yield memoryview(block.view(torch.uint8).numpy().data)
+
+
+def checksum_problem(path: Path, expected: StoredFile) -> str | None:
+    """Compare a file with its size and checksums; returns what is wrong, or None."""
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path.name} has {size} bytes instead of {expected.size}"
+        buffer = bytearray(min(BLOCK_BYTES, max(1, expected.size)))
+        with path.open("rb", buffering=0) as file:
+            for number, checksum in enumerate(expected.blocks):
+                wanted = min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES)
+                view = memoryview(buffer)[:wanted]
+                _read_fully(file, view)
+                if zlib.crc32(view) != checksum:
+                    return f"{path.name} has other bytes than were written (block {number})"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    covered = math.ceil(expected.size / BLOCK_BYTES)
+    return None if covered == len(expected.blocks) else f"{path.name} has too few checksums"
+
+
+def _read_fully(file: BinaryIO, view: memoryview) -> None:
+    while len(view):
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("it became shorter while it was read")
+        view = view[count:]

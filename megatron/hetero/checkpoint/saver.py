@@ -1,0 +1,398 @@
+"""Saves checkpoints: every rank writes one file, then rank 0 commits them all by a rename.
+
+Each rank writes in a thread. Meanwhile the main threads all-gather the `SaveState` of all ranks: in
+a loop for a blocking save, once per step with --async-save. When all files are written, rank 0's
+thread writes the index, renames the folder and replaces the tracker. If any rank fails, all stop
+and the folder is removed.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import HeteroError
+from megatron.hetero.checkpoint import folder as folders
+from megatron.hetero.checkpoint.control_group import ControlGroup, combine
+from megatron.hetero.checkpoint.index import (
+    INDEX_FILE,
+    Index,
+    StoredFile,
+    StoredRegion,
+    StoredTensor,
+    parse_index,
+    tensor_from_record,
+    tensor_record,
+)
+from megatron.hetero.checkpoint.lock import LockLost, SaveLock
+from megatron.hetero.checkpoint.safetensors_writer import (
+    WriteCancelled,
+    WriteItem,
+    write_safetensors,
+)
+from megatron.hetero.checkpoint.snapshot import Snapshot, copy_bytes
+
+_POLL_SECONDS = 0.5
+_LOST = "lost: "
+"""Prefix of rank 0's message if another run has taken over the folder."""
+
+
+class SaveError(HeteroError):
+    """A checkpoint could not be written; all ranks know."""
+
+    known_to_all = True
+
+
+class SaveState(enum.IntEnum):
+    """The state of the pending save on one rank."""
+
+    WRITING = 0
+    WRITTEN = 1
+    COMMITTED = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Which older checkpoints to keep: --keep-last and --save-retain-interval."""
+
+    last: int | None = None
+    interval: int | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One rank's part of a checkpoint; `args` and `run` are used on rank 0 only."""
+
+    write_items: Sequence[WriteItem]
+    args: Mapping[str, Any]
+    run: Mapping[str, Any]
+    optimizer_step: int | None
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The file that a rank has written."""
+
+    bytes: int
+    seconds: float
+    """From the save's begin until it was on the disk."""
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """Result of a save; `iteration` and `problem` are the same on every rank."""
+
+    iteration: int
+    problem: str | None
+    seconds: float
+    """From its begin until this rank knew of its end."""
+    bytes: int = 0
+    """The size of all files, on rank 0."""
+    part: StoredPart | None = None
+    """This rank's share, if it was written."""
+    memory_wait_s: float = 0.0
+    """Seconds for which this rank's training waited for the memory of a copy."""
+    not_removed: str = ""
+    """Older checkpoints that had to go and could not be removed, on rank 0."""
+
+
+def part_name(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+class Saver:
+    """This rank's side of every save of a run."""
+
+    def __init__(
+        self,
+        save: Path,
+        control: ControlGroup,
+        *,
+        kept: RetentionPolicy,
+        snapshot: Snapshot | None = None,
+        lock: SaveLock | None = None,
+    ) -> None:
+        """`lock` is rank 0's hold on the folder."""
+        self._save, self._control, self._kept = save, control, kept
+        self._snapshot, self._lock = snapshot, lock
+        self._pending: _PendingSave | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        return self._pending is not None
+
+    def reserve(self, write_items: Sequence[WriteItem]) -> None:
+        """Allocate snapshot memory for such items in a thread. Not collective."""
+        if self._snapshot is not None:
+            self._snapshot.reserve(copy_bytes(write_items))
+
+    def start(self, iteration: int, contents: Contents) -> None:
+        """Start a save. Collective. Failures are reported by `poll` or `finish`.
+
+        Raises SaveError on every rank if another run has taken over the folder.
+        """
+        if self._pending is not None:
+            raise RuntimeError("a save was started while another was running")
+        name = folders.folder_name(iteration)
+        folder = self._save / (name + folders.SAVING)
+        problem = ""
+        if self._control.rank == 0:
+            try:
+                self._require_lock()
+                folders.begin(self._save, name)
+            except LockLost as error:
+                problem = _LOST + str(error)
+            except OSError as error:
+                problem = _reason(error)
+        # Also a barrier: no rank may write before the folder exists.
+        problem = self._control.all_gather_strings(problem)[0]
+        if problem.startswith(_LOST):
+            raise SaveError(problem.removeprefix(_LOST))
+        pending = _PendingSave(
+            self._save,
+            folder,
+            iteration,
+            self._control,
+            contents,
+            self._kept,
+            problem,
+            before_commit=self._require_lock,
+        )
+        self._pending = pending
+        if not problem:
+            pending.write(contents.write_items, self._snapshot)
+
+    def _require_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.require_held()
+
+    def order_updates(self) -> None:
+        """Make updates enqueued from now on wait for the snapshot of a pending save."""
+        if self._pending is not None and self._snapshot is not None:
+            self._snapshot.order_updates()
+
+    def poll(self) -> SaveOutcome | None:
+        """Advance the pending save without blocking; its outcome if it has ended. Collective."""
+        return None if self._pending is None else self._advance(self._pending)
+
+    def finish(self) -> SaveOutcome | None:
+        """Wait for the pending save, if there is one; its outcome. Collective."""
+        outcome = None
+        while self._pending is not None and outcome is None:
+            self._pending.join(_POLL_SECONDS)
+            outcome = self._advance(self._pending)
+        return outcome
+
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+    def _advance(self, pending: _PendingSave) -> SaveOutcome | None:
+        states = self._control.all_gather_ints(pending.state)
+        if SaveState.FAILED in states:
+            pending.cancel()
+            if SaveState.WRITING in states:
+                return None
+            return self._end(pending, failed=True)
+        if states[0] == SaveState.COMMITTED:
+            return self._end(pending, failed=False)
+        if SaveState.WRITING not in states and self._control.rank == 0:
+            pending.commit()
+        return None
+
+    def _end(self, pending: _PendingSave, *, failed: bool) -> SaveOutcome:
+        self._pending = None
+        pending.join(None)
+        problem = None
+        if failed:
+            problem = (
+                combine(self._control.all_gather_strings(pending.problem)) or "it was interrupted"
+            )
+            if self._control.rank == 0:
+                folders.abandon(pending.folder)
+        return SaveOutcome(
+            iteration=pending.iteration,
+            problem=problem,
+            seconds=time.monotonic() - pending.began,
+            bytes=pending.bytes,
+            part=None if failed else pending.part,
+            memory_wait_s=pending.memory_wait_s,
+            not_removed=pending.not_removed,
+        )
+
+
+class _PendingSave:
+    """A save in progress on this rank. Its thread sets `state`, the main thread reads it."""
+
+    def __init__(
+        self,
+        save: Path,
+        folder: Path,
+        iteration: int,
+        control: ControlGroup,
+        contents: Contents,
+        kept: RetentionPolicy,
+        problem: str,
+        *,
+        before_commit: Callable[[], None],
+    ) -> None:
+        self._before_commit = before_commit
+        self.folder, self.iteration = folder, iteration
+        self.problem = problem
+        self.state = SaveState.FAILED if problem else SaveState.WRITING
+        self.began = time.monotonic()
+        self.bytes = 0
+        self.part: StoredPart | None = None
+        self.memory_wait_s = 0.0
+        self.not_removed = ""
+        self._save, self._contents, self._kept = save, contents, kept
+        self._rank, self._world_size = control.rank, control.world_size
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._committing = False
+
+    def write(self, write_items: Sequence[WriteItem], snapshot: Snapshot | None) -> None:
+        try:
+            copies = write_items if snapshot is None else snapshot.take(write_items)
+        except (HeteroError, RuntimeError, MemoryError) as error:
+            self.problem = (
+                f"there is no host memory for a copy of the weights ({_reason(error)}); a save "
+                "without --async-save needs none"
+            )
+            self.state = SaveState.FAILED
+            return
+        finally:
+            self.memory_wait_s = 0.0 if snapshot is None else snapshot.memory_wait_s
+
+        def work() -> SaveState:
+            if snapshot is not None:
+                snapshot.wait()
+            self._write_part(copies)
+            return SaveState.WRITTEN
+
+        self._run(work)
+
+    def commit(self) -> None:
+        """Rank 0, once all parts are written."""
+        if not self._committing:
+            self._committing = True
+            self._run(self._commit)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def join(self, seconds: float | None) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self, work: Callable[[], SaveState]) -> None:
+        self.join(None)
+
+        def guarded() -> None:
+            try:
+                self.state = work()
+            except WriteCancelled:
+                self.state = SaveState.FAILED
+            except Exception as error:  # told to all ranks when they meet
+                self.problem = _reason(error)
+                self.state = SaveState.FAILED
+
+        self._thread = threading.Thread(target=guarded, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write_part(self, write_items: Sequence[WriteItem]) -> None:
+        if not self.folder.is_dir():
+            raise OSError(
+                None,
+                f"it does not see {self.folder}, which rank 0 has made; --save must be in a "
+                "file system that all ranks share",
+            )
+        name = part_name(self._rank)
+        stored = write_safetensors(
+            self.folder / f"{name}.safetensors", write_items, cancelled=self._cancelled
+        )
+        record = {
+            "file": [stored.size, list(stored.blocks)],
+            "optimizer_step": self._contents.optimizer_step,
+            "tensors": {
+                write_item.name: tensor_record(write_item.stored_in(f"{name}.safetensors"))
+                for write_item in write_items
+            },
+        }
+        temporary = self.folder / f"{name}.json.tmp"
+        temporary.write_text(json.dumps(record))
+        temporary.rename(self.folder / f"{name}.json")
+        self.part = StoredPart(stored.size, time.monotonic() - self.began)
+
+    def _commit(self) -> SaveState:
+        self._before_commit()
+        index = self._merged()
+        text = index.to_json()
+        # What does not cover its tensors must never get a checkpoint's name.
+        parse_index(text)
+        with (self.folder / INDEX_FILE).open("w") as file:
+            file.write(text)
+            folders.sync_file(file)
+        for rank in range(self._world_size):
+            (self.folder / f"{part_name(rank)}.json").unlink()
+        folders.commit(self.folder)
+        self.bytes = sum(stored.size for stored in index.files.values())
+        self.not_removed = ", ".join(
+            folders.prune(
+                self._save,
+                newest=self.iteration,
+                keep_last=self._kept.last,
+                retain_interval=self._kept.interval,
+            )
+        )
+        return SaveState.COMMITTED
+
+    def _merged(self) -> Index:
+        tensors: dict[str, StoredTensor] = {}
+        files: dict[str, StoredFile] = {}
+        steps = set()
+        for rank in range(self._world_size):
+            part = self.folder / f"{part_name(rank)}.json"
+            try:
+                record = json.loads(part.read_text())
+            except FileNotFoundError:
+                raise OSError(
+                    None,
+                    f"it does not see what rank {rank} wrote into {self.folder}; --save must "
+                    "be in a file system that all ranks share",
+                ) from None
+            size, blocks = record["file"]
+            files[f"{part_name(rank)}.safetensors"] = StoredFile(size, tuple(blocks))
+            if record["optimizer_step"] is not None:
+                steps.add(record["optimizer_step"])
+            for name, entry in record["tensors"].items():
+                tensors[name] = _joined(tensors.get(name), tensor_from_record(entry), name)
+        if len(steps) > 1:
+            raise RuntimeError(f"the ranks' optimizers made different numbers of steps: {steps}")
+        run = {**self._contents.run, "optimizer_step": steps.pop() if steps else None}
+        return Index(args=self._contents.args, run=run, tensors=tensors, files=files)
+
+
+def _joined(known: StoredTensor | None, part: StoredTensor, name: str) -> StoredTensor:
+    if known is None:
+        return part
+    if (known.shape, known.dtype) != (part.shape, part.dtype):
+        raise RuntimeError(f"the ranks disagree on the shape or dtype of tensor {name}")
+    regions: tuple[StoredRegion, ...] = known.regions + part.regions
+    return StoredTensor(known.shape, known.dtype, regions)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())[:300] or type(error).__name__

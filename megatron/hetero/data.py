@@ -1,0 +1,381 @@
+"""Datasets, samplers and data iterators over Megatron's indexed datasets.
+
+Only the first stage needs tokens and only the last needs labels, so only they open the data. Every
+tensor-parallel rank reads the memory-mapped samples itself instead of receiving a broadcast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
+
+from hetero.errors import HeteroError, UserError
+from hetero.formatting import counted
+from hetero.plan import Coordinate, Plan
+from megatron.hetero.arguments.batch_sizes import samples_after
+from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
+from megatron.hetero.core_private import use_whole_reads, without_process_group
+from megatron.hetero.dataset_checks import SPLITS, blend_config
+from megatron.hetero.fill_in_middle import fill_in_middle
+from megatron.hetero.text_dataset import TextDataset, TextDatasetConfig
+
+_NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
+_CANNOT_WRITE = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
+)
+
+
+@dataclass(frozen=True)
+class SplitSizes:
+    """Number of samples per split."""
+
+    train: int
+    valid: int
+    test: int
+
+
+def required_samples(args: argparse.Namespace, begun: TrainState = NEW_RUN) -> SplitSizes:
+    """Samples that the run will consume from each split, those before `begun` included."""
+    steps = max(0, args.train_iters - begun.iteration)
+    consumed = samples_after(args, steps, consumed=begun.consumed_train_samples)
+    # The last batch of a batch-size schedule may go beyond --train-samples.
+    train = max(args.train_samples or 0, consumed)
+    evaluates_often = args.eval_interval and not args.skip_train
+    rounds = (args.train_iters // args.eval_interval + 1) if evaluates_often else 1
+    per_round = args.eval_iters * args.eval_global_batch_size
+    return SplitSizes(train=train, valid=rounds * per_round, test=per_round)
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The train, valid and test datasets (None on ranks that read no data) and their sizes."""
+
+    train: Any | None
+    valid: Any | None
+    test: Any | None
+    sizes: SplitSizes
+    empty_splits: frozenset[str]
+    """Names of splits without documents."""
+
+
+def dataset_config(
+    args: argparse.Namespace, *, tokenizer: Any, digests: Mapping[str, str] = _NO_DIGESTS
+) -> TextDatasetConfig:
+    """megatron-core's dataset configuration, from the flags. `digests` are those of prefixes."""
+    fim = fill_in_middle(args, tokenizer)
+    return TextDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        # Otherwise attention is causal inside the kernel and needs no mask.
+        create_attention_mask=args.reset_attention_mask,
+        digests=digests,
+        transform=None if fim is None else fim.reorder,
+        **blend_config(args),
+    )
+
+
+def build_datasets(
+    args: argparse.Namespace,
+    *,
+    tokenizer: Any,
+    empty_splits: frozenset[str],
+    digests: Mapping[str, str] = _NO_DIGESTS,
+    begun: TrainState = NEW_RUN,
+) -> list[Any | None]:
+    """Build the train, valid and test datasets, as long as a run needs that resumes from `begun`.
+
+    Needs no process group. Writes the sample indexes to the cache, or reads them if they exist.
+    The caller must let one rank per node finish before the others start.
+    """
+    config = dataset_config(args, tokenizer=tokenizer, digests=digests)
+    samples = required_samples(args, begun)
+    # megatron-core loops forever on an empty split, and indexes one that no evaluation reads.
+    unread = frozenset() if args.eval_iters else {"valid", "test"}
+    if config.split_matrix is not None:
+        config.split_matrix = [
+            None if name in empty_splits | unread else part
+            for name, part in zip(SPLITS, config.split_matrix, strict=True)
+        ]
+    kind = MockGPTDataset if args.mock_data else TextDataset
+    sizes = [samples.train, samples.valid, samples.test]
+    try:
+        with without_process_group(), use_whole_reads():
+            built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    except Exception as error:  # a damaged cache raises arbitrary exceptions
+        raise _build_error(error) from error
+    _check_train_split(args, built[0])
+    for split in built:
+        for dataset in getattr(split, "datasets", [split] if split is not None else []):
+            # megatron-core caches the loss mask of the first sample that a process reads, with that
+            # sample's padding masked out, and reuses it for every other sample.
+            dataset.masks_and_position_ids_are_cacheable = False
+    return list(built)
+
+
+def _build_error(error: Exception) -> UserError:
+    """The error to show when megatron-core cannot build a dataset, with a remedy."""
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    # Of a disk that becomes full during a write, numpy tells in words alone.
+    is_short_write = isinstance(error, OSError) and reason.endswith(" written")
+    if is_short_write or getattr(error, "errno", None) in _CANNOT_WRITE:
+        return UserError(
+            f"the sample indexes cannot be stored ({reason}); give --data-cache-path a folder that "
+            "can be written and has room"
+        )
+    return UserError(
+        f"the datasets could not be built ({reason}); look at --data-path and --split, and "
+        "delete the index cache (--data-cache-path, or the folder PREFIX/cache of each dataset)"
+    )
+
+
+def _check_train_split(args: argparse.Namespace, train: Any) -> None:
+    """Raise UserError if the training split is too small for one step."""
+    stride = args.micro_batch_size * sum(args.data_shares)
+    if args.skip_train:
+        return
+    if train is None or len(train) < stride:
+        raise UserError(
+            f"the training split gives {counted(0 if train is None else len(train), 'sample')} of "
+            f"{counted(args.seq_length, 'token')} but one step over all ranks takes {stride}; use "
+            "more text or a larger first number in --split"
+        )
+
+
+def micro_batch_slots(shares: Sequence[int], data_rank: int) -> tuple[int, ...]:
+    """Positions of a data-parallel rank's micro-batches among the sum(shares) of one row.
+
+    Micro-batches are assigned round-robin until each rank has its share. With shares of one this
+    is Megatron's order: rank 0 takes the first of every row, rank 1 the second, and so on.
+    """
+    owners = [
+        rank for turn in range(max(shares)) for rank, share in enumerate(shares) if share > turn
+    ]
+    return tuple(slot for slot, rank in enumerate(owners) if rank == data_rank)
+
+
+class SequentialSampler:
+    """Batch sampler: this data-parallel rank's micro-batches in order, from sample `consumed` on.
+
+    One row is sum(shares) consecutive micro-batches; an incomplete last row is dropped. An endless
+    one goes on with the first sample.
+    """
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        consumed: int,
+        micro_batch_size: int,
+        data_rank: int,
+        shares: Sequence[int],
+        endless: bool = False,
+    ) -> None:
+        self._total, self._consumed = total, consumed
+        self._micro_batch_size = micro_batch_size
+        self._stride = micro_batch_size * sum(shares)
+        self._slots = micro_batch_slots(shares, data_rank)
+        self._repeats = endless and total >= self._stride
+
+    def __iter__(self) -> Iterator[list[int]]:
+        later_passes = itertools.repeat(0) if self._repeats else ()
+        for begin in itertools.chain([self._consumed], later_passes):
+            for start in range(begin, self._total - self._stride + 1, self._stride):
+                for slot in self._slots:
+                    first = start + slot * self._micro_batch_size
+                    yield list(range(first, first + self._micro_batch_size))
+
+
+class CyclicSampler:
+    """Endless SequentialSampler over a new permutation of the samples in every epoch."""
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        consumed: int,
+        micro_batch_size: int,
+        data_rank: int,
+        shares: Sequence[int],
+        seed: int,
+    ) -> None:
+        self._total, self._consumed, self._seed = total, consumed, seed
+        self._micro_batch_size = micro_batch_size
+        self._stride = micro_batch_size * sum(shares)
+        self._slots = micro_batch_slots(shares, data_rank)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        stride = self._stride
+        usable = self._total // stride * stride
+        if usable == 0:
+            return
+        for epoch in itertools.count(self._consumed // usable):
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(self._total, generator=generator)[:usable].tolist()
+            skip = self._consumed % usable if epoch == self._consumed // usable else 0
+            for start in range(skip, usable - stride + 1, stride):
+                for slot in self._slots:
+                    first = start + slot * self._micro_batch_size
+                    yield order[first : first + self._micro_batch_size]
+
+
+class MicroBatches(Iterator[dict[str, torch.Tensor]]):
+    """Iterator over a loader's batches: checks them, moves them to the device, times the loader.
+
+    The copy to the device is not timed: it may block on the GPU rather than on data.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[dict[str, torch.Tensor]],
+        *,
+        device: torch.device,
+        vocab_size: int,
+        deadline: float = 0.0,
+    ) -> None:
+        """`deadline`: the loader's timeout in seconds, after which it raises RuntimeError, or 0."""
+        self._loader, self._device, self._vocab_size = loader, device, vocab_size
+        self._deadline = deadline
+        self._batches: Iterator[dict[str, torch.Tensor]] | None = None
+        self._seconds = 0.0
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        began = time.perf_counter()
+        try:
+            if self._batches is None:
+                self._batches = iter(self._loader)  # starts the loader's worker processes
+            batch = next(self._batches)
+            _check_token_ids(batch, self._vocab_size)
+        except RuntimeError as error:
+            if self._deadline and time.perf_counter() - began >= self._deadline:
+                raise HeteroError(
+                    f"no batch came from the loader's workers for {self._deadline:.0f} s; see "
+                    "whether the data's file system answers and what the workers said above, or "
+                    "try --num-workers 0"
+                ) from error
+            raise
+        finally:
+            self._seconds += time.perf_counter() - began
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
+
+    def pop_wait_seconds(self) -> float:
+        """Seconds spent waiting for the loader since the previous call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def build_micro_batches(
+    args: argparse.Namespace,
+    dataset: Any,
+    *,
+    coordinate: Coordinate,
+    plan: Plan,
+    consumed: int,
+    device: torch.device,
+    endless: bool,
+    micro_batch_size: int,
+) -> MicroBatches:
+    """This rank's micro-batches of a dataset, in the order of --dataloader-type."""
+    common: dict[str, Any] = {
+        "total": len(dataset),
+        "consumed": consumed,
+        "micro_batch_size": micro_batch_size,
+        "data_rank": coordinate.data,
+        "shares": plan.shares(coordinate.stage),
+    }
+    sampler: CyclicSampler | SequentialSampler
+    if args.dataloader_type == "cyclic":
+        sampler = CyclicSampler(seed=args.seed, **common)
+    else:
+        sampler = SequentialSampler(endless=endless, **common)
+    deadline = _loader_deadline(args) if args.num_workers else 0.0
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=args.num_workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=args.num_workers > 0,
+        timeout=deadline,
+        # Otherwise the loader would advance the global generator, which dropout uses.
+        generator=torch.Generator(),
+    )
+    return MicroBatches(
+        loader, device=device, vocab_size=args.tokenizer_vocab_size, deadline=deadline
+    )
+
+
+def _loader_deadline(args: argparse.Namespace) -> float:
+    """Loader timeout in seconds: below every timeout of the ranks that wait for this one."""
+    return 0.9 * min(args.hetero_timeout, 60.0 * args.distributed_timeout_minutes)
+
+
+def _check_token_ids(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, which a split embedding silently accepts."""
+    ends = [batch[name].aminmax() for name in ("tokens", "labels")]
+    smallest, largest = min(int(end.min) for end in ends), max(int(end.max) for end in ends)
+    if smallest < 0 or largest >= vocab_size:
+        raise HeteroError(
+            f"the data holds token {smallest if smallest < 0 else largest} but the tokenizer has "
+            f"{vocab_size}; preprocess the text with the tokenizer that this run names, or restore "
+            "the files if they were changed"
+        )
+
+
+def build_data_iterators(
+    args: argparse.Namespace,
+    dataset: Any,
+    *,
+    coordinate: Coordinate,
+    plan: Plan,
+    consumed: int,
+    device: torch.device,
+    endless: bool = False,
+    micro_batch_size: int | None = None,
+) -> list[Iterator[Any]]:
+    """One data iterator per model chunk of this rank; middle chunks get empty batches.
+
+    `micro_batch_size` defaults to --micro-batch-size; `endless` ones begin again at the end.
+    """
+    iterators: list[Iterator[Any]] = []
+    for chunk in range(plan.chunks):
+        is_first = coordinate.stage == 0 and chunk == 0
+        is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
+        needs_mask = args.reset_attention_mask
+        if dataset is not None and (is_first or is_last or needs_mask):
+            iterators.append(
+                build_micro_batches(
+                    args,
+                    dataset,
+                    coordinate=coordinate,
+                    plan=plan,
+                    consumed=consumed,
+                    device=device,
+                    endless=endless,
+                    micro_batch_size=micro_batch_size or args.micro_batch_size,
+                )
+            )
+        else:
+            iterators.append(itertools.repeat({}))
+    return iterators
+
+
+def needs_data(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> bool:
+    return coordinate.stage in (0, plan.stages - 1) or bool(args.reset_attention_mask)

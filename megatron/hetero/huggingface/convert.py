@@ -1,0 +1,288 @@
+"""Converts models from Hugging Face's format to checkpoints and back, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.errors import UserError
+from megatron.hetero.checkpoint import folder as checkpoint_folders
+from megatron.hetero.checkpoint.conversion import (
+    FILE_BYTES,
+    Converted,
+    byte_progress,
+    missing_argument,
+    new_folder,
+    precision_args,
+    require_empty,
+    shards,
+    write_converted,
+)
+from megatron.hetero.checkpoint.index import Index
+from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.regions import Region
+from megatron.hetero.checkpoint.safetensors_writer import WriteItem
+from megatron.hetero.checkpoint.tensor_names import EMBEDDING
+from megatron.hetero.huggingface import hub_folders
+from megatron.hetero.huggingface.configuration import args_from_config, config_from_args
+from megatron.hetero.huggingface.mapping import ModelShape, Rule, rules
+from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
+
+COMPANION_FOLDER = "huggingface"
+"""Inside a converted checkpoint: tokenizer, config.json and generation settings of the model."""
+# In tied models of some releases, and buffers of old ones.
+_IGNORED_TENSORS = ("lm_head.weight", "rotary_emb.inv_freq")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class ConvertedModel(Converted):
+    """The result of a conversion from or to Hugging Face's format."""
+
+    has_tokenizer: bool = False
+    dropped_flags: tuple[str, ...] = ()
+    """Flags with their values that config.json cannot express. Only training uses them."""
+
+
+@dataclass(frozen=True)
+class _ExportTask:
+    """One of our tensors, to be split into Hugging Face's of the same dtype."""
+
+    rule: Rule
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.rule.size * self.dtype.itemsize
+
+
+def to_megatron(
+    source: Path, target: Path, *, divisible_by: int | None = None, shard_bytes: int = FILE_BYTES
+) -> ConvertedModel:
+    """Write `target`/release from a Hugging Face folder; it trains with --load `target`.
+
+    `divisible_by` pads the vocabulary with rows of zeros; without it the rows are the model's own.
+    `shard_bytes` limits the size of a file of weights. Raises HeteroError.
+    """
+    model = hub_folders.ModelFolder(source)
+    args = args_from_config(model.config, source=str(source / hub_folders.CONFIG))
+    vocabulary = args["vocab_size"]
+    if divisible_by is not None:
+        args["make_vocab_size_divisible_by"] = divisible_by
+        args["padded_vocab_size"] = padded_vocab_size(
+            vocabulary, make_divisible_by=divisible_by, tensor_parallel_size=1
+        )
+    rows = args["padded_vocab_size"]
+    model.read_headers()
+    shape = ModelShape.from_args(args, vocabulary=vocabulary, rows=rows)
+    items = _import_items(model, shape)
+    args |= precision_args(items[0].dtype)
+    if model.has_tokenizer:
+        companions = target / checkpoint_folders.RELEASE / COMPANION_FOLDER
+        args |= {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(companions.absolute()),
+        }
+
+    def add_companions(folder: Path) -> None:
+        (folder / COMPANION_FOLDER).mkdir()
+        names = (hub_folders.CONFIG, *hub_folders.COMPANIONS)
+        hub_folders.copy_companions(source, folder / COMPANION_FOLDER, names=names)
+
+    folder = write_converted(
+        target, items, args=args, file_bytes=shard_bytes, add_companions=add_companions
+    )
+    return ConvertedModel(
+        folder=folder,
+        parameters=_parameters(shape),
+        rows=rows,
+        source=str(source),
+        has_tokenizer=model.has_tokenizer,
+    )
+
+
+def to_huggingface(
+    source: Path,
+    target: Path,
+    *,
+    iteration: int | None = None,
+    vocabulary: int | None = None,
+    companions: Path | None = None,
+    shard_bytes: int = FILE_BYTES,
+) -> ConvertedModel:
+    """Write a Hugging Face folder from the checkpoint of an iteration, by default the newest.
+
+    If the newest is damaged, it is refused rather than an older one taken.
+
+    `vocabulary` is how many rows of the embedding to keep, by default as many as there were tokens.
+    The tokenizer comes from `companions`, by default from where the checkpoint names it.
+    `shard_bytes` limits the size of a file of weights. Raises HeteroError.
+    """
+    require_empty(target)
+    with CheckpointReader.open(source, iteration=iteration, older=False) as reader:
+        folder, index, title, notes = reader.folder, reader.index, reader.title, reader.notes
+    rows = index.tensors[EMBEDDING].shape[0] if EMBEDDING in index.tensors else 0
+    kept_rows = _kept_rows(index.args, rows, vocabulary, folder)
+    config, shape = _config_and_shape(index, folder, kept_rows, rows)
+    tasks = _export_tasks(index, shape, folder)
+    companions = _companion_folder(index.args, folder, companions)
+    with (
+        new_folder(target) as temporary,
+        byte_progress(sum(task.bytes for task in tasks)) as advance,
+    ):
+        files = list(shards(tasks, shard_bytes))
+        _write_weights(folder, index, files, temporary, advance)
+        if companions is not None:
+            hub_folders.copy_companions(companions, temporary)
+            config |= _token_ids(companions)
+        (temporary / hub_folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    dropout = index.args.get("hidden_dropout", 0.0)
+    return ConvertedModel(
+        folder=target,
+        parameters=_parameters(shape),
+        rows=kept_rows,
+        source=title,
+        notes=notes,
+        has_tokenizer=hub_folders.has_tokenizer(target),
+        dropped_flags=(f"--hidden-dropout {dropout}",) if dropout else (),
+    )
+
+
+def _parameters(shape: ModelShape) -> int:
+    """The number of parameters of Hugging Face's model, without padding."""
+    return sum(part.size for rule in rules(shape) for part in rule.parts)
+
+
+def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[WriteItem]:
+    """Our tensors, to be read from the model's. Raises UserError unless they fit together."""
+    if shape.tied:
+        _require_tied(model)
+    items, used = [], set()
+    for rule in rules(shape):
+        dtypes = [model.require_tensor(part) for part in rule.parts]
+        if len(set(dtypes)) > 1:
+            raise UserError(
+                f"{', '.join(part.name for part in rule.parts)} in {model.folder} are of different "
+                "dtypes; save the model in one"
+            )
+        source = partial(_read_joined, model, rule)
+        regions = (Region.whole(rule.shape),)
+        items.append(WriteItem(rule.name, rule.shape, dtypes[0], regions, source))
+        used |= {part.name for part in rule.parts}
+    for name in model.names():
+        if name not in used and not name.endswith(_IGNORED_TENSORS):
+            raise UserError(
+                f"{model.folder} holds the tensor {name}, which its {hub_folders.CONFIG} does not "
+                "account for; take the files of one model"
+            )
+    return items
+
+
+def _read_joined(model: hub_folders.ModelFolder, rule: Rule) -> torch.Tensor:
+    return rule.join([model.tensor(part.name) for part in rule.parts])
+
+
+def _require_tied(model: hub_folders.ModelFolder) -> None:
+    """Refuse an output layer that is not the embedding, though the configuration calls it tied."""
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    if {embedding, output} <= set(model.names()) and not torch.equal(
+        model.tensor(embedding), model.tensor(output)
+    ):
+        raise UserError(
+            f"{model.folder} has another {output} than {embedding}, and its "
+            f"{hub_folders.CONFIG} says tie_word_embeddings; set that to false if the model was "
+            "trained with both"
+        )
+
+
+def _export_tasks(index: Index, shape: ModelShape, folder: Path) -> list[_ExportTask]:
+    """Our tensors. Raises UserError unless they have the shapes of a LLaMA or Qwen2."""
+    tasks = []
+    for rule in rules(shape):
+        stored = index.tensors.get(rule.name)
+        if stored is None or stored.shape != rule.shape:
+            actual = "nothing" if stored is None else f"the shape {list(stored.shape)}"
+            raise UserError(
+                f"the checkpoint {folder} has {actual} for {rule.name}, where its arguments say "
+                f"{list(rule.shape)}; only a LLaMA or Qwen2 can be converted"
+            )
+        tasks.append(_ExportTask(rule, getattr(torch, stored.dtype)))
+    return tasks
+
+
+def _config_and_shape(
+    index: Index, folder: Path, vocabulary: int, rows: int
+) -> tuple[dict[str, Any], ModelShape]:
+    """config.json and the shapes of a checkpoint's model."""
+    try:
+        dtype = index.tensors[EMBEDDING].dtype
+        config = config_from_args(
+            index.args, vocabulary=vocabulary, dtype=dtype, source=f"the checkpoint {folder}"
+        )
+        return config, ModelShape.from_args(index.args, vocabulary=vocabulary, rows=rows)
+    except KeyError as error:
+        raise missing_argument(folder, error) from error
+
+
+def _kept_rows(args: Mapping[str, Any], rows: int, requested: int | None, folder: Path) -> int:
+    """The number of the embedding's rows to export. Raises UserError if there are fewer."""
+    # The tokenizer's own count comes first: --vocab-size may leave out the end of a document.
+    kept = requested or args.get("tokenizer_vocab_size") or args.get("vocab_size") or rows
+    if kept > rows:
+        raise UserError(f"the checkpoint {folder} has {rows} rows of vocabulary, not {kept}")
+    return int(kept)
+
+
+def _companion_folder(args: Mapping[str, Any], folder: Path, given: Path | None) -> Path | None:
+    """The folder of tokenizer and settings: `given`, the checkpoint's, or that of its flags."""
+    if given is not None:
+        if not hub_folders.has_tokenizer(given):
+            raise UserError(f"--tokenizer {given} holds no tokenizer of Hugging Face's format")
+        return given
+    named = args.get("tokenizer_model")
+    candidates = [folder / COMPANION_FOLDER, *([Path(named)] if named else [])]
+    return next((candidate for candidate in candidates if candidate.is_dir()), None)
+
+
+def _token_ids(companions: Path) -> dict[str, Any]:
+    """The special tokens' ids in the config.json beside a tokenizer."""
+    if not (companions / hub_folders.CONFIG).is_file():
+        return {}
+    config = hub_folders.read_json(companions / hub_folders.CONFIG)
+    return {name: config[name] for name in _TOKEN_IDS if name in config}
+
+
+def _write_weights(
+    source: Path,
+    index: Index,
+    files: Sequence[Sequence[_ExportTask]],
+    target: Path,
+    advance: Callable[[int], object],
+) -> None:
+    """Write the shards, and their index if there are several."""
+
+    def split_tensors(tasks: Sequence[_ExportTask]) -> Iterator[tuple[str, torch.Tensor]]:
+        for task in tasks:
+            # A reader for each tensor, which unmaps the file after it.
+            with CheckpointReader(source, index) as reader:
+                whole = reader.tensor(task.rule.name)
+            for part, tensor in zip(task.rule.parts, task.rule.split(whole), strict=True):
+                yield part.name, tensor
+            advance(task.bytes)
+
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, tasks in enumerate(files):
+        name = hub_folders.shard_name(number, len(files))
+        parts = [(part, task.dtype) for task in tasks for part in task.rule.parts]
+        hub_folders.write_shard(target / name, parts, split_tensors(tasks))
+        weight_map |= {part.name: name for part, _ in parts}
+        total += sum(part.size * dtype.itemsize for part, dtype in parts)
+    if len(files) > 1:
+        hub_folders.write_index(target, weight_map, total_bytes=total)

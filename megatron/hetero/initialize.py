@@ -1,0 +1,374 @@
+"""Brings up a job: rendezvous, agreement of all ranks, process groups and links."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import uuid
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.agreement import Agreement
+from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
+from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
+from hetero.collectives.group_links import NICS_VARIABLE
+from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
+from hetero.device.choose_device import choose_device
+from hetero.errors import (
+    AgreedError,
+    AgreedFailure,
+    HeteroError,
+    LinkError,
+    StoreLost,
+    UserError,
+    print_error,
+    write_error_file,
+)
+from hetero.groups import build_groups, joins_meshes
+from hetero.liveness.liveness import Liveness
+from hetero.liveness.open_liveness import open_liveness
+from hetero.new_group import open_world
+from hetero.pipeline.links import LinkOptions, open_links
+from hetero.plan import Plan
+from megatron.hetero.arguments.batch_sizes import steps_of
+from megatron.hetero.arguments.installed_layers import ENGINE, engine_is_installed
+from megatron.hetero.checkpoint.find_checkpoint import (
+    FoundCheckpoint,
+    NoCheckpoint,
+    find_checkpoint,
+)
+from megatron.hetero.checkpoint.folder import check_save_folder
+from megatron.hetero.checkpoint.lock import SaveLock
+from megatron.hetero.checkpoint.save_folder import take_save_folder
+from megatron.hetero.communication_flags import (
+    channel_options,
+    find_rails,
+    group_backends,
+    require_links,
+)
+from megatron.hetero.core_private import disable_coalescing, register_groups
+from megatron.hetero.data import Datasets
+from megatron.hetero.data_agreement import agree_on_datasets, agree_on_tokenizer
+from megatron.hetero.job import Job
+from megatron.hetero.layout import apply_mesh, plan_from_args
+from megatron.hetero.metrics_logger import check_outputs
+from megatron.hetero.optimizer import RankStatistics
+from megatron.hetero.rendezvous import (
+    agree_on_addresses,
+    environment_rank,
+    open_store,
+    store_endpoint,
+)
+from megatron.hetero.reproducibility import seed_everything, set_determinism
+
+# Flags that may differ between ranks: they do not change what is computed.
+_LOCAL_FLAGS = frozenset(
+    {"ignored_flags", "typed_flags", "taken_flags"}
+    | {"lacks_transformer_engine"}
+    | {"data_path", "data_cache_path", "tokenizer_model"}
+    | {"data_args_path", "per_split_data_args_path"}
+    | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
+    | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
+    | {"num_workers", "hetero_nics"}
+    # Each vendor may use kernels of its own.
+    | {"transformer_impl", "attention_backend", "bias_swiglu_fusion"}
+    | {"bias_dropout_fusion", "cross_entropy_loss_fusion"}
+    | {"apply_rope_fusion", "gradient_accumulation_fusion"}
+)
+
+
+def build_plan(args: argparse.Namespace, rank: int) -> Plan:
+    """Build the plan and check that this process can run its part. Raises UserError."""
+    slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
+    plan = plan_from_args(args, vendor=running_vendor())
+    if args.distributed_backend == "gloo" and torch.cuda.is_available():
+        require_links(args, plan)
+    own = plan.meshes[plan.coordinate(rank).mesh].transformer_impl
+    # If it is not installed, the flags have already been changed to local layers.
+    if (own or args.transformer_impl) == ENGINE and (own is None or engine_is_installed()):
+        try:
+            import transformer_engine  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                f"TransformerEngine is installed and cannot be imported ({error}); install it with "
+                "pip install '.[te]' or use --transformer-impl local"
+            ) from error
+    if args.hetero_nics:
+        find_rails(args, own="")
+    if rank == 0:
+        check_outputs(args)
+        if args.save is not None and not args.skip_train:
+            check_save_folder(Path(args.save))
+    return plan
+
+
+def _crosses_vendors(args: argparse.Namespace) -> bool:
+    return bool(args.hetero_pipeline or args.hetero_data_parallel)
+
+
+def _rank_names(identities: list[RankIdentity], plan: Plan) -> dict[int, str]:
+    """The name of each rank in messages, with its host and stage."""
+    names = {}
+    for who in identities:
+        place = plan.coordinate(who.rank)
+        replica = f", replica {place.data}" if plan.whole_replicas else ""
+        names[who.rank] = f"rank {who.rank} on {who.host} (stage {place.stage}{replica})"
+    return names
+
+
+class Initializer:
+    """Takes one rank from its command line to a Job. Reports errors on the right ranks.
+
+    An error on any rank ends the initialization of all.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.local_rank = 0, 1, 0
+        self._agreement: Agreement  # since `initialize`
+        self.liveness: Liveness | None = None
+        self._lock: SaveLock | None = None
+        self._own_address = "127.0.0.1"
+        self._is_exiting = False
+        self._printed: str | None = None
+
+    def initialize(
+        self, args: argparse.Namespace | None, refused: UserError | None, *, printed: bool
+    ) -> Job:
+        """Collective over all ranks of the job.
+
+        Args:
+            args: the checked arguments; None if the command line was refused.
+            refused: why it was refused.
+            printed: whether that error has already been printed.
+        """
+        self._printed = str(refused) if printed else None
+        self.rank, self.world_size, self.local_rank = environment_rank()
+        plan, problem = None, refused
+        if args is not None:
+            try:
+                plan = build_plan(args, self.rank)
+            except UserError as error:
+                problem = error
+        if problem is not None and self.world_size == 1:
+            raise problem
+        timeout = 60.0 * (args.distributed_timeout_minutes if args is not None else 10)
+        store = open_store(self.rank, self.world_size, timeout)
+        if self.world_size > 1:
+            self.liveness = open_liveness(
+                store,
+                rank=self.rank,
+                world_size=self.world_size,
+                master=os.environ["MASTER_ADDR"],
+            )
+            self.liveness.on_failure(self._exit_on_remote_failure)
+        self._agreement = Agreement(
+            store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            liveness=self.liveness,
+            endpoint=store_endpoint(),
+        )
+        identities, device = self._exchange_identities(args, plan, problem)
+        if args is None or plan is None:
+            raise RuntimeError("the ranks agreed although this one's command line was refused")
+        if joins_meshes(plan):
+            apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
+        if self.liveness is not None:
+            self.liveness.set_names(_rank_names(identities, plan))
+            self._own_address = agree_on_addresses(self._agreement, self.liveness)
+        self._lock = take_save_folder(args, self._agreement.exchange, rank=self.rank)
+        tokenizer = agree_on_tokenizer(args, self._agreement, read_indexes=self.local_rank == 0)
+        checkpoint = find_checkpoint(
+            args, self._agreement.exchange, rank=self.rank, world_size=self.world_size
+        )
+        begun = checkpoint.train_state
+        if args.train_samples:
+            # The steps before a resume may have had another batch.
+            left = steps_of(args, consumed=begun.consumed_train_samples)
+            args.train_iters = begun.iteration + left
+        datasets = agree_on_datasets(
+            args,
+            plan,
+            tokenizer,
+            self._agreement,
+            begun=begun,
+            rank=self.rank,
+            local_rank=self.local_rank,
+        )
+        return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
+
+    def _exchange_identities(
+        self, args: argparse.Namespace | None, plan: Plan | None, problem: UserError | None
+    ) -> tuple[list[RankIdentity], torch.device]:
+        """Gather the identities of all ranks and check that they fit the plan and each other."""
+        payload: dict[str, Any] = {}
+        device = torch.device("cpu")
+        if args is not None and plan is not None and problem is None:
+            try:
+                local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                device = choose_device(self.local_rank, local_size)
+                flags = {k: _as_json(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
+                flags["plan"] = plan.to_mapping() if _crosses_vendors(args) else None
+                payload = asdict(
+                    identify(
+                        rank=self.rank,
+                        local_rank=self.local_rank,
+                        planned_vendor=plan.vendor_of_rank(self.rank),
+                        flags=flags,
+                    )
+                )
+            except UserError as error:
+                problem = error
+        payloads = self._agreement.exchange("command lines", payload=payload, error=problem)
+        identities = [RankIdentity(**record) for record in payloads]
+        if args is None or plan is None:
+            raise RuntimeError("the ranks agreed although this one's command line was refused")
+        transport = args.hetero_transport if _crosses_vendors(args) else None
+        try:
+            check_identities(identities, plan, boundary_transport=transport)
+        except UserError as error:
+            # All ranks check the same identities and raise the same error.
+            raise AgreedError(str(error)) from error
+        return identities, device
+
+    def _exit_on_remote_failure(self, error: HeteroError) -> None:
+        """Liveness callback: exit because another rank ended. The main thread may be blocked."""
+        if not self._is_exiting:
+            self.report(error)
+            os._exit(error.exit_code)
+
+    def close(self) -> None:
+        """Release the lock on --save. Call last, also after a failure."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _connect(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        identities: list[RankIdentity],
+        device: torch.device,
+        datasets: Datasets,
+        checkpoint: FoundCheckpoint | NoCheckpoint,
+        store: dist.Store,
+        timeout: float,
+    ) -> Job:
+        set_determinism(args)
+        vendor_backend, crossing_backend = group_backends(args, device)
+        mixed = len(plan.meshes) > 1
+        default = "gloo" if device.type == "cpu" else "cpu:gloo"
+        if device.type == "cuda" and not mixed:
+            default = f"cpu:gloo,cuda:{vendor_backend}"
+        # hetero.collectives must not replace backends: they are chosen per group here.
+        os.environ.pop(INSTEAD_OF_VARIABLE, None)
+        if args.hetero_nics:
+            os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
+        with self._agreement.section("process groups", on_failure=self._exit_on_remote_failure):
+            open_world(
+                default,
+                store=dist.PrefixStore("hetero/default", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+            groups = build_groups(
+                plan,
+                self.rank,
+                vendor_backend=vendor_backend,
+                crossing_backend=crossing_backend,
+                timeout=timedelta(seconds=timeout),
+                crossing_timeout=timedelta(seconds=args.hetero_timeout),
+            )
+        register_groups(groups, plan, self.rank)
+        if args.distributed_backend == "gloo":
+            disable_coalescing()
+        coordinate = plan.coordinate(self.rank)
+        seed_everything(args, coordinate)
+        name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
+        secret = self._agreement.exchange("job", payload=name)[0]["name"]
+        links = None
+        if args.hetero_pipeline:
+            with self._agreement.section("links", on_failure=self._exit_on_remote_failure):
+                links = open_links(
+                    plan,
+                    self.rank,
+                    LinkOptions(
+                        boundary_transport=args.hetero_transport,
+                        device=device,
+                        store=dist.PrefixStore("hetero/links", store),
+                        secret=secret,
+                        timeout=args.hetero_timeout,
+                        channel=channel_options(args, self._own_address),
+                        vendor_backend=vendor_backend,
+                        sequence=args.seq_length,
+                        tensor_group=groups.tensor,
+                    ),
+                )
+        if self.liveness is not None:
+            longest = args.hetero_timeout if _crosses_vendors(args) else timeout
+            self.liveness.set_heartbeat_timeout(min(longest, timeout))
+        return Job(
+            args=args,
+            plan=plan,
+            coordinate=coordinate,
+            device=device,
+            identities=identities,
+            groups=groups,
+            links=links,
+            statistics=RankStatistics(groups.world, device),
+            datasets=datasets,
+            checkpoint=checkpoint,
+            lock=self._lock,
+            vendor_backend=vendor_backend,
+            liveness=self.liveness,
+        )
+
+    def remote_cause(self) -> str | None:
+        """Which other rank has ended or hangs, as the likely cause of this rank's failure."""
+        self._is_exiting = True
+        return self.liveness.cause() if self.liveness is not None else None
+
+    def announce_failure(self, reason: str) -> None:
+        """Tell all other ranks why this one ends, unless they know of an earlier failure."""
+        if self.liveness is not None and self.liveness.failure is None:
+            self.liveness.fail(reason)
+
+    def report(self, error: HeteroError) -> None:
+        """Print the error on the right ranks, and announce it to the others.
+
+        An error known to all ranks is printed by one rank per node, because each node has a console
+        of its own.
+        """
+        self._is_exiting = True
+        consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
+        if consequence and (cause := self.remote_cause()) is not None:
+            error = LinkError(f"{error}; {cause}")
+        if not error.known_to_all and not isinstance(error, AgreedFailure):
+            self.announce_failure(str(error))
+        is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
+        if is_logger:
+            where = "" if self.world_size == 1 or error.known_to_all else f"rank {self.rank}: "
+            if str(error) not in (self._printed, f"rank {self.rank}: {self._printed}"):
+                print_error(f"{where}{error}")
+        write_error_file(
+            str(error),
+            printed=is_logger,
+            known_to_all=error.known_to_all,
+            consequence=isinstance(error, LinkError | AgreedFailure),
+        )
+        if error.known_to_all and self.liveness is not None:
+            # A rank that hangs never leaves.
+            self.liveness.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
+
+
+def _as_json(value: Any) -> Any:
+    """A flag's value after a round trip through JSON."""
+    if isinstance(value, tuple):
+        return [_as_json(item) for item in value]
+    return value

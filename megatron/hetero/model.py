@@ -1,0 +1,363 @@
+"""Builds this rank's model chunks from the flags and the plan."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as core_finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hetero.groups import Groups, joins_meshes
+from hetero.plan import Coordinate, Plan
+from megatron.hetero import weights
+from megatron.hetero.core_private import group_collection
+from megatron.hetero.finalize_grads import FinalizeGradsAcrossMeshes
+from megatron.hetero.fused.weight_gradient import AccumulatingWgrad, DelayedWgrad
+from megatron.hetero.kernels import (
+    Kernels,
+    install_kernels,
+    model_class,
+    patch_chunk,
+    select_kernels,
+)
+from megatron.hetero.layers import SdpaAttention, norm_class
+
+
+@dataclass
+class StageModel:
+    """The model chunks of one rank."""
+
+    chunks: list[DistributedDataParallel]
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+    first_layers: tuple[int, ...]
+    """The global index of each chunk's first layer."""
+    has_tied_copy: bool
+    """Whether an output layer on this rank is a second copy of the embedding."""
+    kernels: Kernels
+    delayed_wgrad: DelayedWgrad | None
+    """Computes weight gradients after the input gradient has been sent (--delay-wgrad-compute)."""
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Every parameter of this rank under its name in the whole model."""
+        return list(weights.named_parameters(self.chunks, self.first_layers))
+
+    def train(self, mode: bool = True) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def layer_layout(plan: Plan) -> str:
+    """The plan's layers in megatron-core's notation, e.g. `Ettt|tttttL`, chunk by chunk."""
+    parts = [
+        "t" * plan.layers[stage][chunk]
+        for chunk in range(plan.chunks)
+        for stage in range(plan.stages)
+    ]
+    return "E" + "|".join(parts) + "L"
+
+
+def _no_init(tensor: torch.Tensor) -> torch.Tensor:
+    """An init method that does nothing: `weights.initialize` sets the values by parameter name."""
+    return tensor
+
+
+def transformer_config(
+    args: argparse.Namespace, plan: Plan, device: torch.device
+) -> TransformerConfig:
+    """megatron-core's configuration of the model and of its parallel execution."""
+    dtype = torch_dtype(args.params_dtype)
+    on_gpu = device.type == "cuda"
+    recompute = {}
+    if args.recompute_granularity:
+        recompute = {
+            "recompute_granularity": args.recompute_granularity,
+            "recompute_method": args.recompute_method,
+            "recompute_num_layers": args.recompute_num_layers,
+            "recompute_modules": args.recompute_modules,
+            "distribute_saved_activations": args.distribute_saved_activations,
+        }
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        normalization=args.normalization,
+        layernorm_epsilon=args.layernorm_epsilon,
+        layernorm_zero_centered_gamma=args.layernorm_zero_centered_gamma,
+        activation_func=_activation(args, on_gpu=on_gpu),
+        gated_linear_unit=args.swiglu,
+        add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        attention_softmax_in_fp32=args.attention_softmax_in_fp32,
+        apply_query_key_layer_scaling=args.apply_query_key_layer_scaling,
+        attention_backend=AttnBackend[args.attention_backend],
+        init_method=_no_init,
+        output_layer_init_method=_no_init,
+        embedding_init_method=_no_init,
+        init_method_std=args.init_method_std,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=plan.stages,
+        virtual_pipeline_model_parallel_size=plan.chunks if plan.chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage
+        if plan.chunks > 1
+        else None,
+        pipeline_model_parallel_layout=layer_layout(plan) if plan.stages > 1 else None,
+        sequence_parallel=args.sequence_parallel,
+        fp32_residual_connection=args.fp32_residual_connection,
+        rotary_interleaved=args.rotary_interleaved,
+        batch_p2p_comm=False,
+        overlap_p2p_comm=args.overlap_p2p_comm and plan.chunks > 1,
+        overlap_p2p_comm_warmup_flush=args.overlap_p2p_comm_warmup_flush and plan.chunks > 1,
+        # Deallocation replaces the storage that megatron-core's communicator may still be sending
+        # from over gloo, and on CPU it saves no memory.
+        deallocate_pipeline_outputs=on_gpu,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        deterministic_mode=args.deterministic_mode,
+        bias_activation_fusion=on_gpu and _activation_fusion(args),
+        bias_dropout_fusion=on_gpu and args.bias_dropout_fusion,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=on_gpu and args.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
+        **recompute,
+    )
+
+
+def _activation(args: argparse.Namespace, *, on_gpu: bool):  # type: ignore[no-untyped-def]
+    if args.swiglu:
+        return F.silu
+    if args.squared_relu:
+        return lambda x: torch.pow(F.relu(x), 2)
+    if _activation_fusion(args) and not on_gpu:
+        # As megatron-core's fused kernel, so that CPU and GPU compute the same model.
+        return partial(F.gelu, approximate="tanh")
+    return F.gelu
+
+
+def _activation_fusion(args: argparse.Namespace) -> bool:
+    """Whether to fuse the activation; megatron-core fuses GeLU only together with its bias."""
+    if args.swiglu:
+        return bool(args.bias_swiglu_fusion)
+    return bool(args.bias_gelu_fusion and args.add_bias_linear and not args.squared_relu)
+
+
+def layer_spec(
+    args: argparse.Namespace, config: TransformerConfig, layers: int
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """TransformerEngine's layer spec, or megatron-core's local one with our norm and attention."""
+    if args.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        normalization=args.normalization, qk_layernorm=args.qk_layernorm
+    )
+    norm = norm_class(config)
+    spec.submodules.input_layernorm = norm
+    spec.submodules.pre_mlp_layernorm = norm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = SdpaAttention
+    if args.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
+
+
+def build_chunk(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    *,
+    plan: Plan,
+    coordinate: Coordinate,
+    chunk: int,
+    groups: ProcessGroupCollection,
+    kernels: Kernels | None = None,
+) -> GPTModel:
+    """Build one model chunk of a rank, with uninitialised weights."""
+    kernels = kernels or Kernels()
+    is_first = coordinate.stage == 0 and chunk == 0
+    is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
+    built = model_class(kernels)(
+        config=config,
+        transformer_layer_spec=layer_spec(args, config, plan.layers[coordinate.stage][chunk]),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=is_first,
+        post_process=is_last,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        pg_collection=groups,
+        vp_stage=chunk if plan.chunks > 1 else None,
+    )
+    patch_chunk(built, kernels)
+    return built
+
+
+def initial_weights(args: argparse.Namespace) -> weights.InitialWeights:
+    """The run's weight initialisation."""
+    embedding_std = args.embedding_init_method_std
+    return weights.InitialWeights(
+        seed=args.seed,
+        std=args.init_method_std,
+        embedding_std=args.init_method_std if embedding_std is None else embedding_std,
+        num_layers=args.num_layers,
+        gated_linear_unit=args.swiglu,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        xavier_uniform=args.init_method_xavier_uniform,
+        zero_centered_norms=args.layernorm_zero_centered_gamma,
+    )
+
+
+def ddp_config(args: argparse.Namespace, parameters: int) -> DistributedDataParallelConfig:
+    """megatron-core's DDP configuration for a rank with `parameters` parameters."""
+    bucket_size = args.ddp_bucket_size
+    if args.ddp_num_buckets is not None:
+        bucket_size = math.ceil(parameters / args.ddp_num_buckets)
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        align_param_gather=args.align_param_gather,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        # The trainer checks the gradient norm once per step.
+        check_for_nan_in_grad=False,
+        bucket_size=bucket_size,
+        average_in_collective=args.ddp_average_in_collective,
+    )
+
+
+def build_model(
+    args: argparse.Namespace,
+    *,
+    plan: Plan,
+    rank: int,
+    groups: Groups,
+    device: torch.device,
+    init_weights: bool = True,
+) -> StageModel:
+    """Build this rank's model chunks, initialise their weights and wrap them in DDP. Collective.
+
+    `init_weights=False` leaves the weights uninitialised, for measurements.
+    """
+    coordinate = plan.coordinate(rank)
+    collection = group_collection(groups)
+    config = transformer_config(args, plan, device)
+    delayed_wgrad = None
+    # On the first stage there is no gradient to be sent before.
+    if args.delay_wgrad_compute and coordinate.stage > 0:
+        delayed_wgrad = DelayedWgrad(copies_inputs=args.sequence_parallel)
+    kernels = install_kernels(
+        select_kernels(args, device),
+        config,
+        device=device,
+        grad_dtype=torch.float32
+        if args.accumulate_allreduce_grads_in_fp32
+        else torch_dtype(args.params_dtype),
+        wgrad=delayed_wgrad or AccumulatingWgrad,
+    )
+    unwrapped = [
+        build_chunk(
+            args,
+            config,
+            plan=plan,
+            coordinate=coordinate,
+            chunk=chunk,
+            groups=collection,
+            kernels=kernels,
+        ).to(device)
+        for chunk in range(plan.chunks)
+    ]
+    first_layers = tuple(
+        plan.layer_range(coordinate.stage, chunk).start for chunk in range(plan.chunks)
+    )
+    if init_weights:
+        weights.initialize(
+            list(weights.named_parameters(unwrapped, first_layers)),
+            initial_weights(args),
+            tp_rank=coordinate.tensor,
+            tp_size=args.tensor_model_parallel_size,
+        )
+    half = args.bf16 or args.fp16
+    ddp = ddp_config(
+        args, sum(parameter.numel() for chunk in unwrapped for parameter in chunk.parameters())
+    )
+    chunks = [
+        DistributedDataParallel(
+            config,
+            ddp,
+            Float16Module(config, chunk) if half else chunk,
+            disable_bucketing=index > 0,
+            pg_collection=collection,
+        )
+        for index, chunk in enumerate(unwrapped)
+    ]
+    _connect_gradient_hooks(args, config, chunks)
+    if joins_meshes(plan):
+        config.finalize_model_grads_func = FinalizeGradsAcrossMeshes(
+            args, chunks, plan=plan, rank=rank, groups=groups
+        )
+    return StageModel(
+        chunks=chunks,
+        config=config,
+        groups=collection,
+        first_layers=first_layers,
+        has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
+        kernels=kernels,
+        delayed_wgrad=delayed_wgrad if kernels.weight_gradient else None,
+    )
+
+
+def _connect_gradient_hooks(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    chunks: Sequence[DistributedDataParallel],
+) -> None:
+    """Set the config's sync functions for the schedules, as Megatron-LM's `train` does."""
+
+    def one_or_all(functions: list[Callable[..., Any]]) -> object:
+        return functions[0] if len(functions) == 1 else functions
+
+    if args.overlap_grad_reduce:
+        config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
+        if args.align_grad_reduce and len(chunks) > 1:
+            config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
+    config.finalize_model_grads_func = core_finalize_model_grads

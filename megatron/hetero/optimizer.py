@@ -1,0 +1,311 @@
+"""The optimizer, its schedulers, and a step whose gradient norm is bit-identical on any backend.
+
+megatron-core all-reduces the squared norm; the order of additions then depends on the library and
+on the number of ranks. Here every rank gathers the squared norms of all ranks in float64 and rounds
+their sum once. So the norm and the clipped update have the same bits with any library and any order
+of the ranks, and the losses of a mixed run can equal those of a homogeneous one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from hetero.plan import Plan
+from megatron.hetero.arguments.batch_sizes import samples_after
+from megatron.hetero.fused import adam
+from megatron.hetero.model import StageModel, torch_dtype
+from megatron.hetero.timing.timers import Timers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step, the same on every rank."""
+
+    updated: bool
+    """False if the update was skipped: overflow, or a loss or norm that is not finite."""
+    grad_norm: float | None
+    loss_sum: float
+    tokens: float
+    link_bytes: int
+    """Tensor bytes sent over boundaries so far, summed over all ranks."""
+    num_zeros: float | None = None
+    stop_requested: bool = False
+    """Whether any rank had received the exit signal when it contributed to this step."""
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.tokens if self.tokens else math.nan
+
+
+class RankStatistics:
+    """All-gathers a few numbers per rank, in rank order.
+
+    Uses CPU tensors if the world group is gloo (mixed runs, CPU runs), else device tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        on_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
+        self._device = torch.device("cpu") if on_host else device
+
+    def gather(
+        self, values: torch.Tensor, *, check: Callable[[], None] | None = None
+    ) -> list[list[float]]:
+        """The float64 `values` of every rank, by rank. Collective; synchronises with the device.
+
+        `check` is called after this rank's values are computed and before they are sent: if it
+        raises, no rank uses them.
+        """
+        mine = values.to(self._device, torch.float64)
+        if check is not None:
+            check()
+        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [row.tolist() for row in torch.stack(everyone).cpu()]
+
+
+def optimizer_config(args: argparse.Namespace, timers: Timers | None = None) -> OptimizerConfig:
+    """megatron-core's optimizer configuration, from the flags."""
+    return OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        decoupled_lr=args.decoupled_lr,
+        decoupled_min_lr=args.decoupled_min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        params_dtype=torch_dtype(args.params_dtype),
+        loss_scale=args.loss_scale,
+        initial_loss_scale=args.initial_loss_scale,
+        min_loss_scale=args.min_loss_scale,
+        loss_scale_window=args.loss_scale_window,
+        hysteresis=args.hysteresis,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+        timers=timers,
+    )
+
+
+class TrainingOptimizer:
+    """megatron-core's optimizer with a reproducible gradient norm (see the module's docstring)."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        model: StageModel,
+        plan: Plan,
+        rank: int,
+        statistics: RankStatistics,
+        device: torch.device,
+        timers: Timers,
+    ) -> None:
+        self.config = optimizer_config(args, timers if timers.level else None)
+        self._timers = timers
+        self.inner = get_megatron_optimizer(
+            self.config,
+            model.chunks,
+            use_gloo_process_groups=False,
+            pg_collection=model.groups,
+        )
+        for part in self.inner.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.Optimizer):
+                adam.fuse(part.optimizer)
+        model.config.grad_scale_func = self.inner.scale_loss
+        self._statistics = statistics
+        self._device = device
+        here = plan.coordinate(rank)
+        # Without the distributed optimizer every data-parallel replica has the same gradients.
+        self._contributes = args.use_distributed_optimizer or here.data == 0
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.inner.get_loss_scale().item())
+
+    @torch.no_grad()
+    def step(
+        self,
+        *,
+        loss_sum: torch.Tensor,
+        tokens: torch.Tensor,
+        link_bytes: int = 0,
+        check_links: Callable[[], None] | None = None,
+        stop_requested: bool = False,
+    ) -> StepResult:
+        """Update the weights, unless gradients overflowed (fp16) or the loss or norm is not finite.
+
+        Collective over all ranks.
+
+        Args:
+            loss_sum: this rank's contribution to the reported loss: non-zero only on
+                tensor-parallel rank 0 of the last stage.
+            tokens: the number of tokens in `loss_sum`.
+            link_bytes: tensor bytes that this rank has sent over boundaries so far.
+            check_links: raises if data that came over a link in this step is invalid. Called after
+                the norm has been computed and before it is shared.
+            stop_requested: whether this rank has received the exit signal.
+        """
+        overflowed = self.inner.prepare_grads()
+        local = torch.zeros(6, dtype=torch.float64, device=self._device)
+        if not overflowed and self._contributes:
+            with self._timers("optimizer-clip-main-grad"):
+                local[0] = self._squared_norm()
+            if self.config.log_num_zeros_in_grad:
+                with self._timers("optimizer-count-zeros"):
+                    local[5] = self._num_zeros()
+        local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_requested
+        with self._timers("grad-norm-all-gather"):
+            rows = self._statistics.gather(local, check=check_links)
+        outcome = StepResult(
+            updated=False,
+            grad_norm=None if overflowed else self._norm([row[0] for row in rows]),
+            loss_sum=math.fsum(row[1] for row in rows),
+            tokens=math.fsum(row[2] for row in rows),
+            link_bytes=int(sum(row[3] for row in rows)),
+            stop_requested=any(row[4] for row in rows),
+            num_zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
+        )
+        if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):
+            return replace(outcome, num_zeros=None)
+        with self._timers("optimizer-clip-main-grad"):
+            self._clip(outcome.grad_norm)
+        return replace(outcome, updated=bool(self.inner.step_with_ready_grads()))
+
+    def _norm(self, squares: list[float]) -> float:
+        """The model's gradient norm from the squared norms of all ranks, whatever their order.
+
+        Whole replicas across vendors number the ranks of a pipeline's stages otherwise than one
+        vendor does.
+        """
+        total = math.fsum(squares)
+        return math.sqrt(total) if total >= 0.0 else math.nan
+
+    def _squared_norm(self) -> torch.Tensor:
+        """This rank's contribution to the squared gradient norm, float64.
+
+        Norms are computed per gradient, so that the distribution of parameters over stages changes
+        the sum only by float64 rounding.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for grads in self._counted_grads():
+            if self._device.type == "cpu":
+                buffer = torch.empty(_CPU_CHUNK_ELEMENTS, dtype=torch.float64)
+                total += torch.stack([_cpu_squared_sum(grad, buffer) for grad in grads]).sum()
+            else:
+                norms = torch.stack(torch._foreach_norm(grads)).double()
+                total += (norms * norms).sum()
+        return total
+
+    def _num_zeros(self) -> torch.Tensor:
+        """Number of zeros in the gradients that this rank counts."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for grads in self._counted_grads():
+            total += sum(grad.numel() - torch.count_nonzero(grad) for grad in grads)
+        return total
+
+    def _counted_grads(self) -> Iterator[list[torch.Tensor]]:
+        """Main gradients per optimizer, without duplicates on other tensor-parallel ranks or of a
+        tied embedding."""
+        for optimizer in self.inner.chained_optimizers:
+            if grads := optimizer.get_main_grads_for_grad_norm():
+                yield grads
+
+    def _clip(self, norm: float) -> None:
+        if self.config.clip_grad <= 0.0:
+            return
+        for optimizer in self.inner.chained_optimizers:
+            if parameters := optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=self.config.clip_grad, total_norm=norm
+                )
+
+
+_CPU_CHUNK_ELEMENTS = 2**18
+"""Elements of a gradient that are converted to float64 at a time."""
+
+
+def _cpu_squared_sum(grad: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64. `buffer` is scratch memory, reused to keep the heap small.
+
+    A GPU reduces in a tree. A CPU accumulates sequentially, and in float32 the rounding of a large
+    norm would depend on how many ranks share the tensor.
+    """
+    sums = []
+    for chunk in grad.reshape(-1).split(_CPU_CHUNK_ELEMENTS):
+        squares = buffer[: chunk.numel()].copy_(chunk).square_()
+        sums.append(squares.sum())
+    return torch.stack(sums).sum()
+
+
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """Lengths of the scheduler's phases, in samples."""
+
+    warmup: float
+    """As in Megatron, a fraction of the decay is not rounded."""
+    decay: int
+    wsd: int | None
+    """Final decay of the WSD style."""
+    whole: int
+    """The whole run, over which the weight decay changes."""
+
+
+def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
+    """Phase lengths from flags in steps or samples; steps of a batch-size ramp-up are smaller."""
+    warmup: float
+    if args.train_samples:
+        decay, warmup = args.lr_decay_samples or args.train_samples, args.lr_warmup_samples
+        wsd, whole = args.lr_wsd_decay_samples, args.train_samples
+    else:
+        decay_iters = args.lr_decay_iters or args.train_iters
+        decay, warmup = samples_after(args, decay_iters), samples_after(args, args.lr_warmup_iters)
+        whole = samples_after(args, args.train_iters)
+        wsd = None
+        if args.lr_wsd_decay_iters is not None:
+            wsd = decay - samples_after(args, decay_iters - args.lr_wsd_decay_iters)
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return ScheduleLengths(warmup=warmup, decay=decay, wsd=wsd, whole=whole)
+
+
+def build_scheduler(
+    args: argparse.Namespace, optimizer: TrainingOptimizer
+) -> OptimizerParamScheduler:
+    """megatron-core's learning-rate and weight-decay scheduler, stepped in samples."""
+    lengths = schedule_lengths(args)
+    return OptimizerParamScheduler(
+        optimizer.inner,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=lengths.warmup,
+        lr_decay_steps=lengths.decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=lengths.whole,
+        wd_incr_style=args.weight_decay_incr_style,
+        wsd_decay_steps=lengths.wsd,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+    )

@@ -1,0 +1,264 @@
+"""The overview printed at the start of a run, its memory lines, and the --hetero-report file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetero.device.choose_device import sharing_warning
+from hetero.formatting import counted, size_text
+from hetero.plan import Edge
+from megatron.hetero import weights
+from megatron.hetero.console import Console, format_table
+from megatron.hetero.job import Job
+from megatron.hetero.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
+from megatron.hetero.model import StageModel
+from megatron.hetero.trainer import Trainer
+
+# Appended to a stage's transformer_impl where TransformerEngine was asked for but is missing.
+FALLBACK = " (TransformerEngine is not installed)"
+
+
+def _all_gather(value: Any) -> list[Any]:
+    """All-gather a Python object over the default group's gloo backend; by rank. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _edge_transport(job: Job, edge: Edge, transports: dict[int, str]) -> str:
+    if job.links is None:
+        return f"{job.vendor_backend} (megatron-core)"
+    return transports[edge.source]
+
+
+def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
+    """One row per stage and mesh: ranks, contents, transport to the next stage. Collective."""
+    plan = job.plan
+    parameters = sum(p.numel() for _, p in model.named_parameters())
+    counts = _all_gather(parameters)
+    # `job.args` are those of this rank's mesh.
+    replicas = len(plan.shares(job.coordinate.stage))
+    states = _all_gather(planned_state_bytes(parameters, args=job.args, data_size=replicas))
+    lacks = job.args.lacks_transformer_engine
+    built = _all_gather(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
+    edges = {edge.source: edge for edge in plan.edges()}
+    downstream = job.links.downstream if job.links is not None else None
+    opened = _all_gather(downstream.transport if downstream is not None else "")
+    transports = {s: opened[plan.blocks_of_stage(s)[0].ranks.start] for s in edges}
+    rows = []
+    for block in plan.blocks:
+        stage, ranks, mesh = block.stage, block.ranks, plan.meshes[block.mesh]
+        first = job.identities[ranks.start]
+        edge = edges.get(stage)
+        rows.append(
+            {
+                "stage": stage,
+                "vendor": first.vendor,
+                "simulated": any(job.identities[r].simulated for r in ranks),
+                "device": first.device,
+                "hosts": sorted({job.identities[r].host for r in ranks}),
+                "ranks": list(ranks),
+                "layers": list(plan.layers[stage]),
+                "tensor_parallel": mesh.tensor,
+                "data_parallel": mesh.data,
+                "transformer_impl": built[ranks.start],
+                "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
+                "state_bytes_per_rank": states[ranks.start],
+                "share": mesh.share,
+                "next_stage": edge.target if edge else None,
+                "next_is_boundary": bool(edge and edge.is_boundary),
+                "next_transport": _edge_transport(job, edge, transports) if edge else None,
+            }
+        )
+    return rows
+
+
+def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the table of stages, the link choices and notes about the flags. Collective."""
+    table = [
+        ["stage", "vendor", "ranks", "TP x DP", "layers", "parameters", "state/rank", "to next"]
+    ]
+    for row in rows:
+        ranks = row["ranks"]
+        to_next = "-"
+        if row["next_transport"]:
+            mark = " (boundary)" if row["next_is_boundary"] else ""
+            to_next = f"{row['next_stage']}: {row['next_transport']}{mark}"
+        table.append(
+            [
+                str(row["stage"]),
+                row["vendor"] + (" (simulated)" if row["simulated"] else ""),
+                str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
+                f"{row['tensor_parallel']} x {row['data_parallel']}",
+                "+".join(map(str, row["layers"])),
+                f"{row['parameters']:,}",
+                size_text(row["state_bytes_per_rank"]),
+                to_next,
+            ]
+        )
+    choices = [] if job.links is None else [link.choice() for link in job.links.choices()]
+    lines = [line for part in _all_gather(choices) for line in part]
+    kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
+    console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
+    console.line(format_table(table))
+    if job.plan.whole_replicas:
+        console.line(_describe_replicas(job))
+    for line in lines:
+        console.line(line)
+    if job.simulated:
+        console.line(
+            "vendors are simulated (HETERO_VENDOR): every number of this run is a simulated one"
+        )
+    ranks_here = [identity.host for identity in job.identities].count(job.identities[job.rank].host)
+    if job.device.type == "cuda" and (sharing := sharing_warning(ranks_here)):
+        console.line(sharing)
+    for taken in job.args.taken_flags:
+        console.line(taken)
+    without = [row for row in rows if row["transformer_impl"].endswith(FALLBACK)]
+    if without:
+        stages = ", ".join(f"{row['stage']} ({row['vendor']})" for row in without)
+        console.line(
+            f"--transformer-impl transformer_engine: it is not installed for pipeline stage "
+            f"{stages}; megatron-core's local layers are built there (pip install '.[te]')"
+        )
+    for ignored in job.args.ignored_flags:
+        console.line(f"flag without effect here: {ignored}")
+
+
+def _describe_replicas(job: Job) -> str:
+    """How replicas share the global batch, and their transports across vendors. Collective."""
+    mine = [f"{link.transport} {link.detail}".strip() for link in job.groups.data_links()]
+    transports = sorted({transport for part in _all_gather(mine) for transport in part})
+    plan, args = job.plan, job.args
+    rows = args.global_batch_size // (args.micro_batch_size * plan.row(0))
+    parts = [
+        f"{counted(mesh.data, 'replica')} on {mesh.vendor} with "
+        f"{counted(rows * mesh.share, 'micro batch', 'micro batches')}{' each' * (mesh.data > 1)}"
+        for mesh in plan.meshes
+    ]
+    return (
+        f"a global batch of {args.global_batch_size}: {', '.join(parts)}; gradients cross vendors "
+        f"over {', '.join(transports)}"
+    )
+
+
+def print_peak_memory(job: Job, console: Console, *, iteration: int) -> None:
+    """Print peak memory per stage. Collective."""
+    when = "the first iteration" if iteration == 1 else f"iteration {iteration}"
+    peaks = _by_stage(job, _all_gather(measured_peak_bytes(job.device)))
+    console.line(f"peak memory of a rank after {when}: {peaks}")
+    if job.args.log_device_memory_used and job.device.type == "cuda":
+        used = _by_stage(job, _all_gather(device_used_bytes(job.device)))
+        console.line(f"memory in use on a device after {when}, as its driver counts it: {used}")
+
+
+def _by_stage(job: Job, sizes: list[int]) -> str:
+    """The maximum over the ranks of each stage and mesh, as text."""
+    plan = job.plan
+    texts = []
+    for block in plan.blocks:
+        vendor = f" of {plan.meshes[block.mesh].vendor}" if plan.whole_replicas else ""
+        most = max(sizes[rank] for rank in block.ranks)
+        texts.append(f"stage {block.stage}{vendor} {size_text(most)}")
+    return ", ".join(texts)
+
+
+def _link_entries(job: Job) -> list[dict[str, Any]]:
+    stage = job.coordinate.stage
+    by_side = {"data": job.groups.data_links()} | (job.links.by_side() if job.links else {})
+    return [
+        {
+            "rank": job.rank,
+            "peer": link.description.peer,
+            "stage": stage,
+            "peer_stage": stage if side == "data" else link.description.peer_stage,
+            "side": side,
+            "is_boundary": side == "data" or link.description.is_boundary,
+            "transport": link.transport,
+            **asdict(link.counters),
+        }
+        for side, links in by_side.items()
+        for link in links
+    ]
+
+
+def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
+    """The transports of boundary links; the vendor's backend if there are none."""
+    crossing = sorted({entry["transport"] for entry in links if entry["is_boundary"]})
+    return ", ".join(crossing) or job.vendor_backend
+
+
+def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console: Console) -> None:
+    """Write --hetero-report, a JSON file with the run's setup and results. Collective.
+
+    A file that cannot be written is a warning, not an error.
+
+    `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
+    layouts can be compared bit for bit.
+    """
+    args = job.args
+    local = {}
+    if job.coordinate.data == 0:
+        local = weights.digest(
+            trainer.model.named_parameters(),
+            tp_rank=job.coordinate.tensor,
+            tp_size=args.tensor_model_parallel_size,
+        )
+        if trainer.model.has_tied_copy:
+            # The second copy of a tied embedding is not a parameter of the whole model.
+            local.pop("output_layer.weight", None)
+    sums: dict[str, str] = {}
+    for part in _all_gather(local):
+        sums |= part
+    links = [entry for part in _all_gather(_link_entries(job)) for entry in part]
+    costs = _all_gather(
+        {
+            "peak_memory_bytes": measured_peak_bytes(job.device),
+            "data_wait": trainer.data_wait_times.as_json(),
+            **trainer.save_timings.as_json(),
+        }
+    )
+    if job.rank != 0:
+        return
+    report = {
+        "simulated": job.simulated,
+        "device": job.device.type,
+        "plan": job.plan.to_mapping(),
+        "stages": rows,
+        "ranks": [
+            {k: v for k, v in asdict(identity).items() if k != "flags"}
+            | {"simulated": identity.simulated}
+            | {"stage": job.plan.coordinate(identity.rank).stage}
+            | costs[identity.rank]
+            for identity in job.identities
+        ],
+        "links": links,
+        "transport": _reported_transport(job, links),
+        "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
+        "iterations": trainer.iteration,
+        "consumed_samples": trainer.consumed_samples,
+        "skipped_iterations": trainer.skipped,
+        "final_loss": trainer.last_record.loss if trainer.last_record else None,
+        "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
+        "torch": str(torch.__version__),
+    }
+    target = Path(args.hetero_report)
+    temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report, indent=1))
+        temporary.rename(target)
+    except OSError as error:
+        console.line(
+            f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
+            "itself ended well"
+        )
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,184 @@
+"""Entry point of pretrain_gpt.py: errors, exit codes and the end of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hetero.errors import (
+    HeteroError,
+    UserError,
+    kind_and_first_line,
+    print_error,
+    write_error_file,
+)
+from hetero.launched_process import end_with_parent
+from megatron.hetero.command_line import read_command_line
+from megatron.hetero.import_core import import_megatron_core
+from megatron.hetero.output_folders import remove_unused_folders
+from megatron.hetero.rendezvous import environment_rank
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from megatron.hetero.initialize import Initializer
+
+# PyTorch raises it wherever the main thread is when the worker ends.
+_LOADER_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
+)
+_SHARED_MEMORY = re.compile(r"unable to \w+ shared memory.*: (.*) \(\d+\)$", re.MULTILINE)
+_IN_WORKER = re.compile(r"Caught \w+ (in DataLoader worker process \d+)\.\nOriginal Traceback")
+
+
+def pretrain(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says; returns the exit code: 0 success, 2 bad input, 1 failure.
+
+    Errors of the command line are printed before torch and megatron-core are imported, which takes
+    seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
+    """
+    began = time.monotonic()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # With --exit-signal-handler the run saves first. A shell's job may outlive its shell.
+        end_with_parent(signal.SIGTERM)
+    args, refused = None, None
+    try:
+        args = read_command_line(argv)
+    except UserError as error:
+        refused = error
+    printed = refused is not None and _local_rank() == 0
+    if refused is not None and printed:
+        print_error(str(refused))
+        if _may_exit_alone():
+            write_error_file(str(refused), printed=True)
+            return _exit(refused.exit_code)
+    return _pretrain(args, refused, printed=printed, began=began)
+
+
+def _local_rank() -> int:
+    try:
+        return environment_rank()[2]
+    except UserError:
+        return 0
+
+
+def _may_exit_alone() -> bool:
+    """Whether to exit without telling other ranks: there are none, or the launcher stops them."""
+    try:
+        _, world_size, _ = environment_rank()
+    except UserError:
+        return True
+    has_all = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return world_size == 1 or (has_all and "TORCHELASTIC_RUN_ID" in os.environ)
+
+
+def _pretrain(
+    args: Namespace | None, refused: UserError | None, *, printed: bool, began: float
+) -> int:
+    import_megatron_core()
+    from megatron.hetero.initialize import Initializer
+
+    initializer = Initializer()
+    try:
+        _run(initializer, args, refused, printed=printed, began=began)
+    except HeteroError as error:
+        initializer.report(error)
+        return _exit(error.exit_code)
+    except KeyboardInterrupt:
+        # They may be of a node whose user pressed nothing.
+        initializer.announce_failure("it was interrupted (SIGINT)")
+        return _exit(130)
+    except Exception as error:
+        _report_exception(initializer, error)
+        return _exit(1)
+    return 0
+
+
+def _run(
+    initializer: Initializer,
+    args: Namespace | None,
+    refused: UserError | None,
+    *,
+    printed: bool,
+    began: float,
+) -> None:
+    from megatron.hetero.cpu_shim import cpu_shim
+    from megatron.hetero.run_job import run_job
+
+    with cpu_shim(), remove_unused_folders(args), contextlib.closing(initializer):
+        job = initializer.initialize(args, refused, printed=printed)
+        run_job(job, began=began)
+        job.close()
+
+
+def _report_exception(initializer: Initializer, error: Exception) -> None:
+    """Print one line for failures caused by another rank's exit, and a traceback for others."""
+    text, rank = str(error), initializer.rank
+    if isinstance(error, BrokenPipeError):
+        return
+    if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
+        cause = initializer.remote_cause() or (
+            "another rank has probably ended: its own message says why"
+        )
+        sentence = f"a collective failed ({_short_cause(text)}); {cause}"
+        initializer.announce_failure(sentence)
+        print_error(f"rank {rank}: {sentence}")
+        write_error_file(sentence, printed=True, consequence=True)
+        return
+    if worker := _LOADER_WORKER.search(text):
+        initializer.report(
+            HeteroError(
+                f"a worker that reads the data {worker[1]}; see whether memory ran out, /dev/shm "
+                "is full or a token file was cut short, or try --num-workers 0"
+            )
+        )
+        return
+    if memory := _SHARED_MEMORY.search(text):
+        initializer.report(
+            HeteroError(
+                f"no shared memory can be had for the data ({memory[1]}); make /dev/shm larger, "
+                "in a container with docker run --shm-size, or try --num-workers 0"
+            )
+        )
+        return
+    summary = _summary(error)
+    initializer.announce_failure(summary)
+    trace = "".join(traceback.format_exception(error)).rstrip("\n")
+    print_error(f"rank {rank} failed:\n{trace}")
+    write_error_file(summary, printed=True)
+
+
+def _summary(error: Exception) -> str:
+    """An unexpected exception in a line, for those who do not see its traceback."""
+    if found := _IN_WORKER.match(str(error)):
+        return f"{str(error).splitlines()[-1]} ({found[1]})"
+    return kind_and_first_line(error)
+
+
+def _short_cause(text: str) -> str:
+    """A library's error message without source locations."""
+    for pattern, words in (
+        (r"[Cc]onnection (closed|reset|refused)", "a connection was closed"),
+        (r"[Tt]imed? ?out", "it took too long"),
+    ):
+        if re.search(pattern, text):
+            return words
+    return re.sub(r"\[[^]]*\]\s*", "", text.splitlines()[0])[:200]
+
+
+def _exit(code: int) -> int:
+    # A data loader worker blocked on file I/O would outlive this process.
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

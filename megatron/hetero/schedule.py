@@ -1,0 +1,155 @@
+"""Forward step, loss function and pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+from hetero.pipeline.communicator import PipelineCommunicator
+from megatron.hetero.finishing_communicator import FinishingCommunicator
+from megatron.hetero.job import Job
+from megatron.hetero.model import StageModel
+from megatron.hetero.timing.timed_communicator import time_by_neighbour
+from megatron.hetero.timing.timers import Timers
+
+Batch = dict[str, torch.Tensor]
+
+
+def loss_func(
+    loss_mask: torch.Tensor, losses: torch.Tensor, *, weight: float
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum of token losses times `weight`, number of tokens, {"lm loss": [sum, tokens]}).
+
+    Args:
+        loss_mask: (b, s), 1 where a token counts.
+        losses: token losses (b, s).
+        weight: factor of the differentiated sum; the logged sum is unweighted.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss_sum = torch.sum(losses.reshape(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    # Clone: the schedule divides the returned loss in place.
+    logged = torch.stack([loss_sum.detach().clone().double(), tokens.detach().double()])
+    if weight != 1.0:
+        loss_sum = loss_sum * weight
+    return loss_sum, tokens, {"lm loss": logged}
+
+
+def forward_step(
+    batches: Iterator[Batch],
+    model: Callable[..., torch.Tensor],
+    *,
+    timers: Timers,
+    weight: float,
+) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+    """Run one micro-batch through one model chunk. Middle chunks get an empty batch."""
+    with timers("batch-generator"):
+        batch = next(batches)
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+    )
+    mask = batch.get("loss_mask")
+    return output, None if mask is None else partial(loss_func, mask, weight=weight)
+
+
+def loss_weight(shares: Sequence[int], share: int) -> float:
+    """The loss weight of a replica with this share, so that all micro-batches weigh the same.
+
+    megatron-core divides a replica's gradients by the number of its own micro-batches, and averages
+    them over the replicas.
+    """
+    return share * len(shares) / sum(shares)
+
+
+class Schedule:
+    """Runs the micro-batches of a step through megatron-core's pipeline schedule."""
+
+    def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
+        self._args = job.args
+        self._model, self._timers = model, timers
+        self._device = job.device
+        plan = job.plan
+        self._share = plan.meshes[job.coordinate.mesh].share
+        self._row = plan.row(job.coordinate.stage)
+        weight = loss_weight(plan.shares(job.coordinate.stage), self._share)
+        if job.args.calculate_per_token_loss:
+            # Gradients are divided once, by the tokens of all replicas.
+            weight = 1.0
+        self._forward_step = partial(forward_step, timers=timers, weight=weight)
+        self._run = get_forward_backward_func(
+            pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
+        )
+        self._communicator: PipelineCommunicator | FinishingCommunicator | None = None
+        if job.links is not None:
+            self._communicator = PipelineCommunicator(
+                pp_group=job.groups.pipeline,
+                config=model.config,
+                upstream=job.links.upstream,
+                downstream=job.links.downstream,
+                device=job.device,
+                after_gradient=self._compute_delayed,
+            )
+        elif plan.stages > 1:
+            # Homogeneous runs use megatron-core's own p2p on the vendor's library.
+            self._communicator = FinishingCommunicator(job.groups.pipeline, model.config)
+        if self._communicator is not None and timers.level > 1:
+            time_by_neighbour(self._communicator, timers)
+        self._is_interleaved = plan.chunks > 1
+        self._is_first, self._is_last = job.coordinate.stage == 0, job.is_last_stage
+        self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
+
+    def run(
+        self,
+        iterators: list[Iterator[Any]],
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
+    ) -> torch.Tensor:
+        """Run one step; returns this rank's (loss sum, tokens), float64 (2,).
+
+        The result is zero except on tensor-parallel rank 0 of the last stage.
+
+        Args:
+            iterators: one data iterator per model chunk.
+            batch_size: the global batch size, in samples.
+            micro_batch_size: in samples.
+            forward_only: for evaluation.
+        """
+        communicator = self._communicator
+        groups = self._model.groups if communicator is not None else None
+        micro_batches = batch_size // (micro_batch_size * self._row) * self._share
+        if isinstance(communicator, PipelineCommunicator) and not self._is_interleaved:
+            communicator.expect(
+                activations=0 if self._is_first else micro_batches,
+                gradients=0 if self._is_last or forward_only else micro_batches,
+            )
+        results = self._run(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._model.chunks if len(iterators) > 1 else self._model.chunks[0],
+            num_microbatches=micro_batches,
+            seq_length=self._args.seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+        if isinstance(communicator, FinishingCommunicator):
+            communicator.finish()
+        if not results or not self._counts_loss:
+            return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
+
+    def _compute_delayed(self) -> None:
+        """Compute the weight gradients that waited until the gradient of the input was sent."""
+        if self._model.delayed_wgrad is not None:
+            with self._timers("backward-compute"):
+                self._model.delayed_wgrad.compute()

@@ -1,0 +1,213 @@
+"""Builds the tokenizer of each type that Megatron's flags can name."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import sentencepiece
+
+from hetero.errors import UserError
+from megatron.hetero.tokenizer.core import load_core_tokenizer, wrap_core_tokenizer
+from megatron.hetero.tokenizer.files import (
+    first_line,
+    flag_value,
+    huggingface_directory,
+    read_json,
+    require_readable_file,
+    require_transformers,
+    required_flag,
+)
+from megatron.hetero.tokenizer.wrapper import Tokenizer
+
+_NUM_BYTES = 256
+_TIKTOKEN_PATTERNS = ("v1", "v2")
+_TIKTOKEN_MAX_SIZE = 2**17
+
+
+def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    """Build a tokenizer by Megatron's flags; those that a tool does not have may be absent.
+
+    Raises UserError.
+    """
+    kind = getattr(args, "tokenizer_type", None)
+    if kind is None:
+        raise UserError("--tokenizer-type is missing; name one, for example SentencePieceTokenizer")
+    if kind not in _BUILDERS:
+        *types, last = _BUILDERS
+        raise UserError(
+            f"--tokenizer-type {kind} is not supported; use {', '.join(types)} or {last}"
+        )
+    return _BUILDERS[kind](args)
+
+
+def _build_sentencepiece(args: argparse.Namespace) -> Tokenizer:
+    path = require_readable_file(required_flag(args, "tokenizer_model"), "--tokenizer-model")
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.Load(path)
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"--tokenizer-model {path} is not a SentencePiece model or is damaged "
+            f"({first_line(error)}); copy it again or train one with tools/train_tokenizer.py"
+        ) from error
+    is_legacy = bool(flag_value(args, "tokenizer_sentencepiece_legacy", False))
+    special = flag_value(args, "tokenizer_special_tokens")
+    if special and not is_legacy:
+        raise UserError(
+            "--tokenizer-special-tokens adds tokens to a SentencePiece model only with "
+            "--tokenizer-sentencepiece-legacy; add it, or train a model that has them"
+        )
+    core = load_core_tokenizer(
+        args, "sentencepiece", path, legacy=is_legacy, special_tokens=special
+    )
+    # In legacy mode megatron-core's has no end-of-sentence token, though the model has one.
+    return wrap_core_tokenizer(core, path, eod=processor.eos_id(), pad=processor.pad_id())
+
+
+def _build_huggingface(args: argparse.Namespace) -> Tokenizer:
+    directory = huggingface_directory(str(required_flag(args, "tokenizer_model")))
+    return _build_from_directory(args, directory)
+
+
+def _build_from_directory(
+    args: argparse.Namespace,
+    directory: str,
+    *,
+    source: str | None = None,
+    identity: dict[str, str] | None = None,
+) -> Tokenizer:
+    require_transformers(args.tokenizer_type)
+    core = load_core_tokenizer(
+        args,
+        "huggingface",
+        directory,
+        source=source,
+        additional_special_tokens=flag_value(args, "tokenizer_special_tokens") or [],
+        use_fast=bool(flag_value(args, "tokenizer_hf_use_fast", False)),
+        trust_remote_code=bool(flag_value(args, "trust_remote_code", False)),
+        include_special_tokens=bool(flag_value(args, "tokenizer_hf_include_special_tokens", False)),
+    )
+    return wrap_core_tokenizer(core, source or directory, identity=identity)
+
+
+def _build_gpt2(args: argparse.Namespace) -> Tokenizer:
+    """GPT-2's byte-level BPE, from a directory of Hugging Face's format with links to its files.
+
+    megatron-core's own loader downloads `gpt2` from the Hugging Face hub and confuses vocabulary
+    and merges, so that it works neither without a network nor with another vocabulary.
+    """
+    files = {}
+    for flag, name in (("vocab_file", "vocab.json"), ("merge_file", "merges.txt")):
+        path = require_readable_file(required_flag(args, flag), f"--{flag.replace('_', '-')}")
+        files[name] = os.path.abspath(path)
+    with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as directory:
+        for name, path in files.items():
+            os.symlink(path, Path(directory, name))
+        Path(directory, "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+        identity = {
+            "tokenizer_path": "GPT2BPETokenizer",
+            "vocab_file": files["vocab.json"],
+            "merges_file": files["merges.txt"],
+        }
+        source = f"{files['vocab.json']} and {files['merges.txt']}"
+        return _build_from_directory(args, directory, source=source, identity=identity)
+
+
+def _build_bert(args: argparse.Namespace) -> Tokenizer:
+    """BERT's word pieces from a vocabulary file. [SEP], which ends a sentence, ends a document."""
+    path = os.path.abspath(require_readable_file(required_flag(args, "vocab_file"), "--vocab-file"))
+    settings = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": args.tokenizer_type == "BertWordPieceLowerCase",
+        "eos_token": "[SEP]",
+    }
+    with tempfile.TemporaryDirectory(prefix="bert-tokenizer-") as directory:
+        os.symlink(path, Path(directory, "vocab.txt"))
+        Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
+        identity = {"tokenizer_path": args.tokenizer_type, "vocab_file": path}
+        return _build_from_directory(args, directory, source=path, identity=identity)
+
+
+def _build_byte_level(args: argparse.Namespace) -> Tokenizer:
+    """A token for each byte value, then special tokens, the last two of which end and pad."""
+    special = ["<pad>", "<eod>", *(flag_value(args, "tokenizer_special_tokens") or [])]
+    # megatron-core numbers special tokens downwards from the last id.
+    last = _NUM_BYTES + len(special) - 1
+    core = load_core_tokenizer(
+        args,
+        "byte-level",
+        None,
+        vocab_size=_NUM_BYTES,
+        special_tokens=special,
+        _pad_id=last,
+        _eos_id=last - 1,
+    )
+    return wrap_core_tokenizer(core, "ByteLevelTokenizer")
+
+
+def _build_tiktoken(args: argparse.Namespace) -> Tokenizer:
+    path = require_readable_file(required_flag(args, "tokenizer_model"), "--tokenizer-model")
+    if importlib.util.find_spec("tiktoken") is None:
+        raise UserError("--tokenizer-type TikTokenizer needs tiktoken; run: pip install tiktoken")
+    pattern = flag_value(args, "tiktoken_pattern") or "v2"
+    if pattern not in _TIKTOKEN_PATTERNS:
+        raise UserError(f"--tiktoken-pattern {pattern} is not known to megatron-core; use v1 or v2")
+    special = flag_value(args, "tiktoken_num_special_tokens", 1000)
+    max_size = _tiktoken_size(path) + special
+    vocab_size = flag_value(args, "vocab_size") or min(_TIKTOKEN_MAX_SIZE, max_size)
+    if vocab_size > max_size:
+        raise UserError(
+            f"--vocab-size {vocab_size} is more than --tokenizer-model {path} holds; use at most "
+            f"{max_size} ({special} of them special tokens)"
+        )
+    core = load_core_tokenizer(
+        args,
+        "tiktoken",
+        path,
+        pattern=pattern,
+        vocab_size=vocab_size,
+        num_special_tokens=special,
+        special_tokens=flag_value(args, "tokenizer_special_tokens")
+        or flag_value(args, "tiktoken_special_tokens"),
+    )
+    return wrap_core_tokenizer(core, path)
+
+
+def _tiktoken_size(path: str) -> int:
+    """The number of tokens in a TikTokenizer file. megatron-core would assert on a wrong one."""
+    expected = "a JSON list of objects with rank, token_bytes and token_str"
+    if not path.endswith(".json"):
+        raise UserError(
+            f"--tokenizer-model {path} must be a .json file for TikTokenizer: {expected}"
+        )
+    entries = read_json(path, "--tokenizer-model", expected)
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"--tokenizer-model {path} is not {expected}; convert it first")
+    return len(entries)
+
+
+def _build_null(args: argparse.Namespace) -> Tokenizer:
+    vocab_size = required_flag(args, "vocab_size")
+    core = load_core_tokenizer(args, "null", None, vocab_size=vocab_size)
+    return wrap_core_tokenizer(core, "NullTokenizer")
+
+
+_BUILDERS: Mapping[str, Callable[[argparse.Namespace], Tokenizer]] = {
+    "SentencePieceTokenizer": _build_sentencepiece,
+    "GPTSentencePieceTokenizer": _build_sentencepiece,
+    "Llama2Tokenizer": _build_sentencepiece,
+    "HuggingFaceTokenizer": _build_huggingface,
+    "GPT2BPETokenizer": _build_gpt2,
+    "BertWordPieceLowerCase": _build_bert,
+    "BertWordPieceCase": _build_bert,
+    "TikTokenizer": _build_tiktoken,
+    "ByteLevelTokenizer": _build_byte_level,
+    "NullTokenizer": _build_null,
+}
+"""The builder of each --tokenizer-type."""

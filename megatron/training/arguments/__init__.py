@@ -1,5 +1,0 @@
-"""Megatron-LM's command line: flags, defaults and checks, ready before torch is imported."""
-
-from megatron.training.arguments.parser import build_parser, parse_args
-
-__all__ = ["build_parser", "parse_args"]

@@ -1,0 +1,39 @@
+"""examples/presets: each file is the model it is named after."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.hetero.arguments import parse_args
+from megatron.hetero.model_size import model_shape
+from tests.commands import PRESETS
+
+REST = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()
+
+# What the publishers' own files hold: parameters, factor of the scaled positions, rotary base.
+PUBLISHED = {
+    "llama3.1_8b": (8_030_261_248, 8, 500000),
+    "llama3.2_1b": (1_235_814_400, 32, 500000),
+    "qwen2_7b": (7_615_616_512, None, 1000000),
+    "qwen2_0.5b": (494_032_768, None, 1000000),
+}
+
+
+def test_every_large_preset_is_checked() -> None:
+    assert {path.stem for path in PRESETS.glob("*.yaml")} == {*PUBLISHED, "tiny"}
+
+
+@pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
+def test_a_preset_has_the_size_and_the_positions_of_the_published_model(name, published) -> None:
+    args = parse_args(["--yaml-cfg", str(PRESETS / f"{name}.yaml"), *REST], world_size=1)
+    parameters, factor, base = published
+    assert model_shape(args).parameters == parameters
+    assert args.params_dtype == "bfloat16"
+    assert args.ignored_flags == []
+    assert (args.rope_scaling_factor if args.use_rope_scaling else None) == factor
+    assert (args.rotary_base, args.max_position_embeddings) == (base, 131072)
+
+
+def test_the_tiny_preset_is_complete() -> None:
+    args = parse_args(["--yaml-cfg", str(PRESETS / "tiny.yaml")], world_size=1)
+    assert model_shape(args, vocabulary=384).parameters == 221_760

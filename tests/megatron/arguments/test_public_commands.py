@@ -1,0 +1,49 @@
+"""Public Megatron-LM command lines: how many of those that Megatron-LM accepts are accepted here.
+
+How the collection was made is said in public_commands/README.md; `python -m bench.public_commands`
+prints the table and the reasons.
+"""
+
+from __future__ import annotations
+
+from bench.public_commands import (
+    LEFT_OUT,
+    by_source,
+    load_commands,
+    main,
+    reasons,
+    shares,
+    verdicts,
+)
+
+# Raise these with what they have reached; they never fall.
+ALL, WITHOUT_LEFT_OUT = 0.75, 0.99
+
+
+def test_the_share_of_public_commands_that_is_accepted_does_not_fall() -> None:
+    reached = [accepted / counted for accepted, counted in shares().values()]
+    for share, least in zip(reached, (ALL, WITHOUT_LEFT_OUT), strict=True):
+        assert share >= least, "\n".join(f"{count} {text}" for text, count in reasons())
+
+
+def test_the_collection_is_broad() -> None:
+    counted = [verdict.command for verdict in verdicts()]
+    assert len(counted) >= 200
+    assert len({command.repository for command in counted}) >= 10
+    assert {feature for command in counted for feature in command.features} == set(LEFT_OUT)
+    assert len({command.words for command in load_commands()}) >= 0.9 * len(load_commands())
+
+
+def test_a_refusal_names_a_flag_of_the_command_and_not_as_one_that_nobody_knows() -> None:
+    for verdict in verdicts():
+        if verdict.refusal is not None:
+            assert any(flag in verdict.refusal for flag in verdict.command.flags), verdict
+            assert "is not a flag of this program" not in verdict.refusal, verdict
+
+
+def test_the_table_has_a_row_for_every_source_and_their_sum(capsys) -> None:
+    assert main(["--refused"]) == 0
+    printed = capsys.readouterr().out
+    for row in by_source():
+        assert row in printed
+    assert by_source()[-1].startswith(f"| all | {len(load_commands())} | {len(verdicts())} |")

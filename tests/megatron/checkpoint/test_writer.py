@@ -1,0 +1,81 @@
+"""A checkpoint that a tool wrote is one like any other; a run that is asked to stop notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.hetero.checkpoint.index import DamagedCheckpoint
+from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.regions import Region
+from megatron.hetero.checkpoint.safetensors_writer import WriteItem
+from megatron.hetero.checkpoint.signals import StopSignal
+from megatron.hetero.checkpoint.writer import write_release
+
+ARGS = {"num_layers": 1, "untie_embeddings_and_output_weights": False}
+NAMES = (
+    "embedding.word_embeddings.weight",
+    "decoder.layers.0.mlp.linear_fc1.weight",
+    "decoder.final_layernorm.weight",
+)
+
+
+def test_weights_written_file_by_file_are_read_as_one_checkpoint(tmp_path: Path) -> None:
+    """Other files go along once the weights are there."""
+    seen: list[str] = []
+
+    def add(folder: Path) -> None:
+        seen.extend(entry.name for entry in folder.iterdir())
+        (folder / "tokenizer.json").write_text("{}")
+
+    weights = {name: torch.randn(3, 2) for name in NAMES}
+    files = ([WriteItem.whole(name, tensor)] for name, tensor in weights.items())
+    folder = write_release(tmp_path, files, args=ARGS, add_companions=add)
+    assert folder == tmp_path / "release"
+    assert sorted(seen) == [f"weights_0000{number}.safetensors" for number in range(3)]
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    with CheckpointReader.open(tmp_path) as reader:
+        assert reader.args == ARGS
+        assert reader.names() == sorted(NAMES)
+        for name, tensor in weights.items():
+            assert torch.equal(reader.tensor(name), tensor)
+
+
+@pytest.mark.parametrize(
+    ("write_items", "problem"),
+    [
+        (
+            [WriteItem("w", (4,), torch.float32, (Region((0,), (2,)),), lambda: torch.ones(2))],
+            "tensor w is not whole",
+        ),
+        (
+            [WriteItem.whole(name, torch.ones(2)) for name in NAMES[:-1]],
+            "tensor decoder.final_layernorm.weight is missing",
+        ),
+    ],
+    ids=["half a tensor", "a tensor too few"],
+)
+def test_what_is_no_whole_model_is_no_checkpoint(
+    write_items: list[WriteItem], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DamagedCheckpoint, match=problem):
+        write_release(tmp_path, [write_items], args=ARGS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_is_noticed_and_obeyed_by_a_forked_process_alone() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignal("SIGUSR1") as stop:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
+        assert not stop.seen
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.seen
+    assert signal.getsignal(signal.SIGUSR1) == before

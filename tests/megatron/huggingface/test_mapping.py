@@ -1,0 +1,75 @@
+"""How tensors of LLaMA and Qwen2 lie in megatron-core's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.hetero.huggingface.mapping import ModelShape, Rule, rules
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    groups = draw(st.integers(1, 4))
+    vocabulary = draw(st.integers(1, 9))
+    return ModelShape(
+        layers=draw(st.integers(1, 2)),
+        hidden=draw(st.integers(1, 5)),
+        ffn=draw(st.integers(1, 5)),
+        heads=groups * draw(st.integers(1, 4)),
+        groups=groups,
+        channels=draw(st.integers(1, 4)),
+        vocabulary=vocabulary,
+        rows=vocabulary + draw(st.integers(0, 4)),
+        qkv_bias=draw(st.booleans()),
+        tied=draw(st.booleans()),
+    )
+
+
+def _numbered(rule: Rule) -> list[torch.Tensor]:
+    """Its parts, every element of them another number, and none of them zero."""
+    offset, parts = 1, []
+    for part in rule.parts:
+        size = math.prod(part.shape)
+        parts.append(torch.arange(offset, offset + size).reshape(part.shape))
+        offset += size
+    return parts
+
+
+@given(shapes())
+def test_splitting_undoes_joining(shape: ModelShape) -> None:
+    for rule in rules(shape):
+        parts = _numbered(rule)
+        whole = rule.join(parts)
+        assert tuple(whole.shape) == rule.shape
+        for found, part in zip(rule.split(whole), parts, strict=True):
+            assert torch.equal(found, part)
+        # Rows of padding are zero.
+        assert whole.count_nonzero() == sum(part.numel() for part in parts)
+
+
+@given(shapes())
+def test_every_name_stands_for_one_tensor(shape: ModelShape) -> None:
+    ours = [rule.name for rule in rules(shape)]
+    theirs = [part.name for rule in rules(shape) for part in rule.parts]
+    assert len(set(ours)) == len(ours)
+    assert len(set(theirs)) == len(theirs)
+    assert ("lm_head.weight" in theirs) == (not shape.tied)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_each_query_group_has_its_queries_then_its_key_then_its_value(kind: str) -> None:
+    queries = [10, 11, 20, 21, 30, 31, 40, 41]
+    keys, values = [100, 101, 200, 201], [1000, 1001, 2000, 2001]
+    first_group = [10, 11, 20, 21, 100, 101, 1000, 1001]
+    second_group = [30, 31, 40, 41, 200, 201, 2000, 2001]
+    sizes = {"layers": 1, "hidden": 1, "ffn": 2, "heads": 4, "groups": 2, "channels": 2}
+    shape = ModelShape(**sizes, vocabulary=3, rows=5, qkv_bias=True, tied=False)
+    (rule,) = (rule for rule in rules(shape) if rule.name.endswith(f"linear_qkv.{kind}"))
+    given = zip((queries, keys, values), rule.parts, strict=True)
+    joined = rule.join([torch.tensor(numbers).reshape(part.shape) for numbers, part in given])
+    assert joined.flatten().tolist() == first_group + second_group
