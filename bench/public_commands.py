@@ -31,7 +31,7 @@ DATA = (
     Path(__file__)
     .resolve()
     .parents[1]
-    .joinpath("tests", "training", "arguments", "public_commands", "commands.json")
+    .joinpath("tests", "megatron", "arguments", "public_commands", "commands.json")
 )
 DENSE = "dense"
 ACCEPTED = "accepted"

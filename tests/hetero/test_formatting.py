@@ -42,7 +42,7 @@ def test_bytes_are_written_in_the_unit_that_fits() -> None:
 def test_no_message_writes_a_plural_after_a_number_that_may_be_one() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for folder in ("hetero", "megatron/hetero", "tools", "examples")
+        for folder in ("hetero", "megatron/hetero", "bench", "examples")
         for path in ROOT.glob(f"{folder}/**/*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if UNCOUNTED.search(line) and not any(words in line for words in NEVER_ONE)

@@ -25,7 +25,7 @@ GUARD = (
 
 def checkout(folder: Path, *, core: str | None = None, one_package: bool = False) -> Path:
     """What Megatron-LM has in the places of ours: packages that need what is not installed."""
-    packages = ["megatron/hetero", "megatron/hetero/arguments", "tools", "examples", "tests"]
+    packages = ["megatron/training", "megatron/training/arguments", "tools", "examples", "tests"]
     for package in packages + ["megatron"] * one_package:
         (folder / package).mkdir(parents=True, exist_ok=True)
         (folder / package / "__init__.py").write_text("import six_of_another_megatron\n")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import bench_meshes
 from bench.bench_meshes import parse_options
 from bench.reproduction.measurement import Attempt
 from bench.reproduction.mesh_runs import findings, planned_runs, render
 from bench.reproduction.run_options import parsed, possible_here
-from hetero.tools import bench_meshes
 from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from bench import bench_splits
 from bench.bench_splits import parse_options
 from bench.reproduction import split_sweep
 from bench.reproduction.measurement import Attempt
 from bench.reproduction.run_options import parsed
 from bench.reproduction.split_sweep import curves, planned_runs
 from hetero.errors import HeteroError
-from hetero.tools import bench_splits
 from tests.commands import PRESETS
 from tests.tools.made_measurements import MEASURED
 

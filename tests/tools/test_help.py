@@ -18,7 +18,12 @@ from tests.commands import ROOT
 SHARED = {"__init__", "tool_command_line", "runs", "text_input"}
 """What tools have in common, which nobody starts."""
 MODULES = [
-    *(f"tools.{path.stem}" for path in sorted(ROOT.glob("tools/*.py")) if path.stem not in SHARED),
+    *(
+        f"{package}.{path.stem}"
+        for package in ("hetero.tools", "bench")
+        for path in sorted(ROOT.glob(f"{package.replace('.', '/')}/*.py"))
+        if path.stem not in SHARED
+    ),
     "examples.quickstart.demo",
 ]
 NOISE = re.compile(r"\(default: (?:None|False|True|\[\]|)\)|==SUPPRESS==|\bNone\b|%\(")

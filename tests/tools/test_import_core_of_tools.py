@@ -10,10 +10,15 @@ import pytest
 from tests.commands import ROOT, ended
 
 IMPORTS_CORE = re.compile(
-    r"^\s+from megatron\.(core|training\.(dataset_checks|tokenizer\.build|generation|operators))",
+    r"^\s+from megatron\.(core|hetero\.(dataset_checks|tokenizer\.build|generation|operators))",
     re.MULTILINE,
 )
-TOOLS = sorted(path for path in (ROOT / "tools").rglob("*.py") if "quiet" not in path.name)
+TOOLS = sorted(
+    path
+    for folder in ("hetero/tools", "bench")
+    for path in (ROOT / folder).rglob("*.py")
+    if "quiet" not in path.name
+)
 
 
 def test_megatron_core_is_quiet_and_brings_no_compiler_for_a_cpu() -> None:

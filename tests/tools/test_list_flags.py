@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.tools import list_flags
+from bench import list_flags
 from megatron.hetero.arguments.parser import build_parser
 
 

@@ -50,10 +50,10 @@ def test_without_bandwidth_nothing_is_measured(tmp_path):
 
 def test_a_problem_makes_the_exit_code_1(tmp_path):
     """A copy of the tool, beside a requirements.txt that asks for what is not there."""
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/preflight.py").write_text(TOOL.read_text())
+    (tmp_path / "hetero/tools").mkdir(parents=True)
+    (tmp_path / "hetero/tools/preflight.py").write_text(TOOL.read_text())
     (tmp_path / "requirements.txt").write_text("no-such-package-at-all>=2\n")
-    done = ended(tmp_path / "tools/preflight.py", "--no-bandwidth", PYTHONPATH=str(ROOT))
+    done = ended(tmp_path / "hetero/tools/preflight.py", "--no-bandwidth", PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stderr
     assert "problem  software" in done.stdout
     assert "NOT READY" in done.stdout.splitlines()[-1]

@@ -16,8 +16,9 @@ from tests.tools.refusals import Refused
 
 
 def main_of(script: str) -> Callable[[list[str]], int]:
-    if script.startswith("tools/"):
-        return importlib.import_module(script.replace("/", ".")).main
+    folder, _, name = script.rpartition("/")
+    if package := {"tools": "hetero.tools", "bench": "bench"}.get(folder):
+        return importlib.import_module(f"{package}.{name}").main
     module = scripts.load(ROOT / f"{script}.py")
     return lambda _: module.main()  # which reads sys.argv
 

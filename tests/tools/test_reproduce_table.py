@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import reproduce_table
 from bench.reproduction import steadiness, table, training_runs
 from bench.reproduction.measurement import Attempt, Measurement, measure, summarise
 from bench.reproduction.run_options import all_flags
@@ -25,7 +26,6 @@ from bench.reproduction.table_picture import draw
 from bench.reproduction.table_rows import Options, parsed_row, planned_run, run_order
 from bench.reproduction.training_runs import PlannedRun
 from hetero.errors import HeteroError, UserError
-from hetero.tools import reproduce_table
 from hetero.tools.runs import DeadlinePassed, Finished, Launch
 from megatron.hetero.arguments import parse_args
 from tests.commands import PRESETS

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from bench import train_public_commands
 from bench.public_training.chosen import CHOSEN
 from bench.public_training.public_results import Row
 from bench.public_training.shrinking import shrink
 from bench.public_training.trained_commands import Runs
 from hetero.errors import HeteroError
-from hetero.tools import train_public_commands
 from hetero.tools.run_comparison.curves import Curve
 from tests.tools.run_comparison.simulated_runs import made_curve
 
