@@ -6,12 +6,14 @@ import multiprocessing.spawn
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
 
 from tests import preloaded
+from tests.tools.refusals import Refused, refusal
 
 
 def pytest_configure() -> None:
@@ -41,6 +43,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("transformer_engine")
     module.__spec__ = ModuleSpec("transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", module)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The sentence with which a program, here its `main`, refuses words."""
+    return partial(refusal, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from hetero.tools.runs import ROOT, Finished
 from tests import commands, scripts
-from tests.tools.test_benchmark_parity import TINY
+from tests.bench.test_benchmark_parity import TINY
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

@@ -1,4 +1,4 @@
-"""Sailor's profile files, damaged; whole ones are in tests/tools/test_validate_planner.py."""
+"""Sailor's profile files, damaged; whole ones are in tests/bench/test_validate_planner.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hetero.planner.import_sailor import import_sailor, inter_node_link, intra_node_link
 from hetero.planner.layer_profile import ProfileError
 from hetero.planner.model_shape import ModelShape
-from tests.tools.sailor_checkout import ZONE, write_checkout
+from tests.bench.sailor_checkout import ZONE, write_checkout
 
 _TIMES = "Planner/simulations/profiles_tmp.json"
 _SIZES = "Planner/llm_info.json"

@@ -12,8 +12,8 @@ from bench.compare_planners import main
 from bench.planner_validation.metis_planner import run_metis
 from bench.planner_validation.peer_comparison import Comparison, Theirs, compare, table
 from bench.planner_validation.peer_problems import PeerProblem, cluster_of
+from tests.bench.sailor_checkout import write_checkout
 from tests.tools.refusals import Refused
-from tests.tools.sailor_checkout import write_checkout
 
 KINDS = ("A100-40", "V100-16")
 PLANNER = """

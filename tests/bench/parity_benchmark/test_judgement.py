@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.bench.parity_benchmark.made_outcomes import failed, outcome, outcomes
 
 from bench.parity_benchmark.judgement import Judgement, judge
 from bench.parity_benchmark.parity_runs import DETERMINISTIC, FAST, Run
+from tests.bench.parity_benchmark.made_outcomes import failed, outcome, outcomes
 
 REFERENCE = {kernels: Run(kernels, "homogeneous", 1) for kernels in (DETERMINISTIC, FAST)}
 DIRECT = {kernels: Run(kernels, "device-direct", 1) for kernels in (DETERMINISTIC, FAST)}

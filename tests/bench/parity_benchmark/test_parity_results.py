@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.bench.parity_benchmark.made_outcomes import ITERATIONS, failed, outcome, outcomes
 
 from bench.parity_benchmark.judgement import judge
 from bench.parity_benchmark.parity_options import Options, parse_options
@@ -15,6 +14,7 @@ from bench.parity_benchmark.parity_results import write_results
 from bench.parity_benchmark.parity_runs import DETERMINISTIC, FAST, Run
 from bench.parity_benchmark.side_by_side import Outcome
 from bench.real_text.data_set import RealText
+from tests.bench.parity_benchmark.made_outcomes import ITERATIONS, failed, outcome, outcomes
 
 LARGEST_FILE = 16 * 2**20
 

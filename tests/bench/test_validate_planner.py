@@ -14,7 +14,7 @@ from bench.planner_validation.scores import kendall_tau, separable_kendall_tau
 from bench.validate_planner import main
 from hetero.planner.import_sailor import import_sailor
 from hetero.planner.layer_profile import Point
-from tests.tools.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
+from tests.bench.sailor_checkout import BACKWARD, FORWARD, UPDATE, write_checkout, write_run
 
 LAYER = FORWARD + BACKWARD
 ACTIVATION = 2048 * 1024 * 4
