@@ -18,7 +18,7 @@ from hetero.device import cuda_driver, hip_driver
 from hetero.device.driver_base import HOST_REGISTER_FLAGS, INVALID_CONTEXT, LAZY_PEER_ACCESS
 from hetero.device.vendor_library import Symbol
 from hetero.native.headers import FOLDER
-from tests.hetero.device import debian_hip
+from tests.hetero.device import amd_packages
 from tests.hetero.device.headers import Header, declared_sizes
 
 NEWER_THAN_DEBIAN = {"hsa_amd_portable_export_dmabuf"}
@@ -57,12 +57,12 @@ def optional(symbols: tuple[Symbol, ...]) -> set[str]:
 
 @pytest.fixture(scope="session")
 def debian(request: pytest.FixtureRequest) -> Path:
-    return debian_hip.unpacked(request.config)
+    return amd_packages.debian_hip(request.config)
 
 
 def test_debians_hip_has_every_function_but_the_newer_ones(debian) -> None:
     symbols = (*hip_driver.SYMBOLS, *hip_driver.HSA_SYMBOLS)
-    found = resolved("libamdhip64.so.5", symbols, folder=debian_hip.libraries(debian))
+    found = resolved("libamdhip64.so.5", symbols, folder=amd_packages.libraries(debian))
     missing = {symbol.name for symbol in symbols} - found
     print(f"resolved {len(found)} of {len(symbols)}; newer than ROCm 5.2.3: {sorted(missing)}")
     assert missing == NEWER_THAN_DEBIAN
@@ -77,7 +77,7 @@ def test_debians_hip_without_a_gpu_fails_in_words(debian) -> None:
         "except LinkError as error: print(error)\n"
         "else: print('a GPU')\n"
     )
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(debian_hip.libraries(debian))}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(amd_packages.libraries(debian))}
     child = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
