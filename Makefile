@@ -30,7 +30,7 @@ TEST_WORKERS ?= $(if $(GPU_DRIVER),0,logical)
 # A file's tests stay together, because they share runs. The longest come first in the order of their names.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all test-gpu test-rdma lint clean
+.PHONY: setup demo test test-all test-gpu test-rdma lint docs clean
 
 setup: $(STAMP)
 
@@ -71,6 +71,11 @@ test-gpu: setup
 # needs root on Debian; anywhere else it says that it was skipped.
 test-rdma: setup
 	$(BIN)/python -m tests.rdma.machine.boot --minutes $(RDMA_MINUTES) $(RDMA_FLAGS)
+
+# The variable silences an advertisement that the theme prints at every build.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f website/mkdocs.yml
+	@echo "built; to read it with its search: $(BIN)/python -m http.server -d .cache/site"
 
 clean:
 	rm -rf $(VENV) runs .cache

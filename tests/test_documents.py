@@ -51,3 +51,10 @@ def test_a_link_to_nowhere_is_found() -> None:
     text = f"[a]({hardware}) [b](docs/none.md) [c]({hardware}s) [d](#nothing) [e](https://f.g)"
     expected = ["docs/none.md", f"{hardware}s", "#nothing"]
     assert list(dead_links(ROOT / "README.md", text)) == expected
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lists_within_lists_look_the_same_everywhere(document: Path) -> None:
+    """Code hosts take any indentation for them, the site's Markdown only four columns."""
+    nested = re.findall(r"^( +)(?:[-*]|\d+\.) ", prose(document.read_text()), re.MULTILINE)
+    assert {len(indentation) % 4 for indentation in nested} <= {0}
