@@ -74,7 +74,7 @@ test-rdma: setup
 
 # The variable silences an advertisement that the theme prints at every build.
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet -f website/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "built; to read it with its search: $(BIN)/python -m http.server -d .cache/site"
 
 clean:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.test_documents import DOCUMENTS, ROOT
 
-CONFIGURATION = ROOT / "website/mkdocs.yml"
+CONFIGURATION = ROOT / "mkdocs.yml"
 # Nothing listens there: what asks for a page of the network during the build ends it.
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
 # What a browser fetches by itself, as opposed to a link that a reader may follow.

@@ -171,6 +171,8 @@ def test_todays_hip_has_our_numbers(values: dict[str, int]) -> None:
     assert {name: values[name] for name in names} == names
     flags = values["hipHostRegisterPortable"] | values["hipHostRegisterMapped"]
     assert flags == HOST_REGISTER_FLAGS
+    # A library is named by the major release of its interface.
+    assert f"libamdhip64.so.{values['HIP_VERSION_MAJOR']}" in hip_driver._NAMES
     print(f"HIP {values['HIP_VERSION_MAJOR']}.{values['HIP_VERSION_MINOR']}")
 
 
