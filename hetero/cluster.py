@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 from hetero.formatting import counted, ranks_on_hosts
 from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
 from hetero.version import __version__, sources
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
+PLAN = "plan"
+"""The name of the whole plan among the flags that are compared."""
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
 
 
@@ -40,6 +42,9 @@ class RankIdentity:
     torch_version: str
     core_version: str
     flags: dict[str, Any] = field(default_factory=dict)
+    """Values that all ranks must have in common, by name."""
+    typed: dict[str, str] = field(default_factory=dict)
+    """How the flags that were typed are spelled, by the same names."""
 
     @property
     def simulated(self) -> bool:
@@ -54,7 +59,7 @@ def running_vendor() -> str:
     return "cpu"
 
 
-def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
+def _named_vendor(value: str, *, local_rank: int, local_size: int | None, planned: str) -> str:
     """The vendor that HETERO_VENDOR assigns to this rank.
 
     A single name applies to every rank of this launcher. A comma-separated list is by local rank,
@@ -73,10 +78,13 @@ def _named_vendor(value: str, *, local_rank: int, planned: str) -> str:
         names += [name] * int(count or 1)
     if len(names) == 1:
         return names[0]
-    if local_rank >= len(names):
+    if local_rank >= len(names) or local_size not in (None, len(names)):
+        started = (
+            f"local rank {local_rank} was" if local_size is None else f"{local_size} here were"
+        )
         raise UserError(
-            f"{VENDOR_VARIABLE}={value!r} names {counted(len(names), 'rank')} but local rank "
-            f"{local_rank} was started; name one vendor for each local rank"
+            f"{VENDOR_VARIABLE}={value!r} names {counted(len(names), 'rank')} but {started} "
+            "started; name one vendor for each local rank"
         )
     return names[local_rank]
 
@@ -97,7 +105,9 @@ def own_vendor(
     if local_rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         local_rank = int(environ.get("LOCAL_RANK", rank))
-    return _named_vendor(override, local_rank=local_rank, planned=planned)
+    size = environ.get("LOCAL_WORLD_SIZE", "")
+    local_size = int(size) if size.isdecimal() else None
+    return _named_vendor(override, local_rank=local_rank, local_size=local_size, planned=planned)
 
 
 def identify(
@@ -106,6 +116,7 @@ def identify(
     local_rank: int,
     planned_vendor: str,
     flags: Mapping[str, Any],
+    typed: Mapping[str, str] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RankIdentity:
     """Describe the calling rank. `planned_vendor` is for HETERO_VENDOR=plan."""
@@ -125,6 +136,7 @@ def identify(
         torch_version=str(torch.__version__),
         core_version=core_version(),
         flags=dict(flags),
+        typed=dict(typed or {}),
     )
 
 
@@ -174,19 +186,62 @@ def check_identities(
 
 
 def _check_flags(identities: Sequence[RankIdentity]) -> None:
-    reference = identities[0]
+    """Refuse ranks with other values than rank 0's; each difference is told once, by its flag."""
+    reference, told = identities[0], set()
+    faults = Faults()
     for identity in identities[1:]:
-        if identity.flags == reference.flags:
-            continue
-        for name in sorted(reference.flags.keys() | identity.flags.keys()):
-            ours, theirs = reference.flags.get(name), identity.flags.get(name)
-            if ours != theirs:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(
-                    f"rank {reference.rank} on {reference.host} was started with {flag} {ours!r} "
-                    f"and rank {identity.rank} on {identity.host} with {theirs!r}; start every "
-                    "rank with the same flags"
-                )
+        # Where a plan file replaces flags on one side, the plans are compared, not the flags.
+        common = reference.flags.keys() & identity.flags.keys()
+        names = {name for name in common if reference.flags[name] != identity.flags[name]}
+        # Other values follow from the flags that were typed, or from the plan.
+        if followed := names & ({*reference.typed, *identity.typed} - {PLAN}) or names & {PLAN}:
+            names = followed
+        for name in sorted(names - told):
+            told.add(name)
+            faults.add([_difference(reference, identity, name)])
+    faults.refuse()
+
+
+def _difference(one: RankIdentity, other: RankIdentity, name: str) -> str:
+    ends = f"rank {one.rank} on {one.host}", f"rank {other.rank} on {other.host}"
+    if name == PLAN:
+        plans = (one.flags[PLAN] or {}, other.flags[PLAN] or {})
+        mine, theirs = (plan.get("meshes", []) for plan in plans)
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        index = next((i for i, (one_s, other_s) in pairs if one_s != other_s), None)
+        if index is None:
+            what = [counted(len(meshes), "mesh", "meshes") for meshes in (mine, theirs)]
+        else:
+            what = [f"mesh {index} as {_brief(meshes[index])}" for meshes in (mine, theirs)]
+        return (
+            f"the plan of {ends[0]} has {what[0]} and that of {ends[1]} has {what[1]}; give every "
+            "rank the same plan"
+        )
+    if name not in {*one.typed, *other.typed}:
+        return (
+            f"{ends[0]} has the {name} {_plain(one.flags[name])} and {ends[1]} "
+            f"{_plain(other.flags[name])}; start every rank with the same flags and variables"
+        )
+    values = []
+    for who in (one, other):
+        flag, value = who.typed.get(name), who.flags[name]
+        if flag is None:
+            values.append(f"without {one.typed.get(name) or other.typed[name]}")
+        else:
+            values.append(f"with {flag}" + ("" if isinstance(value, bool) else f" {_plain(value)}"))
+    return (
+        f"{ends[0]} was started {values[0]} and {ends[1]} {values[1]}; start every rank with the "
+        "same flags"
+    )
+
+
+def _plain(value: Any) -> str:
+    """A flag's value as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _brief(mesh: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in mesh.items() if value is not None)
 
 
 def _check_vendors(identities: Sequence[RankIdentity], plan: Plan, *, mixed: bool) -> None:

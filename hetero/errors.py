@@ -110,17 +110,28 @@ def kind_and_first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
 
 
+def stamped(text: str) -> str:
+    """A line of a log with the time in front, as the lines of iterations have it."""
+    return f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}"
+
+
 def print_line(text: str) -> None:
-    """Print a line on stderr in a single write.
+    """Print a line on stderr, with the time in front."""
+    _write(stamped(text))
+
+
+def print_error(text: str) -> None:
+    """Print an error on stderr, which begins with that word."""
+    _write(f"error: {text}")
+
+
+def _write(text: str) -> None:
+    """Write a line on stderr in a single write.
 
     The ranks of a node share one stderr, and with PYTHONUNBUFFERED, which container images set,
     `print` writes the end of the line by itself: two ranks' sentences would run into one line.
     """
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
-
-
-def print_error(text: str) -> None:
-    print_line(f"error: {text}")
 
 
 def write_error_file(

@@ -1,11 +1,13 @@
 """Console output: tables, one line per logged iteration, and a progress bar on terminals.
 
-Only rank 0 prints; on other ranks every method is a no-op. Lines are flushed to stdout
-unconditionally, so that a log file is complete. The bar goes to stderr if that is a terminal.
+Only rank 0 prints; on other ranks every method but `warning` is a no-op. Lines begin with the time,
+tables do not. All are flushed to stdout unconditionally, so that a log file is complete. The bar
+goes to stderr if that is a terminal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from datetime import datetime
 
 from tqdm import tqdm
 
+from hetero.errors import stamped
 from megatron.hetero.metrics import IterationRecord
 from megatron.hetero.progress_bar import progress_bar
 
@@ -36,6 +39,10 @@ class Console:
         )
 
     def line(self, text: str) -> None:
+        self.table(stamped(text))
+
+    def table(self, text: str) -> None:
+        """Print as it is: columns, and lines that Megatron's readers know by their beginning."""
         if not self._is_logger:
             return
         try:
@@ -45,6 +52,14 @@ class Console:
         except BrokenPipeError:
             # The reader of the pipe has exited. Keep training without console output.
             self._is_logger = False
+
+    def warning(self, text: str) -> None:
+        """Print on any rank: only the rank that writes an output knows that it cannot."""
+        if self._is_logger:
+            self.line(text)
+        else:
+            with contextlib.suppress(BrokenPipeError):
+                print(stamped(text), flush=True)
 
     def advance(self, record: IterationRecord) -> None:
         self._bar.set_postfix_str(
@@ -81,7 +96,7 @@ class Console:
         parts.append(f"number of skipped iterations: {count - len(losses):3d}")
         parts.append(f"number of nan iterations: {nan:3d}")
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
-        self.line(f" [{stamp}] " + " | ".join(parts) + " |")
+        self.table(f" [{stamp}] " + " | ".join(parts) + " |")
 
     def close(self) -> None:
         self._bar.close()

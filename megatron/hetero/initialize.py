@@ -7,6 +7,7 @@ import os
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.agreement import Agreement
-from hetero.cluster import RankIdentity, check_identities, identify, running_vendor
+from hetero.cluster import PLAN, RankIdentity, check_identities, identify, running_vendor
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.collectives.group_links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
@@ -36,7 +37,9 @@ from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Plan
 from megatron.hetero.arguments.batch_sizes import steps_of
+from megatron.hetero.arguments.checks.check_hetero import SHORTHAND
 from megatron.hetero.arguments.installed_layers import ENGINE, engine_is_installed
+from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.find_checkpoint import (
     FoundCheckpoint,
     NoCheckpoint,
@@ -58,6 +61,7 @@ from megatron.hetero.job import Job
 from megatron.hetero.layout import apply_mesh, plan_from_args
 from megatron.hetero.metrics_logger import check_outputs
 from megatron.hetero.optimizer import RankStatistics
+from megatron.hetero.output_folders import Outputs, agree_on_outputs
 from megatron.hetero.rendezvous import (
     agree_on_addresses,
     environment_rank,
@@ -66,7 +70,8 @@ from megatron.hetero.rendezvous import (
 )
 from megatron.hetero.reproducibility import seed_everything, set_determinism
 
-# Flags that may differ between ranks: they do not change what is computed.
+# Flags that may differ between ranks: they do not change what is computed, and none may decide
+# whether a rank takes part in a collective.
 _LOCAL_FLAGS = frozenset(
     {"ignored_flags", "typed_flags", "taken_flags"}
     | {"lacks_transformer_engine"}
@@ -80,6 +85,8 @@ _LOCAL_FLAGS = frozenset(
     | {"bias_dropout_fusion", "cross_entropy_loss_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
+_OF_PLAN = frozenset({*SHORTHAND, "hetero_sequence_parallel"})
+"""Values that a plan file gives instead of flags."""
 
 
 def build_plan(args: argparse.Namespace, rank: int) -> Plan:
@@ -100,10 +107,8 @@ def build_plan(args: argparse.Namespace, rank: int) -> Plan:
             ) from error
     if args.hetero_nics:
         find_rails(args, own="")
-    if rank == 0:
-        check_outputs(args)
-        if args.save is not None and not args.skip_train:
-            check_save_folder(Path(args.save))
+    if rank == 0 and args.save is not None and not args.skip_train:
+        check_save_folder(Path(args.save))
     return plan
 
 
@@ -182,6 +187,12 @@ class Initializer:
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
             self._own_address = agree_on_addresses(self._agreement, self.liveness)
+        outputs = agree_on_outputs(
+            args,
+            self._agreement.exchange,
+            rank=self.rank,
+            check=partial(check_outputs, is_rank_0=self.rank == 0),
+        )
         self._lock = take_save_folder(args, self._agreement.exchange, rank=self.rank)
         tokenizer = agree_on_tokenizer(args, self._agreement, read_indexes=self.local_rank == 0)
         checkpoint = find_checkpoint(
@@ -201,7 +212,9 @@ class Initializer:
             rank=self.rank,
             local_rank=self.local_rank,
         )
-        return self._connect(args, plan, identities, device, datasets, checkpoint, store, timeout)
+        return self._connect(
+            args, plan, identities, device, datasets, checkpoint, outputs, store, timeout
+        )
 
     def _exchange_identities(
         self, args: argparse.Namespace | None, plan: Plan | None, problem: UserError | None
@@ -213,14 +226,15 @@ class Initializer:
             try:
                 local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
                 device = choose_device(self.local_rank, local_size)
-                flags = {k: _as_json(v) for k, v in vars(args).items() if k not in _LOCAL_FLAGS}
-                flags["plan"] = plan.to_mapping() if _crosses_vendors(args) else None
+                flags = _compared_flags(args)
+                flags[PLAN] = plan.to_mapping() if _crosses_vendors(args) else None
                 payload = asdict(
                     identify(
                         rank=self.rank,
                         local_rank=self.local_rank,
                         planned_vendor=plan.vendor_of_rank(self.rank),
                         flags=flags,
+                        typed=_spelled(args),
                     )
                 )
             except UserError as error:
@@ -256,6 +270,7 @@ class Initializer:
         device: torch.device,
         datasets: Datasets,
         checkpoint: FoundCheckpoint | NoCheckpoint,
+        outputs: Outputs,
         store: dist.Store,
         timeout: float,
     ) -> Job:
@@ -325,6 +340,7 @@ class Initializer:
             datasets=datasets,
             checkpoint=checkpoint,
             lock=self._lock,
+            outputs=outputs,
             vendor_backend=vendor_backend,
             liveness=self.liveness,
         )
@@ -365,6 +381,23 @@ class Initializer:
         if error.known_to_all and self.liveness is not None:
             # A rank that hangs never leaves.
             self.liveness.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
+
+
+def _compared_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The values that all ranks must have in common; those of a plan file are in the plan."""
+    local = _LOCAL_FLAGS | (_OF_PLAN if args.hetero_plan else frozenset())
+    return {name: _as_json(value) for name, value in vars(args).items() if name not in local}
+
+
+def _spelled(args: argparse.Namespace) -> dict[str, str]:
+    """The flags that were typed, by the names of their values."""
+    typed = set(args.typed_flags)
+    return {
+        action.dest: flag
+        for action in build_parser()._actions
+        for flag in action.option_strings
+        if flag in typed
+    }
 
 
 def _as_json(value: Any) -> Any:

@@ -17,6 +17,7 @@ from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint, NoCheckp
 from megatron.hetero.checkpoint.lock import SaveLock
 from megatron.hetero.data import Datasets
 from megatron.hetero.optimizer import RankStatistics
+from megatron.hetero.output_folders import Outputs
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Job:
     checkpoint: FoundCheckpoint | NoCheckpoint
     lock: SaveLock | None
     """The lock on --save; rank 0 only."""
+    outputs: Outputs
     vendor_backend: str
     liveness: Liveness | None
 

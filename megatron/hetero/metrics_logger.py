@@ -1,4 +1,6 @@
-"""Writes metrics to --metrics-file, TensorBoard and Weights & Biases. Rank 0 only.
+"""Writes metrics to --metrics-file, TensorBoard and Weights & Biases.
+
+Each by one rank: W&B by rank 0, a file or folder by the lowest rank that names it.
 
 An I/O error disables the output concerned with one warning; training continues.
 """
@@ -17,38 +19,38 @@ from typing import Any
 
 from hetero.errors import UserError
 from megatron.hetero.metrics import IterationRecord
+from megatron.hetero.output_folders import FILES
 
 
-def check_outputs(args: argparse.Namespace) -> None:
-    """Raise UserError at startup for outputs that cannot be written."""
-    if args.wandb_project:
+def check_outputs(args: argparse.Namespace, written: frozenset[str], *, is_rank_0: bool) -> None:
+    """Raise UserError at startup for outputs of this rank that cannot be written.
+
+    `written`: the flags whose file or folder it writes.
+    """
+    logs_to_wandb = is_rank_0 and args.wandb_project
+    if logs_to_wandb:
         try:
             import wandb  # noqa: F401
         except ImportError as error:
             raise UserError(
                 "--wandb-project needs wandb; install it with pip install '.[wandb]'"
             ) from error
-    for flag, path in (
-        ("--metrics-file", args.metrics_file),
-        ("--hetero-report", args.hetero_report),
-    ):
-        if path is None:
+    for name in FILES:
+        if name not in written:
             continue
-        parent = Path(path).absolute().parent
+        flag, path = f"--{name.replace('_', '-')}", Path(getattr(args, name))
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            path.absolute().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"{flag} {path}: its folder cannot be made ({error.strerror}); name another file"
             ) from error
-        _check_file(flag, Path(path))
-    folders = {"--tensorboard-dir": args.tensorboard_dir}
-    if args.wandb_project:
+        _check_file(flag, path)
+    if "tensorboard_dir" in written:
+        _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
+    if logs_to_wandb and args.wandb_save_dir:
         # W&B silently falls back to another folder if this one is missing.
-        folders["--wandb-save-dir"] = args.wandb_save_dir
-    for flag, folder in folders.items():
-        if folder:
-            _check_folder(flag, Path(folder))
+        _check_folder("--wandb-save-dir", Path(args.wandb_save_dir))
 
 
 def _check_file(flag: str, path: Path) -> None:
@@ -166,25 +168,25 @@ class MetricsLogger:
         self,
         args: argparse.Namespace,
         *,
-        enabled: bool,
+        written: frozenset[str],
+        logs_to_wandb: bool,
         resumed_at: int = 0,
         warn: Callable[[str], None] = print,
     ) -> None:
+        """`written`: the flags whose file or folder this rank writes."""
         self._interval = args.tensorboard_log_interval
         self._args = args
         self._warn = warn
         self._metrics: _MetricsFile | None = None
         self._events: _TensorBoardFile | None = None
         self._wandb: Any = None
-        if not enabled:
-            return
-        if args.metrics_file:
+        if "metrics_file" in written:
             with self._metrics_file_errors():
                 self._metrics = _MetricsFile(Path(args.metrics_file), resumed_at=resumed_at)
-        if args.tensorboard_dir:
+        if "tensorboard_dir" in written:
             with self._tensorboard_errors():
                 self._events = _TensorBoardFile(args, resumed_at=resumed_at)
-        if args.wandb_project:
+        if logs_to_wandb and args.wandb_project:
             import wandb
 
             self._wandb = wandb.init(

@@ -108,7 +108,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
     lines = [line for part in _all_gather(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
-    console.line(format_table(table))
+    console.table(format_table(table))
     if job.plan.whole_replicas:
         console.line(_describe_replicas(job))
     for line in lines:
@@ -129,8 +129,19 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
             f"--transformer-impl transformer_engine: it is not installed for pipeline stage "
             f"{stages}; megatron-core's local layers are built there (pip install '.[te]')"
         )
-    for ignored in job.args.ignored_flags:
+    for ignored in _ignored_flags(job):
         console.line(f"flag without effect here: {ignored}")
+
+
+def _ignored_flags(job: Job) -> list[str]:
+    """Rank 0's, and those of nodes whose flags differ from it. Collective."""
+    lines: dict[str, None] = {}
+    for rank, ignored in enumerate(_all_gather(job.args.ignored_flags)):
+        for sentence in ignored:
+            if sentence not in lines:
+                host = job.identities[rank].host
+                lines[sentence if rank == 0 else f"{sentence} (on rank {rank}, {host})"] = None
+    return list(lines)
 
 
 def _describe_replicas(job: Job) -> str:
@@ -199,6 +210,8 @@ def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
 def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console: Console) -> None:
     """Write --hetero-report, a JSON file with the run's setup and results. Collective.
 
+    All ranks gather it; those write it that `job.outputs` names.
+
     A file that cannot be written is a warning, not an error.
 
     `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
@@ -226,7 +239,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
             **trainer.save_timings.as_json(),
         }
     )
-    if job.rank != 0:
+    if "hetero_report" not in job.outputs.written:
         return
     report = {
         "simulated": job.simulated,
@@ -234,7 +247,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
         "plan": job.plan.to_mapping(),
         "stages": rows,
         "ranks": [
-            {k: v for k, v in asdict(identity).items() if k != "flags"}
+            {k: v for k, v in asdict(identity).items() if k not in ("flags", "typed")}
             | {"simulated": identity.simulated}
             | {"stage": job.plan.coordinate(identity.rank).stage}
             | costs[identity.rank]
@@ -256,7 +269,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
         temporary.write_text(json.dumps(report, indent=1))
         temporary.rename(target)
     except OSError as error:
-        console.line(
+        console.warning(
             f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
             "itself ended well"
         )

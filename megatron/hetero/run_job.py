@@ -68,7 +68,13 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
         timers=timers,
     )
     schedule = Schedule(job, model, timers)
-    metrics_logger = MetricsLogger(args, enabled=job.rank == 0, resumed_at=start, warn=console.line)
+    metrics_logger = MetricsLogger(
+        args,
+        written=job.outputs.written,
+        logs_to_wandb=job.rank == 0,
+        resumed_at=start,
+        warn=console.warning,
+    )
     stack.callback(metrics_logger.close)
     rows = stage_rows(job, model)
     print_overview(job, rows, console)
@@ -124,7 +130,8 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
         if validate is not None:
             validate(" on validation set")
         _test(job, trainer, evaluator)
-    if args.hetero_report:
+    # Collective: not decided by this rank's own flag, which nodes may lack.
+    if "hetero_report" in job.outputs.named:
         gather_parameters(model.chunks)
         write_report(job, trainer, rows, console)
 

@@ -34,7 +34,8 @@ def _identities(vendors: list[str], **changed: Any) -> list[RankIdentity]:
         project_version="0.1.0",
         torch_version="2.9.0+cu130",
         core_version="0.16.1",
-        flags={"num_layers": 32, "lr": 1e-3},
+        flags={"num_layers": 32, "lr": 1e-3, "seed": 1234, "swiglu": False, "derived": 4},
+        typed={"num_layers": "--num-layers", "lr": "--lr"},
     )
     return [replace(one, rank=r, local_rank=r, vendor=v, **changed) for r, v in enumerate(vendors)]
 
@@ -154,19 +155,51 @@ def test_different_versions_are_refused_with_both_and_their_ranks(
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "typed", "says"),
     [
         (
-            {"num_layers": 30, "lr": 1e-3},
-            "on node was started with --num-layers 32 and rank 2 on mi325-7 with 30",
+            {"num_layers": 30, "derived": 3},
+            {},
+            "on node was started with --num-layers 32 and rank 2 on mi325-7 with --num-layers 30;",
         ),
-        ({"num_layers": 32, "lr": 1e-3, "seed": 5}, "--seed None and rank 2 on mi325-7 with 5"),
+        ({"seed": 5}, {"seed": "--seed"}, "without --seed and rank 2 on mi325-7 with --seed 5;"),
+        ({"swiglu": True}, {"swiglu": "--swiglu"}, "without --swiglu and rank 2 on mi325-7 with"),
+        ({"derived": 3}, {}, "on node has the derived 4 and rank 2 on mi325-7 3;"),
     ],
 )
-def test_different_flags_are_refused_by_name_and_value(flags: dict[str, Any], says: str) -> None:
+def test_different_flags_are_refused_as_they_were_typed(
+    flags: dict[str, Any], typed: dict[str, str], says: str
+) -> None:
     identities = _identities(["amd", "amd", "nvidia", "nvidia"])
-    identities[2] = replace(identities[2], flags=flags, host="mi325-7")
+    for rank in (2, 3):
+        identities[rank] = replace(
+            identities[rank],
+            host="mi325-7",
+            flags=identities[rank].flags | flags,
+            typed=identities[rank].typed | typed,
+        )
     assert says in _refusal(identities, MIXED)
+
+
+def test_every_difference_is_told_once() -> None:
+    identities = _identities(["amd", "amd", "nvidia", "nvidia"])
+    for rank in (2, 3):
+        changed = {"num_layers": 30, "lr": 1.0}
+        identities[rank] = replace(identities[rank], flags=identities[rank].flags | changed)
+    with pytest.raises(UserError) as error:
+        check_identities(identities, MIXED, boundary_transport="gloo")
+    assert len(error.value.sentences) == 2
+
+
+def test_different_plans_are_told_by_the_mesh_that_differs() -> None:
+    identities = _identities(["amd", "amd", "nvidia", "nvidia"])
+    other = Plan(meshes=(MIXED.meshes[0], Mesh("nvidia", stages=1, data=2)), layers=MIXED.layers)
+    for rank, plan in enumerate((MIXED, MIXED, MIXED, other)):
+        flags = identities[rank].flags | {"plan": plan.to_mapping()}
+        identities[rank] = replace(identities[rank], flags=flags)
+    sentence = _refusal(identities, MIXED)
+    assert "the plan of rank 0 on node has mesh 1 as vendor: nvidia" in sentence
+    assert "that of rank 3 on node has mesh 1 as vendor: nvidia" in sentence
 
 
 def test_a_rank_on_another_vendor_than_planned_is_refused_by_rank_host_and_stage() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser
 from megatron.hetero.metrics_logger import MetricsLogger
-from tests.megatron.test_outputs import check, record
+from tests.megatron.test_outputs import check, named, record
 
 RECORD = record(
     iteration=4,
@@ -31,7 +31,7 @@ WANDB = "--wandb-project words --wandb-exp-name first"
 def _recorder(flags: str) -> MetricsLogger:
     args = build_parser().parse_args(flags.split())
     args.world_size = 6
-    return MetricsLogger(args, enabled=True)
+    return MetricsLogger(args, written=named(args), logs_to_wandb=True)
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from tests.sentences import sentence_of
 
 
 def check(flags: str) -> None:
-    check_outputs(build_parser().parse_args(flags.split()))
+    args = build_parser().parse_args(flags.split())
+    check_outputs(args, named(args), is_rank_0=True)
+
+
+def named(args: Namespace) -> frozenset[str]:
+    return frozenset(name for name, value in vars(args).items() if value is not None)
 
 
 def record(**changed: Any) -> IterationRecord:
@@ -78,7 +84,7 @@ def test_a_path_that_cannot_be_written_is_refused_by_flag_and_path(
 
 def logger(path: Path, **how: Any) -> MetricsLogger:
     args = build_parser().parse_args(["--metrics-file", str(path)])
-    return MetricsLogger(args, **{"enabled": True} | how)
+    return MetricsLogger(args, **{"written": named(args), "logs_to_wandb": True} | how)
 
 
 def test_what_has_been_recorded_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -141,7 +147,7 @@ def test_a_run_outlives_every_file_of_numbers(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_record_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics_logger = logger(path, enabled=False)
+    metrics_logger = logger(path, written=frozenset(), logs_to_wandb=False)
     metrics_logger.iteration(record())
     metrics_logger.close()
     assert not path.exists()

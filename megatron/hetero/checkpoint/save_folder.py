@@ -8,11 +8,10 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import AgreedError, UserError
+from hetero.errors import AgreedError, UserError, stamped
 from hetero.formatting import ranks_on_hosts
 from megatron.hetero.checkpoint.find_checkpoint import Exchange, require_visible
 from megatron.hetero.checkpoint.folder import SAVING, folder_name, iterations
@@ -36,9 +35,9 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
     problem: UserError | None = None
     if rank == 0:
         try:
-            lock = SaveLock.take(save, say=partial(print, flush=True))
+            lock = SaveLock.take(save, say=_say)
             if warning := _warning_of_other_checkpoints(args, save):
-                print(warning, flush=True)
+                _say(warning)
         except UserError as error:
             problem = error
     try:
@@ -51,6 +50,10 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
             lock.release()
         raise
     return lock
+
+
+def _say(text: str) -> None:
+    print(stamped(text), flush=True)
 
 
 @contextmanager

@@ -194,8 +194,8 @@ class TimingLog:
             f"{interval.last}, {of}{'; vendors are simulated' if simulated else ''}:"
         )
         places = self._single_ranks if by_rank else self._stages
-        self._console.line(stage_table(interval, places, level=level))
-        self._console.line("\n".join(timer_lines(interval.timers(), option=option)))
+        self._console.table(stage_table(interval, places, level=level))
+        self._console.table("\n".join(timer_lines(interval.timers(), option=option)))
 
     def as_json(self, interval: Interval) -> dict[str, Any]:
         """The same for the metrics file."""
