@@ -20,6 +20,7 @@ import importlib.util
 import io
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from hetero.errors import Faults, UserError, print_error, print_line
+from hetero.formatting import counted
 from hetero.launch.exec_script import exec_script_if_rank
 from hetero.megatron_imports import exit_unless_installed
 
@@ -45,6 +48,10 @@ if __name__ == "__main__":
         text = b"error: interrupted; nothing was started\n"
         signal.signal(signal.SIGINT, lambda *_: (os.write(2, text), os._exit(128 + signal.SIGINT)))
     exit_unless_installed("torch", "psutil")
+    if not {"-h", "--help"} & set(sys.argv[1:2]):
+        asked = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(sys.argv[1:]))
+        ranks = counted(int(asked[1]), "rank") if asked else "the ranks"
+        print_line(f"hetero.run: starting {ranks} on {socket.gethostname()}, importing PyTorch ...")
 
 import psutil
 from torch.distributed import DistError
@@ -60,8 +67,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from hetero.addresses import address_leading_to
 from hetero.collectives.autoload import replace_nccl
-from hetero.errors import Faults, UserError, print_error, print_line
-from hetero.formatting import counted
+from hetero.environment import unknown_variables
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import NodeFailures
@@ -83,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _quiet_torch()
         with _own_log_folder(options):
             settings = _checked(options)
-            _share_cores(settings.processes)
+            for sentence in unknown_variables(os.environ):
+                print_line(f"hetero.run: warning: {sentence}")
             return _Launcher(settings).run(options)
     except UserError as error:
         print_error(str(error))
@@ -183,6 +190,10 @@ def _interrupted(number: signal.Signals) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
+    # torchrun's own defaults would have the nodes of a job meet at this host, all as node 0.
+    for name, flag in (("master_addr", "MASTER_ADDR"), ("node_rank", "NODE_RANK")):
+        if f"PET_{flag}" not in os.environ:
+            parser.set_defaults(**{name: None})
     parser.prog, parser.description = "python -m hetero.run", (__doc__ or "").partition("\n")[0]
     said = io.StringIO()
     try:
@@ -201,6 +212,8 @@ def _checked(options: argparse.Namespace) -> RendezvousSettings:
     settings = _rendezvous_settings(options, faults)
     faults.sentences += [*_program_problems(options), *_host_name_problems(socket.gethostname())]
     if settings is not None:
+        if not faults.sentences:
+            _set_threads(settings.processes)
         _by_torchrun(faults, "", lambda: torchrun.config_from_args(options))
     faults.refuse()
     assert settings is not None
@@ -237,6 +250,12 @@ def _rendezvous_settings(options: argparse.Namespace, faults: Faults) -> Rendezv
         )
     alone = nodes == 1 and not options.rdzv_endpoint and options.master_port is None
     backend = options.rdzv_backend
+    if nodes > 1 and not options.standalone and not options.rdzv_endpoint:
+        faults.add(_meeting_problems(options, nodes))
+    is_numbered = options.node_rank is not None
+    if options.master_addr is None:
+        options.master_addr = "127.0.0.1"
+    options.node_rank = options.node_rank or 0
     if options.standalone or (backend == "static" and alone):
         backend, endpoint, options.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     else:
@@ -272,6 +291,29 @@ def _rendezvous_settings(options: argparse.Namespace, faults: Faults) -> Rendezv
         node_rank=options.node_rank,
         processes=processes,
         timeout=timeout,
+        is_numbered=is_numbered,
+        common={
+            "--nnodes": str(options.nnodes),
+            "--rdzv-id": str(options.rdzv_id),
+            "--max-restarts": str(options.max_restarts),
+        },
+    )
+
+
+def _meeting_problems(options: argparse.Namespace, nodes: int) -> Iterator[str]:
+    """What the nodes of a job need to meet, and would else look for on this host for minutes."""
+    if options.master_addr is not None:
+        return
+    if options.rdzv_backend != "static":
+        yield (
+            f"--nnodes is {options.nnodes} and --rdzv-endpoint is missing; give the address of one "
+            "node and a port, the same on every node"
+        )
+        return
+    numbers = "" if options.node_rank is not None else f", and --node-rank 0 to {nodes - 1}"
+    yield (
+        f"--nnodes is {options.nnodes} and --master-addr is missing; give the address of node 0 on "
+        f"every node{numbers}"
     )
 
 
@@ -281,11 +323,14 @@ def _rendezvous_seconds(configuration: str) -> float:
     return float(configured.get("join_timeout") or configured.get("timeout") or _RENDEZVOUS_SECONDS)
 
 
-def _share_cores(processes: int) -> None:
-    """Set OMP_NUM_THREADS to each process's share of the cores; torchrun sets 1 with a warning."""
-    if processes > 1:
-        share = len(os.sched_getaffinity(0)) // processes
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+def _set_threads(processes: int) -> None:
+    """Give each of several ranks one thread of OpenMP, as torchrun does, and say so."""
+    if processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        print_line(
+            "hetero.run: OMP_NUM_THREADS is not set; every rank has 1 thread on the CPU, as with "
+            "torchrun: set it where the CPU computes and there are more cores than ranks"
+        )
 
 
 def _program_problems(options: argparse.Namespace) -> Iterator[str]:

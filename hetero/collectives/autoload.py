@@ -28,7 +28,8 @@ def on_import_of_torch() -> None:
     if not dist.is_available():
         return
     register()
-    if os.environ.get(INSTEAD_OF_VARIABLE):
+    # A script that plays vendors is told where none of its groups crosses them.
+    if os.environ.get(INSTEAD_OF_VARIABLE) or os.environ.get("HETERO_VENDOR"):
         replace_backends()
 
 
@@ -98,11 +99,29 @@ def replace_backends() -> None:
 
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
+        # With the first group, to keep importing torch fast.
+        from hetero.collectives.announce import tell_vendor, warn_of_one_library
+
         lead_to_rank_0()
         bound = signature.bind(*args, **kwargs)
         requested = bound.arguments["backend"]
         bound.arguments["backend"] = instead_of(requested)
+        is_watched = (
+            INSTEAD_OF_VARIABLE in os.environ  # pretrain_gpt.py, which opens links, removes it
+            and bound.arguments["backend"] is requested
+            and str(requested).lower() not in ("hetero", "fake")
+            and not c10d._world.pg_map
+            and bound.arguments["group_size"] > 1
+        )
+        if is_watched:
+            tell_vendor(bound.arguments["store"], rank=bound.arguments["group_rank"])
         group, store = original(*bound.args, **bound.kwargs)
+        if is_watched and bound.arguments["group_rank"] == 0:
+            warn_of_one_library(
+                bound.arguments["store"],
+                backend=c10d.get_backend(group) if group in c10d._world.pg_map else str(requested),
+                size=bound.arguments["group_size"],
+            )
         if bound.arguments["backend"] is not requested and group in c10d._world.pg_map:
             # Report the requested backend: scripts compare get_backend() with it.
             c10d._world.pg_map[group] = (requested, store)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.cluster import identify, require_equal
-from hetero.collectives.group_links import address_for_gloo, clone, host_of, own_address
+from hetero.collectives.announce import announce_group
+from hetero.collectives.group_links import Link, address_for_gloo, clone, host_of, own_address
 from hetero.collectives.presence import Presence
 from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
@@ -56,11 +57,14 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         with _building(options.group_id):
             layout = rendezvous.exchange_identities(planned_vendor=planned, presence=presence)
         group, error = None, None
+        # Where a plan names the vendors, its own lines say what is joined.
+        is_planned = isinstance(backend_options, str)
+        announce = announce_group(options.group_id or "0", layout, is_silent=is_planned)
         try:
             if len(layout.vendors) == 1:
                 group = _vendor_group(options, layout)
             else:
-                group = _mixed_group(options, layout, presence)
+                group = _mixed_group(options, layout, presence, announce)
         except Exception as failure:
             error = failure
         with _building(options.group_id):
@@ -110,7 +114,9 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
     return group
 
 
-def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.ProcessGroup:
+def _mixed_group(
+    options: Any, layout: Layout, presence: Presence, announce: Callable[[Link], None]
+) -> dist.ProcessGroup:
     from hetero.collectives.ddp import support_ddp
     from hetero.collectives.group_communicator import Communicator
     from hetero.collectives.process_group import HeteroProcessGroup
@@ -127,6 +133,7 @@ def _mixed_group(options: Any, layout: Layout, presence: Presence) -> dist.Proce
             device=device,
             timeout=options.timeout,
             presence=presence,
+            on_first_crossing=announce,
         )
 
     return HeteroProcessGroup(
@@ -181,6 +188,7 @@ class _Rendezvous:
                 flags={},
             )
             own |= {"vendor": identity.vendor, "version": identity.project_version}
+            own["simulated"] = identity.simulated
             own["address"] = own_address(presence.store_host), presence.port
         except (UserError, ValueError, OSError) as error:
             own["error"] = str(error)
@@ -195,6 +203,7 @@ class _Rendezvous:
                 host=identity["host"],
                 vendor=identity["vendor"],
                 address=tuple(identity["address"]),
+                simulated=identity["simulated"],
             )
             for rank, identity in enumerate(identities)
         )

@@ -85,7 +85,9 @@ class Communicator:
         device: torch.device,
         timeout: timedelta,
         presence: Presence,
+        on_first_crossing: Callable[[Link], None] = lambda _: None,
     ) -> None:
+        """`on_first_crossing` is called with the first link to another vendor."""
         self.layout, self.name, self.device = layout, name, device
         self._presence = presence
         self.timeout = timeout.total_seconds()
@@ -108,6 +110,7 @@ class Communicator:
             device=device,
             timeout=self.timeout,
             check_abort=_weakly(self._check_abort_or_peer),
+            on_first_crossing=on_first_crossing,
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device

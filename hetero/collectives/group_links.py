@@ -54,6 +54,7 @@ class Links:
         store: for these links alone: each pair connects through it.
         timeout: seconds to wait for a peer, and until a blocked transfer is an error.
         check_abort: called with the peer every second while it is waited for; raises to abort.
+        on_first_crossing: called with the first link to a rank of another vendor.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Links:
         device: torch.device,
         timeout: float,
         check_abort: Callable[[int], None],
+        on_first_crossing: Callable[[Link], None] = lambda _: None,
     ) -> None:
+        self._on_crossing: list[Callable[[Link], None]] = [on_first_crossing]
         self._layout, self._store = layout, store
         self._device, self._timeout, self._check_abort = device, timeout, check_abort
         self.by_rank: dict[int, Link] = {}
@@ -79,6 +82,8 @@ class Links:
             link = self.by_rank.get(rank)
             if link is None:
                 link = self.by_rank[rank] = self._open(rank)
+                if self._on_crossing and self._layout.vendor_of(rank) != self._layout.vendor:
+                    self._on_crossing.pop()(link)
                 if self.closed.is_set():  # `close`, in another thread, may not have seen it
                     link.close()
             return link

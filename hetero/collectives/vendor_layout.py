@@ -24,6 +24,7 @@ class Member:
     vendor: str
     address: tuple[str, int] = ("", 0)
     """Host and port at which it listens while it is in the group (presence.py)."""
+    simulated: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.global_rank} on {self.host}"

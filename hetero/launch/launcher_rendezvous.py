@@ -12,9 +12,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hetero.addresses import is_loopback
-from hetero.errors import UserError
+from hetero.errors import UserError, print_line
 from hetero.formatting import spans
 from hetero.store import BoundedStore, StoreUnresponsive, in_thread
 from hetero.wait_reporter import WaitReporter, await_listener
@@ -38,9 +39,15 @@ BACKEND = "hetero"
 _PAUSE = 0.1
 _REFUSAL_SECONDS = 2.0
 """For every node that waits to have seen that the job is refused: it looks once a second."""
-_FIRST, _REFUSAL = "first node", "refusal"
+_FIRST, _MET, _REFUSAL = "first node", "met", "refusal"
+_TWICE = "twice"
+"""Before the number of a node that two launchers say they are."""
 _AGENT_SECONDS = 3600.0
 """For one operation of torchelastic's agent, of which some wait for another node themselves."""
+_LOOK_SECONDS = 0.5
+"""Between two looks for a refusal."""
+_SIZES_SECONDS = 5.0
+"""For all nodes to say how many ranks they start, once they have met."""
 _GRACE = 2.0
 """Seconds added to PyTorch's own deadline, after which its call is abandoned."""
 
@@ -57,6 +64,10 @@ class RendezvousSettings:
     processes: int
     """Of this node."""
     timeout: float
+    is_numbered: bool = True
+    """Whether --node-rank was given; 0 is assumed otherwise."""
+    common: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the launcher that all nodes must have in common."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -85,6 +96,8 @@ class LauncherRendezvous:
             **({"rank": settings.node_rank} if settings.backend == "static" else {}),
         )
         self._on_joined = on_joined
+        self._refusals: BoundedStore | None = None
+        """Where the nodes of c10d's rendezvous refuse a job; static's do so before they meet."""
         if settings.backend == "static" and settings.nodes > 1:
             self._node_store = self._open_node_store()  # kept: node 0 hosts it
             nodes = PrefixStore("hetero/nodes", self._node_store)
@@ -101,24 +114,73 @@ class LauncherRendezvous:
             if not self._is_host():
                 self._await_listener()
         self._handler = self._create_handler()
+        if settings.backend == "c10d" and settings.nodes > 1 and self._store_is_tcp():
+            # torchelastic's own keys depend on what may differ, so that nodes would wait in vain.
+            host, port = settings.address
+            limit = timedelta(seconds=settings.timeout)
+            store = TCPStore(host, port, None, False, limit, wait_for_workers=False)
+            prefixed = PrefixStore("hetero/nodes", store)
+            self._refusals = BoundedStore(prefixed, seconds=settings.timeout)
+            self._require_common_flags(self._refusals)
 
     def next_rendezvous(self) -> RendezvousInfo:
         settings = self._settings
         with self._reporting(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
             try:
-                info = self._handler.next_rendezvous()
+                info = self._next_rendezvous()
             except RendezvousTimeoutError as error:
                 raise UserError(
                     f"fewer than {self._parameters.min_nodes} nodes came to "
                     f"{self._settings.endpoint} in time; see that each was started, and can "
                     "reach it"
                 ) from error
+        self._tell_sizes(info)
         self._on_joined(info)
         # torchelastic waits in it for five minutes when this node's processes have ended well and
         # another's still run. Ctrl-C and the failure of the other node have to end that.
         store: Any = BoundedStore(info.store, seconds=_AGENT_SECONDS)
         bootstrap: Any = info.bootstrap_store_info
         return RendezvousInfo(store, info.rank, info.world_size, bootstrap)
+
+    def _next_rendezvous(self) -> RendezvousInfo:
+        """torchelastic's, until another node refuses the job."""
+        if self._refusals is None:
+            return self._handler.next_rendezvous()
+        joining = in_thread(self._handler.next_rendezvous)
+        while not futures.wait([joining], _LOOK_SECONDS).done:
+            self._look_for_refusal(self._refusals)
+        info = joining.result()
+        self._refusals.set(_MET, "1")
+        self._refusals = None  # of nodes that come later, none ends a job that runs
+        return info
+
+    def _tell_sizes(self, info: RendezvousInfo) -> None:
+        """Say on every node how many ranks each starts, where they differ. Collective.
+
+        They may, and then the number of all ranks is not the one that a mistyped flag was to give.
+        """
+        if info.world_size == 1:
+            return
+        store = BoundedStore(PrefixStore("hetero/sizes", info.store), seconds=_SIZES_SECONDS)
+        mine = {"host": socket.gethostname(), "processes": self._settings.processes}
+        keys = [str(node) for node in range(info.world_size)]
+        with suppress(DistError, StoreUnresponsive):
+            store.set(keys[info.rank], json.dumps(mine))
+            store.wait(keys, timedelta(seconds=_SIZES_SECONDS))
+            nodes = [json.loads(store.get(key)) for key in keys]
+            sizes = [node["processes"] for node in nodes]
+            if len(set(sizes)) > 1:
+                each = ", ".join(
+                    f"node {number} on {node['host']} {node['processes']}"
+                    for number, node in enumerate(nodes)
+                )
+                print_line(
+                    f"hetero.run: the nodes start different numbers of ranks (--nproc-per-node): "
+                    f"{each}; {sum(sizes)} in all"
+                )
+
+    def _store_is_tcp(self) -> bool:
+        return str(self._parameters.get("store_type", "tcp")) == "tcp"
 
     def _create_handler(self) -> RendezvousHandler:
         """The wrapped handler. Creating c10d's connects."""
@@ -158,7 +220,7 @@ class LauncherRendezvous:
         """Whether this host hosts c10d's rendezvous: whether it can listen at its address."""
         if (is_host := self._parameters.get_as_bool("is_host")) is not None:
             return is_host
-        if self._parameters.get("store_type", "tcp") != "tcp":
+        if not self._store_is_tcp():
             return True
         return self._is_here()
 
@@ -176,6 +238,11 @@ class LauncherRendezvous:
         """The store that node 0 hosts, shared with the wrapped rendezvous."""
         settings, is_host = self._settings, self._settings.node_rank == 0
         host, port = settings.address
+        if not settings.is_numbered and not self._is_here():
+            raise UserError(
+                f"{host} is no address of {socket.gethostname()}, so this is not node 0, and "
+                "--node-rank is missing; give every node its own, from 0 on"
+            )
         if is_host:
             whom = f"node 0 at {self._own_endpoint()}"
         else:
@@ -198,6 +265,11 @@ class LauncherRendezvous:
         except TimeoutError:
             raise self._unreachable("it does not answer") from None
         except (DistError, ValueError, RuntimeError) as error:
+            if is_host and not settings.is_numbered:
+                raise UserError(
+                    f"something listens at {settings.endpoint} already; if that is node 0, give "
+                    "this node its own --node-rank, else choose another --master-port"
+                ) from error
             if is_host:
                 raise UserError(
                     f"node 0 cannot listen at {settings.endpoint}; choose another --master-port, "
@@ -243,53 +315,84 @@ class LauncherRendezvous:
         """Wait for every node; node 0 prints which are missing."""
         settings = self._settings
         if store.add(f"launchers of {settings.node_rank}", 1) > 1:
+            # The first may be of a job that runs well: it is told, and goes on.
+            second = socket.gethostname()
+            store.set(
+                f"{_TWICE} {settings.node_rank}",
+                f"another launcher, on {second}, was refused because it says that it is node "
+                f"{settings.node_rank} too; give each node its own --node-rank",
+            )
             raise UserError(
                 f"another launcher is node {settings.node_rank} at {settings.endpoint} already; "
                 "give each node its own --node-rank, and each job its own --master-port"
             )
-        self._require_one_size(store)
+        self._require_common_flags(store)
         mine = {"host": socket.gethostname(), "processes": settings.processes}
         store.set(str(settings.node_rank), json.dumps(mine))
         waiting = WaitReporter()
+        told: list[str] = []
 
         def look() -> None:
-            if settings.node_rank == 0:
-                waiting.report(lambda: f"{self._missing(store)} at {self._own_endpoint()}")
+            if not told and store.check([twice := f"{_TWICE} {settings.node_rank}"]):
+                told.append(store.get(twice).decode())
+                print_line(f"hetero.run: {told[0]}")
+            # Node 0 says it for those that have met it.
+            waiting.report(lambda: self._awaited(store))
             self._look_for_refusal(store)
 
         everyone = [str(node) for node in range(settings.nodes)]
         try:
             # One request each time, however many nodes there are: all of them poll this one store.
             store.wait(everyone, timedelta(seconds=settings.timeout), check_abort=look)
+            store.set(_MET, "1")
         except DistStoreError as error:
             raise UserError(
                 f"{self._missing(store)} did not come to {self._own_endpoint()} within "
                 f"{settings.timeout:g} s; see that every node was started and can reach it"
             ) from error
 
-    def _require_one_size(self, store: BoundedStore) -> None:
-        """Refuse a job whose nodes were started with different --nnodes, on all of them.
+    def _awaited(self, store: BoundedStore) -> str | None:
+        if self._settings.node_rank == 0:
+            return f"{self._missing(store)} at {self._own_endpoint()}"
+        return None if store.check(["0"]) else f"{self._store_host()}, where another job may listen"
 
-        Before this node counts as there: those with a smaller number would go on.
+    def _require_common_flags(self, store: BoundedStore) -> None:
+        """Refuse a job whose nodes were started with different flags, on all of them.
+
+        Before this node counts as there: those with a smaller --nnodes would go on.
         """
-        node, nodes = self._settings.node_rank, self._settings.nodes
-        mine = {"node": node, "host": socket.gethostname(), "nodes": nodes}
+        host = socket.gethostname()
+        is_static = self._settings.backend == "static"
+        name = f"node {self._settings.node_rank} on {host}" if is_static else f"the node {host}"
+        mine = {"name": name, "flags": dict(self._settings.common)}
         first = json.loads(store.compare_set(_FIRST, "", json.dumps(mine)))
-        if first["nodes"] != nodes:
-            store.set(
-                _REFUSAL,
-                f"node {first['node']} on {first['host']} was started with --nnodes "
-                f"{first['nodes']} and node {node} on {mine['host']} with {nodes}; give every node "
-                "the same",
+        differing = {
+            flag: value
+            for flag, value in self._settings.common.items()
+            if first["flags"].get(flag) != value
+        }
+        if differing:
+            theirs = " ".join(f"{flag} {first['flags'].get(flag)}" for flag in differing)
+            ours = " ".join(f"{flag} {value}" for flag, value in differing.items())
+            self._refuse(
+                store,
+                f"{first['name']} was started with {theirs} and {name} with {ours}; give every "
+                "node the same",
             )
+
+    def _refuse(self, store: BoundedStore, refusal: str) -> None:
+        """End this launcher, and those that wait for it, with this sentence."""
+        if not store.check([_MET]):
+            store.set(_REFUSAL, refusal)
             self._look_for_refusal(store)
+        raise UserError(refusal)
 
     def _look_for_refusal(self, store: BoundedStore) -> None:
         if not store.check([_REFUSAL]):
             return
         refusal = store.get(_REFUSAL).decode()
-        if self._settings.node_rank == 0:
-            time.sleep(_REFUSAL_SECONDS)  # the store ends with this process
+        if self._settings.node_rank == 0 or self._refusals is not None:
+            time.sleep(_REFUSAL_SECONDS)  # the store ends with the process that hosts it
         raise UserError(refusal)
 
     def _own_endpoint(self) -> str:

@@ -207,14 +207,28 @@ class RailMonitor:
             return
         rail.is_reported = True
         left = sum(other.live for other in self._rails)
-        _log.warning(
-            "%s: rail %d (%s) is lost: %s; %d of %d rails go on",
-            *(self._name, index, rail.name, rail.loss, left, len(self._rails)),
-        )
+        _log.warning("%s: %s", self._name, self._loss(index))
         if left == 0:
             self._fail(f"the last rail, {rail.name}, is lost: {rail.loss}")
         if rail.peer_has_stopped:
             self._retransmit(index)
+
+    def _loss(self, index: int) -> str:
+        """What was lost and what goes on. A rail is a pair of NICs, with several connections."""
+        lost = self._rails[index]
+        names = list(dict.fromkeys(rail.name for rail in self._rails))
+        live = {rail.name for rail in self._rails if rail.live}
+        what = f"rail {names.index(lost.name)} ({lost.name})"
+        left = f"{len(live)} of {len(names)} rails"
+        if len(names) == len(self._rails):
+            return f"{what} is lost: {lost.loss}; {left} go on"
+        count = sum(rail.name == lost.name for rail in self._rails)
+        number = sum(rail.name == lost.name for rail in self._rails[:index])
+        connections = f"{sum(rail.live for rail in self._rails)} of {len(self._rails)} connections"
+        return (
+            f"connection {number + 1} of the {count} of {what} is lost: {lost.loss}; "
+            f"{connections} go on, over {left}"
+        )
 
     def _retransmit(self, index: int) -> None:
         count = self._carrier.retransmit(index)

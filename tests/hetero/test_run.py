@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -116,16 +117,57 @@ def start(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    """Its exit code, and what it printed after its first line, without the times."""
     out, err = process.communicate(timeout=120)
-    return process.returncode, out.splitlines(), err.splitlines()
+    lines = [STAMP.sub("", line) for line in err.splitlines() if not STARTING.fullmatch(line)]
+    return process.returncode, out.splitlines(), lines
+
+
+STAMP = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ")
+STARTING = re.compile(
+    rf"{STAMP.pattern}hetero\.run: starting (\d+ ranks?|the ranks) on "
+    rf"{re.escape(socket.gethostname())}, importing PyTorch \.\.\."
+)
+
+
+def test_the_first_line_comes_before_torch_is_imported(script: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOLDS)
+    process = start(
+        *("--nproc-per-node=2", script, "well"),
+        python=preloaded.INTERPRETER,
+        environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    assert process.stderr is not None
+    first = STARTING.fullmatch(process.stderr.readline().rstrip("\n"))
+    assert first
+    assert first[1] == "2 ranks"
+    process.kill()
+    process.communicate()
 
 
 def test_a_program_that_ends_well_is_all_that_is_heard(script: str) -> None:
-    """Started as users start it, without a variable that it sets."""
+    """Started as users start it, without a variable that it sets, which is said."""
     words = ["--nproc-per-node", "2", script, "well", "--its", "flags"]
     code, out, err = ended(start(*words, python=preloaded.INTERPRETER, environ={}))
     assert code == 0
-    assert err == []
+    (threads,) = err
+    assert "hetero.run: OMP_NUM_THREADS is not set; every rank has 1 thread" in threads
+    assert all(line.split()[2] == "1" for line in out)
+
+
+def test_a_variable_that_is_misspelt_is_told_with_the_nearest(script: str) -> None:
+    environ = {"OMP_NUM_THREADS": "1", "HETERO_INSTED_OF": "gloo", "HETERO_INSTEAD_OF": "glo,nccl"}
+    code, _, err = ended(start("--nproc-per-node", "1", script, "first", environ=environ))
+    assert code == 0
+    assert [line.split("warning: ")[1] for line in err] == [
+        "HETERO_INSTED_OF is no variable of this project; did you mean HETERO_INSTEAD_OF?",
+        "HETERO_INSTEAD_OF names glo, which is no backend of torch.distributed; did you mean gloo?",
+    ]
+
+
+def test_a_program_s_words_reach_every_rank(script: str) -> None:
+    code, out, err = ended(start("--nproc-per-node", "2", script, "well", "--its", "flags"))
+    assert (code, err) == (0, [])
     assert sorted(line.split()[:2] for line in out) == [["0", "2"], ["1", "2"]]
     assert all(line.endswith("--its flags") for line in out)
 
@@ -269,6 +311,18 @@ def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_tol
             ],
         ),
         (
+            "--nnodes 2 --node-rank 1 SCRIPT",
+            ["--nnodes is 2 and --master-addr is missing; give the address of node 0 on every"],
+        ),
+        (
+            "--nnodes 2 SCRIPT",
+            ["--nnodes is 2 and --master-addr is missing; give the address of node 0 on every"],
+        ),
+        (
+            "--nnodes 1:2 --rdzv-backend c10d SCRIPT",
+            ["--nnodes is 1:2 and --rdzv-endpoint is missing; give the address of one node"],
+        ),
+        (
             "--nnodes 2 --master-addr fe80::1%eth0 SCRIPT",
             ["fe80::1%eth0 is a link-local address, by which gloo and links cannot meet"],
         ),
@@ -346,6 +400,86 @@ def test_nodes_that_are_started_with_different_sizes_of_the_job_are_told_so(
         for node, size in enumerate(sizes):
             assert f"node {node} on {socket.gethostname()} " in err[-1]
             assert f" with --nnodes {size}" in err[-1] or f" with {size};" in err[-1]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [("--max-restarts", ("0", "3")), ("--rdzv-id", ("one", "two")), ("--nnodes", ("2", "3"))],
+)
+def test_nodes_that_are_started_with_different_flags_are_told_so(
+    script: str, soon: tuple[str], backend: str, flag: str, values: tuple[str, str]
+) -> None:
+    endpoint = ["--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    common = ["--nproc-per-node", "1", *endpoint, "--nnodes", "2", "--max-restarts", "0"]
+    nodes = [
+        start(*common, flag, value, "--node-rank", str(node), script, "well", launcher=soon)
+        for node, value in enumerate(values)
+    ]
+    for process in nodes:
+        code, _, err = ended(process)
+        assert code == 2
+        for value in values:
+            assert f" with {flag} {value}" in err[-1]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_nodes_that_start_different_numbers_of_ranks_say_so_and_go_on(
+    script: str, soon: tuple[str], backend: str
+) -> None:
+    endpoint = ["--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    nodes = [
+        start(
+            *("--nnodes", "2", *endpoint, "--node-rank", str(node)),
+            *("--nproc-per-node", str(node + 1), script, "well"),
+            launcher=soon,
+        )
+        for node in (0, 1)
+    ]
+    for process in nodes:
+        code, out, err = ended(process)
+        assert code == 0
+        assert all(line.split()[1] == "3" for line in out)
+        (line,) = err
+        assert "the nodes start different numbers of ranks (--nproc-per-node): node 0 on" in line
+        assert line.endswith("; 3 in all")
+
+
+def test_a_second_launcher_of_a_number_is_refused_and_the_first_is_told(
+    script: str, soon: tuple[str]
+) -> None:
+    place = ["--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    first = start(*place, "--node-rank", "0", script, "well", launcher=soon)
+    both = [start(*place, "--node-rank", "1", script, "well", launcher=soon) for _ in range(2)]
+    while all(process.poll() is None for process in both):
+        time.sleep(0.05)
+    refused, other = sorted(both, key=lambda process: process.poll() is None)
+    code, _, err = ended(refused)
+    assert code == 2
+    assert err[-1].startswith("error: another launcher is node 1 at 127.0.0.1:")
+    assert other.stderr is not None
+    told = next(line for line in other.stderr if "was refused because" in line)
+    assert "it says that it is node 1 too; give each node its own --node-rank" in told
+    last = start(*place, "--node-rank", "2", script, "well", launcher=soon)
+    assert [ended(process)[0] for process in (first, other, last)] == [0, 0, 0]
+
+
+def test_a_second_node_without_a_number_is_told_what_it_lacks(
+    script: str, soon: tuple[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = ["--master-addr", "127.0.0.1", "--master-port", str(other.getsockname()[1])]
+        code, _, err = ended(start("--nnodes", "2", *place, script, "well", launcher=soon))
+    assert code == 2
+    assert "already; if that is node 0, give this node its own --node-rank" in err[-1]
+
+
+def test_a_node_without_a_number_on_another_host_is_refused(script: str, soon: tuple[str]) -> None:
+    words = ["--nnodes", "2", "--master-addr", "192.0.2.1", script, "well"]
+    code, _, err = ended(start(*words, launcher=soon))
+    assert code == 2
+    assert "is no address of" in err[-1]
+    assert "--node-rank is missing; give every node its own" in err[-1]
 
 
 def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(

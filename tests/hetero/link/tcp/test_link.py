@@ -80,8 +80,8 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         assert wait_for(lambda: len(lost_rails(caplog)) == 2)
     for rank in range(2):
         (said,) = (line for line in lost_rails(caplog) if f"tcp {rank}-{1 - rank}: " in line)
-        assert "rail 1 (127.0.0.1 to 127.0.0.1) is lost: " in said
-        assert "1 of 2 rails go on" in said
+        assert "connection 2 of the 2 of rail 0 (127.0.0.1 to 127.0.0.1) is lost: " in said
+        assert "1 of 2 connections go on, over 1 of 1 rails" in said
 
 
 @pytest.mark.parametrize(
