@@ -42,10 +42,12 @@ class PlanFile:
 
 def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
     """Read what is valid of parsed YAML. `source` names the file in errors."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
-        raise PlanError(f"{source}: expected a top-level list named 'meshes'")
-    unknown = sorted(set(map(str, data)) - {"meshes"})
+    keys = list(map(str, data)) if isinstance(data, Mapping) else []
+    unknown = sorted(set(keys) - {"meshes"})
     problems = [f"unknown key {key!r}; the only one is 'meshes'" for key in unknown]
+    if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
+        problems.append("expected a top-level list named 'meshes'")
+        raise PlanError(*(f"{source}: {sentence}" for sentence in problems))
     meshes: list[Mesh] = []
     layers: list[list[tuple[int, ...]]] = []
     for index, entry in enumerate(data["meshes"]):
@@ -89,20 +91,20 @@ def _read_entry(
     known = {key: value for key, value in entry.items() if key in _FIELDS}
     # Substitute valid values for missing keys, which are reported already.
     mesh = faults.read(lambda: Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known))
-    if mesh is None:
-        return None, layers
     # Files may give the size of context parallelism, as long as there is none.
     if entry.get("context", 1) != 1:
         faults.add(["context parallelism is not available; leave 'context' out"])
-    if stages not in (0, mesh.stages):
-        stated = counted(mesh.stages, "stage")
+    named = entry.get("stages", stages)
+    is_count = type(named) is int and named > 0  # else the mesh has been refused for it
+    if stages and is_count and named != stages:
+        stated = counted(named, "stage")
         faults.add(
             [
                 f"{stated} but layers for {stages}; leave 'stages' out, or list the layers of "
                 f"{stated}"
             ]
         )
-    is_complete = "vendor" in entry and stages == mesh.stages
+    is_complete = mesh is not None and "vendor" in entry and stages == mesh.stages
     return mesh if is_complete else None, layers
 
 

@@ -62,7 +62,7 @@ def apply_plan_file(args: argparse.Namespace) -> None:
     chunks = args.num_virtual_stages_per_pipeline_rank or 1
     file = read_plan_file(args.hetero_plan, chunks=chunks)
     problems = Problems()
-    problems.run(file.problems)
+    problems.run(file.problems, _check_layers_of_file(args, file))
     if file.meshes:
         problems.run(_check_file(args, file))
         args.pipeline_model_parallel_size = sum(mesh.stages for mesh in file.meshes)
@@ -98,6 +98,9 @@ def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
             f"and --optimizer is {args.optimizer}; leave it out of mesh {', '.join(shared)}, or "
             "use --optimizer adam"
         )
+
+
+def _check_layers_of_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
     if file.layers:
         yield from layer_problems([sum(chunks) for chunks in file.layers], args.num_layers)
 

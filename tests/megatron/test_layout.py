@@ -127,6 +127,28 @@ def test_a_plan_file_decides_the_sizes(tmp_path: Path, scripts_own: str) -> None
     assert plan_from_args(args, vendor="cpu").layers == ((3,), (5,))
 
 
+@pytest.mark.parametrize(
+    "beside",
+    ["--hetero-vendors amd nvidia", "--hetero-pipeline-sizes 2 2", "--hetero-tensor-sizes 4 4"],
+)
+def test_a_flag_beside_a_plan_file_is_the_only_one_that_is_blamed(
+    tmp_path: Path, beside: str
+) -> None:
+    flags = _file(tmp_path / "plan.yaml", TWO) + beside
+    with pytest.raises(UserError) as error:
+        read_command_line(command_line(flags), world_size=8)
+    (said,) = error.value.sentences
+    assert said == f"--hetero-plan and {beside.split()[0]} exclude each other; remove one of them"
+
+
+def test_the_layers_of_a_plan_file_are_counted_beside_its_other_errors(tmp_path: Path) -> None:
+    text = TWO.replace("vendor: amd", "vendor: and").replace("[3]", "[4]")
+    flags = _file(tmp_path / "plan.yaml", text)
+    said = all_said_of(apply_plan_file, _args(flags, layers=8, ranks=8))
+    assert "vendor 'and' must be one of" in said
+    assert "9 in all, but --num-layers is 8" in said
+
+
 def test_all_that_is_wrong_with_a_plan_file_is_said_at_once(tmp_path: Path) -> None:
     text = TWO.replace("tensor: 2, data: 2", "tensor: 3, data: 3, sequence_parallel: true, x: 1", 1)
     text = text.replace("data: 2", "data: 2, distributed_optimizer: true")

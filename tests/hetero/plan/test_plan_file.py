@@ -55,6 +55,30 @@ def test_a_file_that_counts_layers_by_stage_is_split_over_the_chunks() -> None:
 # Refusals.
 
 
+def test_all_errors_of_a_file_are_told_at_once() -> None:
+    """Of keys, of types and of counts, also where no mesh of it can be read."""
+    first = {"vendor": "nvidea", "layers": [4, 1], "stages": 3, "data": "two", "bogus": 1}
+    second = {"layers": [2], "context": 2, "sequence_parallel": 2}
+    with pytest.raises(PlanError) as error:
+        read_mapping({"meshes": [first, second], "mesh": 1}, source="it").plan()
+    told = "\n".join(error.value.sentences)
+    for wrong in (
+        "it: unknown key 'mesh'",
+        "mesh 0: unknown key 'bogus'",
+        "mesh 0: vendor 'nvidea'",
+        "mesh 0: data 'two'",
+        "mesh 0: 3 stages but layers for 2",
+        "mesh 1: the key 'vendor' is missing",
+        "mesh 1: context parallelism is not available",
+        "mesh 1: sequence_parallel 2 must be true or false",
+    ):
+        assert told.count(wrong) == 1
+    assert len(error.value.sentences) == 8
+    with pytest.raises(PlanError) as error:
+        read_mapping({"mesh": []}, source="it")
+    assert len(error.value.sentences) == 2
+
+
 def _refusal(error: pytest.ExceptionInfo[PlanError]) -> str:
     sentence = str(error.value)
     assert "\n" not in sentence

@@ -125,6 +125,9 @@ def _check_plan(args: Namespace) -> Iterator[str]:
     short = [_flag(name) for name in SHORTHAND if getattr(args, name) is not None]
     if short:
         yield f"--hetero-plan and {' and '.join(short)} exclude each other; remove one of them"
+        # The plan's file is checked with the others, and sizes that follow from these are not.
+        for name in SHORTHAND:
+            setattr(args, name, None)
 
 
 def _check_meshes(args: Namespace) -> Iterator[str]:

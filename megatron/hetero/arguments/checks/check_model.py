@@ -38,7 +38,11 @@ def _check_split(args: Namespace) -> Iterator[str]:
     counts = {
         "--num-attention-heads": known.get("num_attention_heads"),
         "--num-query-groups": known.get("num_query_groups"),
-        "--ffn-hidden-size": known.get("ffn_hidden_size"),
+        (
+            "--ffn-hidden-size"
+            if "--ffn-hidden-size" in known.get("typed_flags", ())
+            else "the MLP's size that follows from --hidden-size,"
+        ): known.get("ffn_hidden_size"),
     }
     if not known.get("group_query_attention"):
         del counts["--num-query-groups"]
