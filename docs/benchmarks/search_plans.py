@@ -278,7 +278,7 @@ def beside_sum(folder: Path) -> list[dict[str, Any]]:
         space = SearchSpace(global_batch=batch, sequence_parallel=True)
         found = find_best_plans(Problem(nodes, shape, analytic_profile(shape, nodes), space))
         if found is None:
-            return {"tokens_per_second": 0.0, "plan": "fits not"}
+            return {"tokens_per_second": 0.0, "plan": "does not fit in memory"}
         tokens = found.first.prediction.tokens_per_second
         return {"tokens_per_second": round(tokens), "plan": one_line(found.first)}
 

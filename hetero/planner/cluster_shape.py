@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from hetero.errors import Faults
+from hetero.formatting import counted
 from hetero.planner.accelerators import (
     Accelerator,
     ClusterError,
@@ -106,6 +107,8 @@ class NodeKind:
     """Of a GPU to all others of its node; `LinkModel.within` to some of them."""
     rail: LinkModel
     """The link between two nodes of this kind over one NIC."""
+    addresses: tuple[str, ...] = ()
+    """Of each node, for the commands that start a run; empty where the file has none."""
 
     @property
     def gpus(self) -> int:
@@ -164,7 +167,9 @@ class Cluster:
 _RAIL_KEYS = frozenset({"rail_gbits", "rail_both_ways_gbits", "rail_latency_us"})
 MOST_GPUS = 1_000_000
 _LONGEST_NAME = 100
-_KIND_KEYS = _RAIL_KEYS | {"name", "accelerator", "nodes", "gpus_per_node", "rails"}
+_KIND_KEYS = _RAIL_KEYS | {
+    *("name", "accelerator", "nodes", "gpus_per_node", "rails", "addresses"),
+}
 _LINK_KEYS = _RAIL_KEYS | {"between"}
 
 
@@ -287,6 +292,7 @@ def _kind_from_mapping(
             f"{where}: {nodes} nodes of {gpus} GPUs are more than the {MOST_GPUS} GPUs of a kind "
             "that can be planned for; lower nodes or gpus_per_node"
         )
+    addresses = faults.read(partial(_addresses, entry.get("addresses"), nodes, where)) or ()
     rails = count("rails", gpus)
     nic = accelerator.nic_bandwidth if accelerator is not None else 1.0
     rail = faults.read(lambda: _link(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))
@@ -301,7 +307,19 @@ def _kind_from_mapping(
         rails=rails,
         intra_node=link_inside_node(accelerator),
         rail=rail,
+        addresses=addresses,
     )
+
+
+def _addresses(value: object, nodes: int, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not _is_list(value) or len(value) != nodes or not all(_is_name(one) for one in value):
+        raise ClusterError(
+            f"{where}: addresses must list the address or host name of each of the "
+            f"{counted(nodes, 'node')}"
+        )
+    return tuple(map(str, value))
 
 
 def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkModel]:

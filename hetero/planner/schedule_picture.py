@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from xml.sax.saxutils import escape
 
 from hetero.formatting import seconds_text
@@ -11,16 +12,51 @@ from hetero.planner.schedule_timeline import REDUCE, UPDATE, Row, rows
 from hetero.planner.step_costs import StepCosts
 
 _WIDTH, _LEFT, _ROW, _GAP, _TOP = 1200, 190, 22, 6, 26
-_COLOURS = ("#4c78a8", "#e4572e", "#2a9d8f", "#b279a2", "#8d6e63", "#d4a017")
+_OTHERS = ("#4c78a8", "#b279a2", "#8d6e63", "#d4a017", "#e08214", "#17a2b8")
+_NAMED = {
+    "green": "#2e8b57",
+    "red": "#d1402e",
+    "blue": "#4c78a8",
+    "orange": "#e08214",
+    "yellow": "#d4a017",
+    "purple": "#8e5ea2",
+    "brown": "#8d6e63",
+    "nvidia": "#2e8b57",
+    "amd": "#d1402e",
+}
+"""Colours that a node's name, or its vendor's, stands for."""
 _OVERHEAD = {UPDATE: "#9aa0a6", REDUCE: "#5f6368"}
 _MIN_LABEL_WIDTH = 14
 """Minimum width in pixels of a pass that is labelled with its micro-batch."""
 
 
-def draw_schedule(costs: StepCosts, prediction: Prediction) -> str:
+def colours_of(vendors: Mapping[str, str]) -> dict[str, str]:
+    """A colour for each kind of node, given with its vendor; the same in every picture of a report.
+
+    That of its name, as of `red` or `rack-blue`, else its vendor's; where another kind has it
+    already, one that is left.
+    """
+    found: dict[str, str] = {}
+    for word_of in (_colour_word, lambda kind: vendors[kind]):
+        for kind in vendors:
+            colour = _NAMED.get(word_of(kind), "")
+            if kind not in found and colour and colour not in found.values():
+                found[kind] = colour
+    left = [colour for colour in _OTHERS if colour not in found.values()] or list(_OTHERS)
+    others = [kind for kind in vendors if kind not in found]
+    found |= {kind: left[number % len(left)] for number, kind in enumerate(others)}
+    return found
+
+
+def _colour_word(kind: str) -> str:
+    words = re.split(r"[^a-z]+", kind.lower())
+    return next((word for word in words if word in _NAMED), "")
+
+
+def draw_schedule(costs: StepCosts, prediction: Prediction, colours: Mapping[str, str]) -> str:
     """The chart as an SVG element; forward passes are lighter than backward passes.
 
-    Links are left to the trace.
+    `colours`: of each kind of node. Links are left to the trace.
     """
     lines = [row for row in rows(costs, prediction) if row.kind]
     kinds = list(dict.fromkeys(row.kind for row in lines))
@@ -30,21 +66,20 @@ def draw_schedule(costs: StepCosts, prediction: Prediction) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         'font-family="inherit" font-size="12" fill="currentColor">',
         f"<title>One step of {seconds_text(prediction.seconds)}</title>",
-        *_legend(kinds),
+        *_legend({kind: colours[kind] for kind in kinds}),
     ]
     for number, row in enumerate(lines):
         top = _TOP + number * (_ROW + _GAP)
-        colour = _COLOURS[kinds.index(row.kind) % len(_COLOURS)]
+        colour = colours[row.kind]
         parts.append(f'<text x="4" y="{top + 15}">{escape(row.label)}</text>')
         parts += _boxes(row, top, scale, colour)
     parts += _axis(prediction.seconds, scale, height - 30)
     return "\n".join([*parts, "</svg>"])
 
 
-def _legend(kinds: list[str]) -> Iterator[str]:
+def _legend(colours: Mapping[str, str]) -> Iterator[str]:
     left = _LEFT
-    for number, kind in enumerate(kinds):
-        colour = _COLOURS[number % len(_COLOURS)]
+    for kind, colour in colours.items():
         for opacity, what in (("0.45", f"{kind} forward"), ("0.95", "backward")):
             yield f'<rect x="{left}" y="4" width="12" height="12" {_fill(colour, opacity)}/>'
             yield f'<text x="{left + 16}" y="14">{escape(what)}</text>'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import yaml
 from hetero.plan import Mesh, Plan, load_plan
 from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
-from hetero.tools.plan import main
-from hetero.tools.planning.plan_files import training_flags
+from hetero.tools.plan import _parse, main
+from hetero.tools.planning.plan_files import node_commands, training_flags
+from hetero.tools.planning.planning_request import read_request
 from megatron.hetero.arguments import parse_args
 from megatron.hetero.layout import apply_plan_file, plan_from_args
 from tests.commands import PRESETS
@@ -77,6 +80,61 @@ def test_the_report_draws_the_pipeline_and_answers_every_question(answered: Path
     ):
         assert title in page
     assert page.count("<svg") >= 3 + 6
+
+
+def test_the_answer_ends_with_a_command_for_each_node_that_training_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The nodes together start the ranks of the plan, in its order of vendors."""
+    nodes = CLUSTER.replace("nodes: 1", "nodes: 2, addresses: [10.0.0.1, second]", 1)
+    assert main(request(tmp_path, "--no-replicas", cluster=nodes)) == 0
+    said = capsys.readouterr().out
+    commands = (tmp_path / "out" / "commands.txt").read_text()
+    assert said.endswith(commands)
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    vendors = [mesh.vendor for mesh in plan.meshes for _ in range(mesh.world_size)]
+    ranks: list[str] = []
+    master = "10.0.0.1" if vendors[0] == "nvidia" else "$HOST"
+    titles = [line for line in commands.splitlines() if line.startswith("# node ")]
+    words = [shlex.split(line) for line in re.findall(r"^python.*\\\n.*<", commands, re.M)]
+    for number, (title, command) in enumerate(zip(titles, words, strict=True)):
+        assert command[command.index("--nnodes") + 1] == str(len(titles))
+        assert command[command.index("--node-rank") + 1] == str(number)
+        assert command[command.index("--master-addr") + 1] == master
+        count = int(command[command.index("--nproc-per-node") + 1])
+        ranks += [{"green": "nvidia", "red": "amd"}[title.split(": ")[1].split()[0]]] * count
+        flags = command[command.index("pretrain_gpt.py") + 1 : -1]
+        args = parse_args(
+            [*flags, "--lr", "1", "--train-iters", "1", "--mock-data"], world_size=plan.world_size
+        )
+        assert args.hetero_plan == str((tmp_path / "out" / "plan.yaml").resolve())
+    assert ranks == vendors
+
+
+def test_a_kind_that_comes_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    meshes = [Mesh(vendor, stages=1, data=4) for vendor in ("nvidia", "amd", "nvidia")]
+    plan = Plan(meshes=tuple(meshes), layers=((10,), (10,), (12,)))
+    options = _parse(request(tmp_path))
+    placement = Placement(plan, ("green", "red", "green"), 16)
+    lines = node_commands(placement, read_request(options), tmp_path / "flags.yaml")
+    starts = [line for line in lines if "--node-rank" in line]
+    assert [line.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 ") for line in starts] == [
+        *(False, False, True)
+    ]
+
+
+def test_addresses_must_be_one_for_each_node(refused: Refused, tmp_path: Path) -> None:
+    cluster = CLUSTER.replace("nodes: 1", "nodes: 2, addresses: [10.0.0.1]", 1)
+    said = refused(main, request(tmp_path, cluster=cluster))
+    assert "addresses must list the address or host name of each of the 2 nodes" in said
+
+
+def test_a_vendor_on_whose_nodes_nothing_fits_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = CLUSTER.replace("H100-SXM, nodes: 1", "H100-SXM, nodes: 1, gpus_per_node: 1")
+    assert main(request(tmp_path, "--no-replicas", cluster=small)) == 0
+    assert "nvidia alone: does not fit in memory" in capsys.readouterr().out
 
 
 def test_a_model_s_path_cannot_add_to_the_plan(tmp_path: Path) -> None:

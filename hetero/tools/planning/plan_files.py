@@ -1,16 +1,21 @@
-"""Writes a Solution: plan.yaml and flags.yaml for pretrain_gpt.py, report.html and trace.json."""
+"""Writes a Solution: plan.yaml and flags.yaml for pretrain_gpt.py, the command for each node,
+report.html and trace.json."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hetero.formatting import seconds_text
+from hetero.formatting import seconds_text, spans
+from hetero.planner.cluster_shape import Cluster, NodeKind
+from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
 from hetero.planner.solution import Solution
@@ -46,6 +51,8 @@ def write_solution(
         "report.html": render_solution(request, found, sweeps, command=command),
         "trace.json": json.dumps(chrome_trace(first.costs, first.prediction)) + "\n",
     }
+    commands = node_commands(placement, request, folder / "flags.yaml")
+    contents["commands.txt"] = "\n".join([*commands, ""])
     if not placement.plan.whole_replicas:
         contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
     read_by_training = {name: text for name, text in contents.items() if name in _FOR_TRAINING}
@@ -55,15 +62,75 @@ def write_solution(
     if placement.plan.whole_replicas:
         # One of an earlier answer would be taken for this one's.
         (folder / "plan.yaml").unlink(missing_ok=True)
-    ranks = ", ".join(
-        f"{mesh.world_size} on {kind}"
-        for mesh, kind in zip(placement.plan.meshes, placement.kinds, strict=True)
-    )
     return [
         f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
-        f"run it on these ranks in this order, {ranks}: pretrain_gpt.py --yaml-cfg "
-        f"{folder / 'flags.yaml'} with the model's own flags",
+        "",
+        f"the command for each node, also in {folder / 'commands.txt'}:",
+        *commands,
     ]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Ranks that one launcher starts."""
+
+    kind: NodeKind
+    node: int
+    """Of its kind."""
+    first_gpu: int
+    ranks: range
+
+
+def node_commands(placement: Placement, request: PlanningRequest, flags: Path) -> list[str]:
+    """The command for each node, in the order of the ranks."""
+    starts = _starts(placement, request.problem.cluster)
+    first = starts[0]
+    master = first.kind.addresses[first.node] if first.kind.addresses else "$HOST"
+    # The flags of a model that is described otherwise are not in a file of the program's.
+    model = model_file(request.model_name)
+    named = f"--yaml-cfg {shlex.quote(_short(model))}" if model.suffix in _YAML else "<its flags>"
+    lines = [f"# {flags.parent} has to be there on every node, at the same path"]
+    if master == "$HOST":
+        lines.append(f"# HOST is the address of node 0, the first node of {first.kind.name}")
+    for number, start in enumerate(starts):
+        kind, count = start.kind, len(start.ranks)
+        where = f" at {kind.addresses[start.node]}" if kind.addresses else ""
+        lines.append(
+            f"# node {number}: {kind.name} {start.node + 1} of {kind.nodes}{where}, "
+            f"{spans(start.ranks)}"
+        )
+        gpus = ",".join(str(start.first_gpu + index) for index in range(count))
+        lines.append(
+            (f"CUDA_VISIBLE_DEVICES={gpus} " if start.first_gpu else "")
+            + f"python -m hetero.run --nnodes {len(starts)} --node-rank {number} "
+            f"--nproc-per-node {count} --master-addr {master} --master-port 29500 \\"
+        )
+        files = f"{named} --yaml-cfg {shlex.quote(str(flags))}"
+        lines.append(f"    pretrain_gpt.py {files} <lr, iterations, data>")
+    return lines
+
+
+def _starts(placement: Placement, cluster: Cluster) -> list[_Start]:
+    """The nodes in the order of the ranks. Consecutive meshes of a kind share its nodes.
+
+    A kind that comes again goes on where it stopped, maybe on a node that is used in part.
+    """
+    starts: list[_Start] = []
+    used: dict[str, int] = {}
+    rank = 0
+    for name, mesh in zip(placement.kinds, placement.plan.meshes, strict=True):
+        kind, end = cluster.kind(name), rank + mesh.world_size
+        while rank < end:
+            node, gpu = divmod(used.get(name, 0), kind.gpus_per_node)
+            count = min(end - rank, kind.gpus_per_node - gpu)
+            last = starts[-1] if starts else None
+            if last is not None and last.kind is kind and last.node == node:
+                starts[-1] = replace(last, ranks=range(last.ranks.start, rank + count))
+            else:
+                starts.append(_Start(kind, node, gpu, range(rank, rank + count)))
+            used[name] = used.get(name, 0) + count
+            rank += count
+    return starts
 
 
 def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
@@ -92,6 +159,15 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     if first.recompute == "full":
         flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
     return flags
+
+
+_YAML = (".yaml", ".yml")
+
+
+def _short(path: Path) -> str:
+    """A path as it is typed in the folder that holds it."""
+    own = Path.cwd()
+    return str(path.relative_to(own)) if path.is_relative_to(own) else str(path)
 
 
 _FOR_TRAINING = ("flags.yaml", "plan.yaml")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hetero.formatting import seconds_text
 from hetero.planner.bottleneck import explain_bottleneck
-from hetero.planner.schedule_picture import draw_schedule
+from hetero.planner.schedule_picture import colours_of, draw_schedule
 from hetero.planner.solution import SimulatedPlan, Solution
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.planning.solution_table import (
@@ -23,6 +23,8 @@ from hetero.tools.planning.solution_table import (
 from hetero.tools.planning.what_if import Sweep
 from hetero.tools.reports.page import Figure, Named, Page, Part, Table, Text, render
 
+_SWEPT = "#7a5fb0"
+"""Of a plotted line, which is no vendor's."""
 _DRAWN = 3
 """How many plans are drawn."""
 
@@ -31,6 +33,9 @@ def render_solution(
     request: PlanningRequest, found: Solution, sweeps: Sequence[Sweep], *, command: Sequence[str]
 ) -> str:
     first = found.best.first
+    kinds = {kind.name: kind.vendor for kind in request.problem.cluster.kinds}
+    colours = colours_of(kinds)
+    by_vendor = {kinds[kind]: colours[kind] for kind in reversed(kinds)}  # its first kind's
     return render(
         Page(
             title=f"A plan for {request.model_name}",
@@ -43,8 +48,8 @@ def render_solution(
                 *(Text("paragraph", line) for line in comparison_lines(found)),
                 Text("heading", "The next best plans"),
                 Table(PLAN_HEAD, plan_rows(found), numbers=frozenset({1, 2, 3})),
-                *_pictures(found.best.plans[:_DRAWN]),
-                *(part for sweep in sweeps for part in _plot(sweep)),
+                *_pictures(found.best.plans[:_DRAWN], colours),
+                *(part for sweep in sweeps for part in _plot(sweep, by_vendor)),
                 Text("heading", "Where the numbers come from"),
                 Named("facts", [tuple(line.split(": ", 1)) for line in request.sources]),  # type: ignore[misc]
                 Text("paragraph", search_sentence(found)),
@@ -54,11 +59,11 @@ def render_solution(
     )
 
 
-def _pictures(planned: Sequence[SimulatedPlan]) -> list[Part]:
+def _pictures(planned: Sequence[SimulatedPlan], colours: Mapping[str, str]) -> list[Part]:
     parts: list[Part] = [Text("heading", "One step, drawn")]
     for one in planned:
         parts.append(Text("subheading", one_line(one)))
-        parts.append(Figure(draw_schedule(one.costs, one.prediction)))
+        parts.append(Figure(draw_schedule(one.costs, one.prediction, colours)))
         kinds = dict.fromkeys(one.placement.kinds)
         busy = ", ".join(
             f"{kind} computes {one.prediction.utilization([kind]):.0%}" for kind in kinds
@@ -68,16 +73,19 @@ def _pictures(planned: Sequence[SimulatedPlan]) -> list[Part]:
     return parts
 
 
-def _plot(sweep: Sweep) -> list[Part]:
+def _plot(sweep: Sweep, colours: Mapping[str, str]) -> list[Part]:
     return [
         Text("heading", sweep.title),
-        Figure(draw_sweep(sweep)),
+        Figure(draw_sweep(sweep, colours)),
         Text("caption", sweep.caption),
     ]
 
 
-def draw_sweep(sweep: Sweep) -> str:
-    """The plot of a sweep as SVG; what does not fit anywhere is left out."""
+def draw_sweep(sweep: Sweep, colours: Mapping[str, str]) -> str:
+    """The plot of a sweep as SVG; what does not fit anywhere is left out.
+
+    `colours`: of lines that are a vendor's.
+    """
     # Drawing is what takes longest to import, and most answers have no plot.
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator
@@ -88,7 +96,7 @@ def draw_sweep(sweep: Sweep) -> str:
     axes = figure.add_subplot()
     points = [(x, y) for x, y in zip(sweep.x, sweep.y, strict=True) if y]
     axes.plot(
-        [x for x, _ in points], [y for _, y in points], color="#b3402a", marker="o", markersize=4
+        [x for x, _ in points], [y for _, y in points], color=_SWEPT, marker="o", markersize=4
     )
     not_fitting = [(x, y) for x, y in points if x in sweep.not_fitting]
     axes.plot(
@@ -98,10 +106,11 @@ def draw_sweep(sweep: Sweep) -> str:
         marker="o",
         markersize=4,
         markerfacecolor="white",
-        markeredgecolor="#b3402a",
+        markeredgecolor=_SWEPT,
     )
     for number, line in enumerate(sweep.levels):
-        colour = ("#4c78a8", "#2a9d8f", "#b279a2")[number % 3]
+        of_vendor = [colour for vendor, colour in colours.items() if vendor in line.name.split()]
+        colour = of_vendor[0] if of_vendor else ("#4c78a8", "#2a9d8f", "#b279a2")[number % 3]
         axes.axhline(line.value, color=colour, linestyle="--", linewidth=1.2, label=line.name)
     style_axes(axes, PAGE, x_label=sweep.x_label)
     axes.set_ylabel(sweep.y_label)

@@ -103,7 +103,8 @@ def comparison_lines(found: Solution) -> list[str]:
     lines = []
     for alone in found.vendor_baselines:
         reached = f"{alone.tokens_per_second:,.0f} tokens/s"
-        lines.append(f"{alone.vendor} alone: {reached if alone.tokens_per_second else 'fits not'}")
+        fits = alone.tokens_per_second
+        lines.append(f"{alone.vendor} alone: {reached if fits else 'does not fit in memory'}")
     if found.speedup_over_best_vendor:
         lines.append(f"Together: {found.speedup_over_best_vendor:.2f} times the best vendor alone.")
     if found.fraction_of_vendor_sum:

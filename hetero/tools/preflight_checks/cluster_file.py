@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from hetero.addresses import is_loopback
 from hetero.planner.accelerators import match_driver_name
 from hetero.tools.preflight_checks.cluster_advice import PairResult
 from hetero.tools.preflight_checks.readiness import NodeReport, Report
@@ -85,6 +86,9 @@ def _entry(name: str, nodes: Sequence[NodeReport], paths: Sequence[PairResult]) 
     }
     if rails := len(nodes[0].card.addresses):
         entry["rails"] = rails
+    addresses = [next(iter(node.card.addresses.values()), "127.0.0.1") for node in nodes]
+    if not any(map(is_loopback, addresses)):
+        entry["addresses"] = addresses
     return entry | _rail(nodes, nodes, paths)
 
 

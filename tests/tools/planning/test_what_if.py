@@ -46,5 +46,5 @@ def test_nodes_are_counted_in_whole_numbers() -> None:
         x=(0.0, 1.0, 2.0),
         y=(1.0, 2.0, 3.0),
     )
-    texts = re.findall(r"<text[^>]*>([^<]*)<", draw_sweep(plot))
+    texts = re.findall(r"<text[^>]*>([^<]*)<", draw_sweep(plot, {}))
     assert texts[: texts.index("nodes")] == ["0", "1", "2"]
