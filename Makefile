@@ -20,8 +20,11 @@ FROM_IMAGE := $(shell $(PYTHON) -c "import sys; from importlib.metadata import v
 KEPT := $(VENV)/.kept
 KEEP_TORCH := $(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
 	>$(KEPT) 2>/dev/null || true
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	-c $$(test -s $(KEPT) && echo $(KEPT) || echo $(CONSTRAINTS))
+# A line for each package: minutes without one look like a hang. What is there already, and pip's warnings of other folders, are no news.
+NO_NEWS := ^(WARNING: |Requirement already satisfied|Looking in |Obtaining |  Using cached |  Preparing metadata|  Checking if )
+PIP_INSTALL = pip_install() { { $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	-c $$(test -s $(KEPT) && echo $(KEPT) || echo $(CONSTRAINTS)) "$$@" 2>&1; echo $$? >$(VENV)/.status; } \
+	| grep --line-buffered -vE '$(NO_NEWS)'; return $$(cat $(VENV)/.status); }; pip_install
 EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
@@ -41,12 +44,16 @@ ZIGLANG := $(if $(CC_FOUND),,ziglang)
 
 $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(IN_C)
 	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -c '$(NEW_ENOUGH)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(FROM_IMAGE) $(VENV)
+	@echo "setup, 1 of 3: the virtual environment $(VENV), with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(FROM_IMAGE) $(VENV)
 	@$(if $(wildcard $(STAMP)),,$(KEEP_TORCH))
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
-	$(PIP_INSTALL) "setuptools>=70.1" $(ZIGLANG)
-	$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
-	touch $(STAMP)
+	@echo "setup, 2 of 3: what builds the library of links"
+	@$(PIP_INSTALL) "setuptools>=70.1" $(ZIGLANG)
+	@echo "setup, 3 of 3: PyTorch and the rest, of 1.5 to 5 GB; two to five minutes"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
+	@touch $(STAMP)
+	@echo "setup: done; source $(BIN)/activate"
 
 demo: setup
 	$(BIN)/python examples/quickstart/demo.py $(if $(TEXT),--text "$(TEXT)")

@@ -114,7 +114,9 @@ class Place:
         """
         started = {}
         if is_preloaded:
-            started = preloaded.as_interpreter(self._folder) | {preloaded.ADDRESS: self._server()}
+            started = preloaded.as_interpreter(self._folder) | {
+                preloaded.ADDRESS: self.server_address()
+            }
         kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
         return subprocess.Popen(
             self.command([started.get("PYTHON_EXEC", preloaded.INTERPRETER), *words]),
@@ -129,7 +131,7 @@ class Place:
         )
 
     @functools.cache  # noqa: B019
-    def _server(self) -> str:
+    def server_address(self) -> str:
         """The address in this place of a server that forks processes in it."""
         name = f"{preloaded.address()}-{self.name}"
         environ = preloaded.as_interpreter(self._folder)
