@@ -187,8 +187,8 @@ def check_identities(
 
 def _check_flags(identities: Sequence[RankIdentity]) -> None:
     """Refuse ranks with other values than rank 0's; each difference is told once, by its flag."""
-    reference, told = identities[0], set()
-    faults = Faults()
+    reference, faults = identities[0], Faults()
+    told: set[str] = set()
     for identity in identities[1:]:
         # Where a plan file replaces flags on one side, the plans are compared, not the flags.
         common = reference.flags.keys() & identity.flags.keys()

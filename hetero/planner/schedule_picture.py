@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
 from hetero.formatting import seconds_text
@@ -37,7 +37,8 @@ def colours_of(vendors: Mapping[str, str]) -> dict[str, str]:
     already, one that is left.
     """
     found: dict[str, str] = {}
-    for word_of in (_colour_word, lambda kind: vendors[kind]):
+    words: tuple[Callable[[str], str], ...] = (_colour_word, vendors.__getitem__)
+    for word_of in words:
         for kind in vendors:
             colour = _NAMED.get(word_of(kind), "")
             if kind not in found and colour and colour not in found.values():
