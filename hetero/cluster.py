@@ -59,7 +59,9 @@ def running_vendor() -> str:
     return "cpu"
 
 
-def _named_vendor(value: str, *, local_rank: int, local_size: int | None, planned: str) -> str:
+def _named_vendor(
+    value: str, *, local_rank: int, planned: str, local_size: int | None = None
+) -> str:
     """The vendor that HETERO_VENDOR assigns to this rank.
 
     A single name applies to every rank of this launcher. A comma-separated list is by local rank,
