@@ -95,7 +95,10 @@ DEPARTURES = {
     ),
     "--fim-rate": "0 is taken too",
     "--fim-spm-rate": "0 is taken too",
-    "--tokenizer-type": "ByteLevelTokenizer is an addition, from megatron-core",
+    "--tokenizer-type": (
+        "ByteLevelTokenizer is an addition, from megatron-core; Llama2Tokenizer begins documents "
+        "with <s> as Megatron-LM's own class does, not as megatron-core's: --tokenizer-bos"
+    ),
     "--pipeline-model-parallel-size": "1 and the sum of --hetero-pipeline-sizes are the same there",
     "--step-batch-size-schedule": "of core 0.18 and later",
     "--eval-global-batch-size": "of core 0.18 and later",
