@@ -103,7 +103,7 @@ class Checkpointer:
             describe(
                 found.sources,
                 schedule=f"{found.schedule}",
-                random_states=random_note if self._uses_dropout else None,
+                random_states=random_note,
             )
         )
         if progress.iteration and not found.schedule_position and not self._args.skip_train:
@@ -113,10 +113,6 @@ class Checkpointer:
                 f"{CHECKPOINT_SCHEDULE} continues the checkpoint's"
             )
         return progress
-
-    @property
-    def _uses_dropout(self) -> bool:
-        return bool(self._args.hidden_dropout or self._args.attention_dropout)
 
     def _load(self, found: FoundCheckpoint) -> str | None:
         """Load what the flags ask for; returns why the RNG states were not restored, or None."""
