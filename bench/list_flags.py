@@ -1,4 +1,4 @@
-"""Write docs/flags.md and the table of docs/checkpoints.md.
+"""Write docs/flags.md and the tables of docs/checkpoints.md.
 
 The one has every flag of pretrain_gpt.py and what it is worth here, the other what a checkpoint's
 value of each flag of the model is worth.
@@ -10,10 +10,12 @@ python -m bench.list_flags --check    # exit 1 if one is out of date
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -30,18 +32,31 @@ from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.arguments.unknown import REPLACED
 from megatron.hetero.arguments.unsupported_flags import OTHERS, Feature, feature_of, features
 from megatron.hetero.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
+from megatron.hetero.checkpoint.resume import (
+    CHECKPOINT_SCHEDULE,
+    OVERRIDE_SCHEDULE,
+    Holdings,
+    ResumeFlags,
+    resume_sources,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "flags.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 TABLE_BEGINS = "<!-- written by python -m bench.list_flags -->\n"
+RESUME_BEGINS = "<!-- what is loaded, written by python -m bench.list_flags -->\n"
 TABLE_ENDS = "<!-- end of what is written -->\n"
 
 SAME, OURS = "same", "ours"
 # Flags that Megatron-LM does not have, beside those that begin with --hetero-.
-OURS_BY_NAME = frozenset({"--metrics-file", "--keep-last", "--exit-on-save-failure"})
+OURS_BY_NAME = frozenset(
+    {"--metrics-file", "--keep-last", "--exit-on-save-failure", "--tokenizer-bos"}
+)
 # How flags differ from Megatron-LM's of the same name.
 DEPARTURES = {
+    "--use-checkpoint-opt_param-scheduler": (
+        "continues the checkpoint's schedule with --no-load-optim too, where Megatron's ignores it"
+    ),
     "--yaml-cfg": "Megatron's replaces the command line; here the file's flags come before it",
     "--transformer-impl": "the default is local, which exists for every vendor",
     "--attention-backend": "chooses among torch's kernels with --transformer-impl local",
@@ -80,7 +95,10 @@ DEPARTURES = {
     ),
     "--fim-rate": "0 is taken too",
     "--fim-spm-rate": "0 is taken too",
-    "--tokenizer-type": "ByteLevelTokenizer is an addition, from megatron-core",
+    "--tokenizer-type": (
+        "ByteLevelTokenizer is an addition, from megatron-core; Llama2Tokenizer begins documents "
+        "with <s> as Megatron-LM's own class does, not as megatron-core's: --tokenizer-bos"
+    ),
     "--pipeline-model-parallel-size": "1 and the sum of --hetero-pipeline-sizes are the same there",
     "--step-batch-size-schedule": "of core 0.18 and later",
     "--eval-global-batch-size": "of core 0.18 and later",
@@ -270,11 +288,45 @@ def render_model_flags() -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_model_flags(text: str) -> str:
-    """A document with the table as it has to be."""
-    before, _, rest = text.partition(TABLE_BEGINS)
-    _, _, after = rest.partition(TABLE_ENDS)
-    return f"{before}{TABLE_BEGINS}{render_model_flags()}{TABLE_ENDS}{after}"
+def render_resume_flags() -> str:
+    """The table of docs/checkpoints.md: what each combination of flags loads from a checkpoint."""
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(ResumeFlags)}
+    names["use_checkpoint_opt_param_scheduler"] = CHECKPOINT_SCHEDULE
+    names["override_opt_param_scheduler"] = OVERRIDE_SCHEDULE
+    lines = [
+        "| flags | weights | the model's flags | iteration, place in the data | optimizer | "
+        "schedule | place in the schedule | random states |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    combinations = itertools.chain.from_iterable(
+        itertools.combinations(names, size) for size in range(3)
+    )
+    for combination in combinations:
+        flags = ResumeFlags(**dict.fromkeys(combination, True))
+        typed = " ".join(f"`{names[name]}`" for name in combination) or "none of them"
+        if list(flags.contradictions()):
+            lines.append(f"| {typed} | refused | | | | | | |")
+            continue
+        sources = resume_sources(flags, Holdings())
+        cells = [getattr(sources, field.name).value for field in fields(sources)]
+        lines.append(f"| {typed} | {' | '.join(cells)} |")
+    sources = resume_sources(ResumeFlags(), Holdings(progress=False))
+    cells = [getattr(sources, field.name).value for field in fields(sources)]
+    lines.append(f"| none of them, of a checkpoint of weights alone | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(text: str) -> str:
+    """A document with the tables as they have to be, where it has their marks."""
+    for begins, render_table in (
+        (TABLE_BEGINS, render_model_flags),
+        (RESUME_BEGINS, render_resume_flags),
+    ):
+        before, found, rest = text.partition(begins)
+        if found:
+            _, _, after = rest.partition(TABLE_ENDS)
+            text = f"{before}{begins}{render_table()}{TABLE_ENDS}{after}"
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _texts() -> dict[Path, str]:
-    return {DOCUMENT: render(), CHECKPOINTS: with_model_flags(CHECKPOINTS.read_text())}
+    return {DOCUMENT: render(), CHECKPOINTS: with_tables(CHECKPOINTS.read_text())}
 
 
 def _write() -> str:

@@ -238,7 +238,7 @@ class CopyingOperations(HeteroProcessGroupBase):
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = as_list(tensors)
-        self._require_peer("send", "destination", rank)
+        self._require_rank("send", "destination", rank)
         require_dense("send", tensor)
         if is_fake(tensor):
             return self._coalesced(finished_work("send", [tensor]))
@@ -255,7 +255,7 @@ class CopyingOperations(HeteroProcessGroupBase):
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = as_list(tensors)
         if rank is not None:
-            self._require_peer("recv", "source", rank)
+            self._require_rank("recv", "source", rank)
         require_dense("recv", tensor)
         require_no_internal_overlap("recv", [tensor])
         if is_fake(tensor):

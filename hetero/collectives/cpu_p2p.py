@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.group_links import Link, Links, as_bytes
+from hetero.collectives.own_messages import OwnMessages
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
@@ -63,6 +64,7 @@ class CpuP2P:
     def __init__(self, *, layout: Layout, links: Links, store: dist.Store) -> None:
         self._layout, self._links, self._store = layout, links, store
         self._changed = threading.Condition()
+        self._own = OwnMessages(layout.rank, torch.device("cpu"))
         self._posted: list[_PostedRecv] = []
         self._unexpected: dict[int, list[_UnexpectedMessage]] = {}
         self._send_queues: dict[int, queue.SimpleQueue[_Send | None]] = {}
@@ -79,6 +81,9 @@ class CpuP2P:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
         """Send contiguous memory; the work finishes when it may be overwritten."""
+        if rank == self._layout.rank:
+            self._send_to_itself(tensor, tag, work)
+            return
         with self._changed:
             if self._closed.is_set():  # no thread would take it from its queue
                 work.fail(self._why_closed)
@@ -89,6 +94,16 @@ class CpuP2P:
                 self._start(self._send_loop, rank)
             sends.put((tensor, work, tag))
 
+    def _send_to_itself(self, tensor: torch.Tensor, tag: int, work: CollectiveWork) -> None:
+        with self._changed:
+            posted = next((p for p in self._posted if p.source is None and p.tag == tag), None)
+            if posted is None:
+                self._own.send(tensor, tag, work)
+                return
+            self._posted.remove(posted)
+            self._deliver(posted, as_bytes(tensor), self._layout.rank)
+        work.finish()
+
     def recv(
         self,
         tensor: torch.Tensor,
@@ -98,6 +113,9 @@ class CpuP2P:
         on_received: Callable[[], None],
     ) -> None:
         """Receive into contiguous memory; `on_received` is called before the work finishes."""
+        if source == self._layout.rank:
+            self._own.recv(tensor, tag, work, on_received)
+            return
         posted = _PostedRecv(source, tag, as_bytes(tensor), work, on_received)
         sources = range(self._layout.size) if source is None else [source]
         with self._changed:
@@ -108,6 +126,11 @@ class CpuP2P:
                         self._unexpected[rank].remove(message)
                         self._deliver(posted, message.memory, rank)
                         return
+            if source is None and (own := self._own.take_send(tag)) is not None:
+                memory, sent = own
+                self._deliver(posted, memory, self._layout.rank)
+                sent.finish()
+                return
             if error := self._error_of(source):
                 work.fail(error)
                 return
@@ -124,6 +147,7 @@ class CpuP2P:
         """End all messages under way with the error that has ended the group, if one has."""
         if why is not None and not self._closed.is_set():
             self._why_closed = why
+        self._own.close(self._why_closed)
         self._links.close()
         _stop(self._closed, self._changed, self._send_queues, self._threads)
 

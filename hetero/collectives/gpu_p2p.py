@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hetero.collectives.group_links import Link, Links, Transfer, as_bytes
+from hetero.collectives.own_messages import OwnMessages
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.work import CollectiveWork, Worker
@@ -70,8 +71,9 @@ class P2PWork(CollectiveWork):
 class GpuP2P:
     """One rank's point-to-point messages within one group: one channel per peer and direction."""
 
-    def __init__(self, *, links: Links, device: torch.device) -> None:
-        self._links, self._device = links, device
+    def __init__(self, *, rank: int, links: Links, device: torch.device) -> None:
+        self._rank, self._links, self._device = rank, links, device
+        self._own = OwnMessages(rank, device)
         self._channels: dict[tuple[int, bool], _Channel] = {}
         self._lock = threading.Lock()
 
@@ -79,6 +81,9 @@ class GpuP2P:
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, work: P2PWork) -> None:
         """Send contiguous memory."""
+        if rank == self._rank:
+            self._own.send(tensor, tag, work)
+            return
         self._start(
             lambda link: link.send(as_bytes(tensor), tag=tag % _TAGS),
             rank,
@@ -98,6 +103,9 @@ class GpuP2P:
         """Receive into contiguous memory; `on_received` is called before the work finishes."""
         if source is None:
             raise ValueError("a GPU tensor cannot be received from any rank; name the source")
+        if source == self._rank:
+            self._own.recv(tensor, tag, work, on_received)
+            return
         self._start(
             lambda link: link.recv(tensor, tag=tag % _TAGS),
             source,
@@ -125,8 +133,9 @@ class GpuP2P:
         else:
             channel.submit(lambda: transfer(self._links.to(rank)).wait(), work, on_received)
 
-    def close(self, _why: BaseException | None = None) -> None:
+    def close(self, why: BaseException | None = None) -> None:
         """End all messages under way, each with the error of its link."""
+        self._own.close(why or LinkError("the group was closed while a message was under way"))
         self._links.close()
         for channel in list(self._channels.values()):
             channel.close()

@@ -149,7 +149,7 @@ class Communicator:
         )
         if on_cpu:
             return CpuP2P(layout=self.layout, links=links, store=store)
-        return GpuP2P(links=links, device=self.device)
+        return GpuP2P(rank=self.layout.rank, links=links, device=self.device)
 
     @property
     def sequence(self) -> int:

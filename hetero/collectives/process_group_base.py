@@ -159,14 +159,6 @@ class HeteroProcessGroupBase(dist.ProcessGroup):
                 f"0 to {self.size() - 1}"
             )
 
-    def _require_peer(self, operation: str, what: str, rank: int) -> None:
-        self._require_rank(operation, what, rank)
-        if rank == self._layout.rank:
-            raise ValueError(
-                f"{operation}: {what} {rank} of the group is this rank itself; give another one, "
-                "or copy the tensor"
-            )
-
     def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
         if self._coalescing is not None:
             self._coalescing.append(work)

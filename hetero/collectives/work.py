@@ -34,6 +34,8 @@ class CollectiveWork(dist.Work):
     _is_finished = False
     timed_out = False
     """Whether a `wait()` has lasted for the whole timeout of the call in vain."""
+    before_blocking: Callable[[], None] | None = None
+    """Raises where nobody could end the call while its caller waits."""
     _finished_event: threading.Event | None = None
     """Created by the first that has to block: most calls are finished before anyone waits."""
     _error: BaseException | None = None
@@ -109,6 +111,8 @@ class CollectiveWork(dist.Work):
         return True
 
     def _await_finish(self, seconds: float) -> None:
+        if self.before_blocking is not None:
+            self.before_blocking()
         with self._lock:
             if self._is_finished:
                 return

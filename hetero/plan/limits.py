@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hetero.formatting import counted, spans
 from hetero.plan.mesh import Mesh, PlanError
 
-AT_LEAST_ONE = "a stage needs at least one layer and no chunk can have fewer than none"
+NOT_NEGATIVE = "a stage or chunk has 0 layers or more"
 
 
 def mesh_names(meshes: Sequence[Mesh]) -> tuple[str, ...]:
@@ -67,14 +67,18 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
 
 
 def stage_problems(layers: Sequence[Sequence[int]]) -> Iterator[str]:
-    """A sentence for the stages, [stage][chunk], that cannot hold their layers, those alike."""
+    """A sentence for the stages, [stage][chunk], with negative numbers of layers, those alike.
+
+    A stage may have none, as megatron-core allows: the first then holds the embedding alone, the
+    last the output layer alone, and one between them passes on what it receives.
+    """
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage, chunks in enumerate(layers):
-        if any(count < 0 for count in chunks) or (chunks and sum(chunks) < 1):
+        if any(count < 0 for count in chunks):
             alike.setdefault(tuple(chunks), []).append(stage)
     for chunks, stages in alike.items():
         has = "has" if len(stages) == 1 else "have"
-        yield f"{spans(stages, 'stage')} {has} layers {list(chunks)}; {AT_LEAST_ONE}"
+        yield f"{spans(stages, 'stage')} {has} layers {list(chunks)}; {NOT_NEGATIVE}"
 
 
 def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
@@ -82,21 +86,23 @@ def layer_problems(layers: Sequence[int], num_layers: int) -> Iterator[str]:
     held = sum(layers)
     if held == num_layers:
         return
-    remedy = f"at most {counted(num_layers, 'stage')} can hold {counted(num_layers, 'layer')}"
-    if num_layers >= len(layers):
-        # Largest-remainder rounding of the same proportions, at least one layer per stage.
-        near = [max(1, count * num_layers // held) for count in layers]
-        while (rest := num_layers - sum(near)) != 0:
-            step = 1 if rest > 0 else -1
-            off = [
-                step * (count * num_layers / held - own) - (own + step < 1) * num_layers
-                for count, own in zip(layers, near, strict=True)
-            ]
-            near[off.index(max(off))] += step
-        remedy = f"the nearest that do are {near}"
+    # Largest-remainder rounding of the same proportions. A stage with layers keeps at least one, if
+    # there are enough.
+    least = [min(1, count) for count in layers]
+    if sum(least) > num_layers:
+        least = [0] * len(layers)
+    whole = max(held, 1)
+    near = [max(low, count * num_layers // whole) for low, count in zip(least, layers, strict=True)]
+    while (rest := num_layers - sum(near)) != 0:
+        step = 1 if rest > 0 else -1
+        off = [
+            step * (count * num_layers / whole - own) - (own + step < low) * num_layers
+            for low, count, own in zip(least, layers, near, strict=True)
+        ]
+        near[off.index(max(off))] += step
     yield (
         f"the stages hold {list(layers)} layers, {held} in all, but --num-layers is {num_layers}; "
-        f"make them add up: {remedy}"
+        f"make them add up: the nearest that do are {near}"
     )
 
 

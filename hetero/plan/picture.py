@@ -99,6 +99,8 @@ def _layers_text(plan: Plan, stage: int) -> str:
             last = held.stop - 1
             parts.append(f"{held.start}-{last}" if last > held.start else f"{last}")
     text = f"{'layers' if sum(plan.layers[stage]) > 1 else 'layer'} {', '.join(parts)}"
+    if not parts:
+        text = "no layers"
     if stage == 0:
         text += ", embedding"
     return text + (", output" if stage == plan.stages - 1 else "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero.errors import Faults
 from hetero.formatting import counted
-from hetero.plan.limits import AT_LEAST_ONE
+from hetero.plan.limits import NOT_NEGATIVE
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.plan import Plan, split_over_chunks
 from hetero.yaml_file import load_yaml
@@ -112,8 +112,8 @@ def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
     counts: list[Any] = item if isinstance(item, list) else [item]
     if not all(type(count) is int for count in counts):
         raise PlanError(f"{item!r} is not a number of layers")
-    if any(count < 0 for count in counts) or sum(counts) < 1:
-        raise PlanError(f"a stage has layers {item}; {AT_LEAST_ONE}")
+    if any(count < 0 for count in counts) or not counts:
+        raise PlanError(f"a stage has layers {item}; {NOT_NEGATIVE}")
     if not isinstance(item, list):
         return split_over_chunks(sum(counts), chunks)
     if len(item) != chunks:

@@ -109,7 +109,8 @@ def inspect(args: argparse.Namespace) -> str:
 def _require_its_tokenizer(prefix: str, kind: str, tokenizer: Any) -> None:
     from megatron.hetero.tokenizer.wrapper import tokenizer_digest
 
-    given = TokenizerInfo(kind, int(tokenizer.vocab_size), tokenizer_digest(tokenizer))
+    digest = tokenizer_digest(tokenizer)
+    given = TokenizerInfo(kind, int(tokenizer.vocab_size), digest, begin=tokenizer.begin)
     if (said := tokenizer_mismatch(prefix, given)) is not None:
         raise UserError(f"the tokenizer given is a {given}, and {said}; name the one it says")
 

@@ -168,9 +168,14 @@ def _summary(folder: WorkFolder, progress: Progress) -> str:
     documents = max(state.documents)
     empty = state.read - documents
     left_out = f", {empty} empty ones left out" if empty else ""
+    replaced = ""
+    if state.replaced:
+        what = counted(state.replaced, "document")
+        replaced = f", U+FFFD in place of unpaired surrogates in {what}"
     files = ", ".join(output + suffix for output in folder.outputs for suffix in (".bin", ".idx"))
     return (
-        f"wrote {counted(documents, 'document')}, {counted(sum(state.tokens), 'token')}{left_out} "
+        f"wrote {counted(documents, 'document')}, {counted(sum(state.tokens), 'token')}{left_out}"
+        f"{replaced} "
         f"in {progress.seconds:.1f} s ({progress.text_bytes / progress.seconds / 1e6:.2f} MB/s): "
         f"{files}"
     )

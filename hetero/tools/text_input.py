@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shlex
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
 FORMATS = ("auto", "text", "jsonl")
 TEXT_DOCUMENTS = ("blank-line", "line", "file")
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_JSON_NAMES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+}
 _UTF8_MARK = b"\xef\xbb\xbf"
 _BUFFER_BYTES = 1 << 20
 _ZSTD_PIECE_BYTES = 1 << 11
@@ -91,11 +101,14 @@ class Document:
 
     def _json(self) -> dict[str, object]:
         try:
-            record = json.loads(self.text())
+            # Files that were joined have a byte order mark inside, where each of them begins.
+            record = json.loads(self.text().removeprefix("\ufeff"))
         except json.JSONDecodeError as error:
             raise self.error(
                 f"broken JSON ({error.msg} at column {error.colno}); put one object on each line"
             ) from error
+        except ValueError as error:  # a number of thousands of digits
+            raise self.error(f"JSON that cannot be read ({error}); shorten it") from error
         except RecursionError as error:
             raise self.error("JSON nested too deeply; put one flat object on each line") from error
         if not isinstance(record, dict):
@@ -111,11 +124,24 @@ class Document:
             )
         value = record[key]
         if not isinstance(value, str):
-            raise self.error(f"holds {type(value).__name__} under {key!r} where a string belongs")
+            raise self.error(
+                f"holds {_JSON_NAMES[type(value)]} under {key!r} where a string belongs; correct "
+                "or remove the line"
+            )
         return value
 
     def error(self, problem: str) -> UserError:
+        problem = problem.encode("utf-8", "backslashreplace").decode("utf-8")
         return UserError(f"{self.path}:{self.line}: {problem}")
+
+
+def replace_unpaired_surrogates(text: str) -> str:
+    """The text, with U+FFFD for each half of a surrogate pair without the other half.
+
+    JSON can hold one, as where an emoji was cut: "\\ud83d". It is no character, so that no
+    tokenizer's library takes it, except tiktoken, which replaces it in this way.
+    """
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def iconv_hint(path: str, beginning: bytes) -> str:

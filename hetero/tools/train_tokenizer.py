@@ -30,6 +30,7 @@ from hetero.tools.text_input import (
     InputFile,
     naming,
     open_inputs,
+    replace_unpaired_surrogates,
     temporary_name,
 )
 from hetero.tools.tool_command_line import Parser, interrupts_leave, run
@@ -242,7 +243,8 @@ class Sentences:
 
     def _text(self, file: InputFile, document: Document) -> str:
         if file.format == "jsonl":
-            return document.values([self._json_key])[self._json_key]
+            text = document.values([self._json_key])[self._json_key]
+            return replace_unpaired_surrogates(text)
         return document.text()
 
 

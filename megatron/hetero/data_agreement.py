@@ -44,11 +44,15 @@ def agree_on_tokenizer(
         tokenizer = build_tokenizer(args)
         args.tokenizer_vocab_size = int(tokenizer.vocab_size)
         args.tokenizer_digest = tokenizer_digest(tokenizer)
+        args.tokenizer_begin = list(tokenizer.begin)
         fim = fill_in_middle(args, tokenizer)
         special = None if fim is None else fim.ids
         payload = {
             "host": socket.gethostname(),
-            "tokenizer": [args.tokenizer_vocab_size, [args.tokenizer_digest, special]],
+            "tokenizer": [
+                args.tokenizer_vocab_size,
+                [args.tokenizer_digest, args.tokenizer_begin, special],
+            ],
             "absent": [],
             "data": [],
         }

@@ -161,7 +161,8 @@ def _check_descriptions(args: argparse.Namespace, prefixes: list[str], vocab_siz
     kind, digest = getattr(args, "tokenizer_type", None), getattr(args, "tokenizer_digest", None)
     if kind is None:
         return
-    tokenizer = TokenizerInfo(kind, vocab_size, digest)
+    begin = tuple(getattr(args, "tokenizer_begin", ()))
+    tokenizer = TokenizerInfo(kind, vocab_size, digest, begin=begin)
     said = [tokenizer_mismatch(prefix, tokenizer) for prefix in dict.fromkeys(prefixes)]
     if found := [text for text in said if text is not None]:
         more = f"; and {len(found) - 5} more" if len(found) > 5 else ""

@@ -28,10 +28,13 @@ class TokenizerInfo:
     """Digest of its tokens for a fixed text (`tokenizer_digest`); None if it takes no text."""
     model: str | None = field(default=None, compare=False)
     """Its file or name, for messages."""
+    begin: tuple[int, ...] = ()
+    """The tokens that each document begins with: <s> or none."""
 
     def __str__(self) -> str:
         name = f"{self.type} {self.model}" if self.model else self.type
-        return f"{name} of {self.vocab_size:,} tokens"
+        begin = f", each document after token {self.begin[0]} (<s>)" if self.begin else ""
+        return f"{name} of {self.vocab_size:,} tokens{begin}"
 
     def difference(self, other: TokenizerInfo) -> str | None:
         """How the two differ, for a message; None if they look the same."""
@@ -39,6 +42,9 @@ class TokenizerInfo:
             return f"{self.vocab_size:,} tokens and not {other.vocab_size:,}"
         if self.digest != other.digest:
             return "other tokens for the same text"
+        if self.begin != other.begin:
+            what, flag = ("<s>", "on") if self.begin else ("no <s>", "off")
+            return f"{what} before each document; give --tokenizer-bos {flag}"
         # Tokenizers without a digest take no text: compare their types.
         if self.digest is None and self.type != other.type:
             return f"{self.type} and not {other.type}"
@@ -64,9 +70,10 @@ def read_description(prefix: str) -> Description | None:
         record = json.loads(Path(prefix + SUFFIX).read_bytes())
         if record["describes"] != _KIND:
             return None
-        return Description(
-            TokenizerInfo(**record["tokenizer"]), record["append_eod"], record["made"]
-        )
+        tokenizer = record["tokenizer"]
+        # Files without the entry are older than --tokenizer-bos.
+        tokenizer["begin"] = tuple(tokenizer.get("begin", ()))
+        return Description(TokenizerInfo(**tokenizer), record["append_eod"], record["made"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

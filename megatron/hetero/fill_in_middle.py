@@ -81,17 +81,19 @@ class FillInMiddle:
     def _text(self, tokens: numpy.ndarray, rate: float, rng: random.Random) -> numpy.ndarray:
         if not len(tokens) or rng.random() >= rate:
             return tokens
+        begin = self.tokenizer.begin
+        begin = begin if tuple(tokens[: len(begin)]) == begin else ()
         text = self.tokenizer.detokenize(tokens)
         if not text or (self.no_prefix is not None and text.startswith(self.no_prefix)):
             return tokens
         first, last = sorted(int(rng.random() * (len(text) + 1)) for _ in range(2))
         prefix, middle, suffix = (
-            self.tokenizer.tokenize(part) for part in (text[:first], text[first:last], text[last:])
+            self.tokenizer.text_ids(part) for part in (text[:first], text[first:last], text[last:])
         )
         if rng.random() < self.spm_rate:
-            order = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
+            order = [*begin, self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
         else:
-            order = [self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
+            order = [*begin, self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
         return numpy.array(order, dtype=numpy.int64)
 
 
@@ -140,7 +142,7 @@ def fill_in_middle(args: argparse.Namespace, tokenizer: Tokenizer) -> FillInMidd
 
 def _require_text(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     try:
-        tokenizer.detokenize(tokenizer.tokenize("text"))
+        tokenizer.detokenize(tokenizer.text_ids("text"))
     except Exception as error:
         raise UserError(
             "--fim-data needs a tokenizer that turns tokens into text and back, and "

@@ -20,8 +20,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.plan import Plan
-from megatron.hetero.arguments.batch_sizes import samples_after
 from megatron.hetero.fused import adam
+from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.model import StageModel, torch_dtype
 from megatron.hetero.timing.timers import Timers
 
@@ -256,56 +256,24 @@ def _cpu_squared_sum(grad: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums).sum()
 
 
-@dataclass(frozen=True)
-class ScheduleLengths:
-    """Lengths of the scheduler's phases, in samples."""
-
-    warmup: float
-    """As in Megatron, a fraction of the decay is not rounded."""
-    decay: int
-    wsd: int | None
-    """Final decay of the WSD style."""
-    whole: int
-    """The whole run, over which the weight decay changes."""
-
-
-def schedule_lengths(args: argparse.Namespace) -> ScheduleLengths:
-    """Phase lengths from flags in steps or samples; steps of a batch-size ramp-up are smaller."""
-    warmup: float
-    if args.train_samples:
-        decay, warmup = args.lr_decay_samples or args.train_samples, args.lr_warmup_samples
-        wsd, whole = args.lr_wsd_decay_samples, args.train_samples
-    else:
-        decay_iters = args.lr_decay_iters or args.train_iters
-        decay, warmup = samples_after(args, decay_iters), samples_after(args, args.lr_warmup_iters)
-        whole = samples_after(args, args.train_iters)
-        wsd = None
-        if args.lr_wsd_decay_iters is not None:
-            wsd = decay - samples_after(args, decay_iters - args.lr_wsd_decay_iters)
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
-    return ScheduleLengths(warmup=warmup, decay=decay, wsd=wsd, whole=whole)
-
-
 def build_scheduler(
-    args: argparse.Namespace, optimizer: TrainingOptimizer
+    schedule: LrSchedule, optimizer: TrainingOptimizer, *, position: int = 0
 ) -> OptimizerParamScheduler:
-    """megatron-core's learning-rate and weight-decay scheduler, stepped in samples."""
-    lengths = schedule_lengths(args)
-    return OptimizerParamScheduler(
+    """megatron-core's learning-rate and weight-decay scheduler, at a position in samples."""
+    scheduler = OptimizerParamScheduler(
         optimizer.inner,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=lengths.warmup,
-        lr_decay_steps=lengths.decay,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
-        wd_incr_steps=lengths.whole,
-        wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=lengths.wsd,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
+        init_lr=schedule.init_lr,
+        max_lr=schedule.max_lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=schedule.lr_warmup_steps,
+        lr_decay_steps=schedule.lr_decay_steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=schedule.start_wd,
+        end_wd=schedule.end_wd,
+        wd_incr_steps=schedule.wd_incr_steps,
+        wd_incr_style=schedule.wd_incr_style,
+        wsd_decay_steps=schedule.wsd_decay_steps,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
+    scheduler.step(position)
+    return scheduler

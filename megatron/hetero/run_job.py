@@ -92,7 +92,9 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
             "no evaluation: the validation split is too small for one step over all ranks; give "
             "--split a larger second number"
         )
-    scheduler = build_scheduler(args, optimizer)
+    scheduler = build_scheduler(
+        job.checkpoint.schedule, optimizer, position=job.checkpoint.schedule_position
+    )
     checkpointer = Checkpointer(
         job, model=model, optimizer=optimizer, scheduler=scheduler, console=console
     )

@@ -12,9 +12,8 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
-from megatron.hetero.command_line import read_command_line
 from megatron.hetero.layout import apply_mesh, apply_plan_file, plan_from_args
-from tests.megatron.launches import command_line, parsed
+from tests.megatron.launches import parsed
 from tests.sentences import all_said_of, sentence_of
 
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "
@@ -328,10 +327,5 @@ def test_layers_given_by_stage_have_counted_embedding_and_loss() -> None:
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttttttt|L",
     ],
 )
-def test_a_stage_without_layers_is_told_with_all_else(
-    layers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    said = all_said_of(read_command_line, command_line(f"{layers} --hidden 2 --bf16 --fp16"))
-    for words in ("did you mean --hidden-size or", "--bf16 and --fp16", "stage 1 has layers [0];"):
-        assert words in said
+def test_a_stage_may_hold_the_output_layer_alone(layers: str) -> None:
+    assert plan_from_args(_args(layers, ranks=2), vendor="cpu").layers == ((8,), (0,))

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
+from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.optimizer import (
     RankStatistics,
     StepResult,
     TrainingOptimizer,
-    schedule_lengths,
 )
 from tests.megatron.arguments import observers as see
 from tests.megatron.launches import parsed
@@ -162,18 +162,26 @@ def _between(high: float, low: float, share: float) -> float:
 
 
 def _lengths(flags: str, without: str = "") -> Any:
-    return schedule_lengths(parsed(flags, without=without))
+    return LrSchedule.of_flags(parsed(flags, without=without))
 
 
 def test_phases_are_counted_in_samples() -> None:
     """A share of the decay can warm up, and a part of a sample counts."""
-    assert _lengths("--lr-warmup-fraction 0.27 --lr-decay-iters 5").warmup == 2.7
-    assert _lengths("--lr-warmup-fraction 0.25 --lr-decay-iters 8").warmup == 4
-    assert _lengths("--train-samples 40 --lr-warmup-fraction 0.25", "--train-iters").warmup == 10
+    assert _lengths("--lr-warmup-fraction 0.27 --lr-decay-iters 5").lr_warmup_steps == 2.7
+    assert _lengths("--lr-warmup-fraction 0.25 --lr-decay-iters 8").lr_warmup_steps == 4
+    assert (
+        _lengths("--train-samples 40 --lr-warmup-fraction 0.25", "--train-iters").lr_warmup_steps
+        == 10
+    )
 
 
 def test_steps_of_a_ramp_up_count_for_the_samples_that_they_take() -> None:
     """Batches of 2, 2, 4, 6 and then 6: the first four steps are 14 samples, the last two 12."""
     ramp = "--global-batch-size 6 --rampup-batch-size 2 2 8 --lr-decay-style WSD"
     lengths = _lengths(f"{ramp} --lr-warmup-iters 4 --lr-wsd-decay-iters 2")
-    assert (lengths.warmup, lengths.decay, lengths.wsd, lengths.whole) == (14, 50, 12, 50)
+    assert (
+        lengths.lr_warmup_steps,
+        lengths.lr_decay_steps,
+        lengths.wsd_decay_steps,
+        lengths.wd_incr_steps,
+    ) == (14, 50, 12, 50)

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -19,10 +21,10 @@ from hetero.tools.preprocess_data import main
 from hetero.tools.preprocessing import batches
 from hetero.tools.preprocessing.encoder import Encoder
 from hetero.tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
-from megatron.hetero.dataset_description import read_description
+from megatron.hetero.dataset_description import read_description, tokenizer_mismatch
 from tests import preloaded
 from tests.commands import ROOT
-from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece
+from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece, trained_bpe
 from tests.tools.refusals import refusal
 
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -52,8 +54,6 @@ def flags_for(tokenizer: str, prefix: Path, *inputs: Path, workers: int = 1) -> 
 
 
 def texts_in(tokenizer: str, prefix: Path, key: str = "text") -> list[str]:
-    import sentencepiece
-
     model = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
     dataset = IndexedDataset(f"{prefix}_{key}_document")
     assert len(dataset.document_indices) - 1 == len(dataset)
@@ -163,11 +163,94 @@ BAD_INPUT = [
     ("list.json", b'[\n{"text": "a"}\n]\n', "list.json:1: broken JSON"),
     ("number.jsonl", b"7\n", "number.jsonl:1: is not a JSON object"),
     ("other.jsonl", b'{"a": 1, "b": 2}\n', "other.jsonl:1: has no key 'text' (its keys: a, b)"),
-    ("typed.jsonl", b'{"text": ["a"]}\n', "typed.jsonl:1: holds list under 'text' where a string"),
-    ("half.jsonl", b'{"text": "\\ud800"}\n', "half.jsonl:1: cannot be tokenized"),
+    ("typed.jsonl", b'{"text": ["a"]}\n', "typed.jsonl:1: holds an array under 'text' where a"),
+    ("null.jsonl", b'{"text": null}\n', "null.jsonl:1: holds null under 'text' where a string"),
+    ("count.jsonl", b'{"text": 17}\n', "count.jsonl:1: holds a number under 'text' where a"),
+    ("key.jsonl", b'{"\\ud83d": "a"}\n', "key.jsonl:1: has no key 'text' (its keys: \\ud83d)"),
+    ("long.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", "long.jsonl:1: JSON that cannot"),
+    ("cesu.jsonl", b'{"text": "\xed\xa0\xbd"}\n', "cesu.jsonl:1: byte 0xed is not UTF-8"),
     ("deep.jsonl", b"[" * 200_000 + b"\n", "deep.jsonl:1: JSON nested too deeply"),
     ("cut.txt.gz", gzip.compress(b"text " * 99, mtime=0)[:20], "cut.txt.gz is a damaged gzip file"),
 ]
+
+
+ODD_TEXTS = {
+    '"cut \\ud83d here"': "cut \ufffd here",
+    '"\\udc00\\ud800 \\ud83d\\ude00"': "\ufffd\ufffd \U0001f600",
+    '"nul\\u0000 inside"': "nul\0 inside",
+    '""': None,
+    '"\\ufeffmarked"': "\ufeffmarked",
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_no_character_becomes_the_replacement_character(
+    tmp_path, tokenizer, capsys, workers
+):
+    """As tiktoken does it; other libraries refuse the text."""
+    records = tmp_path / "odd.jsonl"
+    lines = [f'{{"text": {text}, "nested": {{"\\ud800": ["\\udfff"]}}}}' for text in ODD_TEXTS]
+    # Files that were joined, each with a byte order mark.
+    records.write_bytes(b"".join(b"\xef\xbb\xbf" + line.encode() + b"\n" for line in lines))
+    assert main(flags_for(tokenizer, tmp_path / "out", records, workers=workers)) == 0
+    assert texts_in(tokenizer, tmp_path / "out") == [text for text in ODD_TEXTS.values() if text]
+    said = capsys.readouterr().out
+    assert "U+FFFD in place of unpaired surrogates in 2 documents" in said
+    assert "1 empty ones left out" in said
+
+
+def saved_bpe(folder: Path) -> str:
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = trained_bpe([CORPUS], vocab_size=300, end="<|end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>")
+    fast.save_pretrained(folder / "fast")
+    return str(folder / "fast")
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "bytes"])
+def test_every_library_gets_text_that_it_takes(tmp_path, tokenizer, kind):
+    records = tmp_path / "odd.jsonl"
+    records.write_text("".join(f'{{"text": {text}}}\n' for text in ODD_TEXTS))
+    given = {
+        "sentencepiece": lambda: ["SentencePieceTokenizer", "--tokenizer-model", tokenizer],
+        "huggingface": lambda: ["HuggingFaceTokenizer", "--tokenizer-model", saved_bpe(tmp_path)],
+        "bytes": lambda: ["ByteLevelTokenizer"],
+    }[kind]()
+    flags = ["--input", str(records), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*flags, "--tokenizer-type", *given]) == 0
+    assert read_description(str(tmp_path / "out_text_document")) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "begins"),
+    [
+        ("Llama2Tokenizer", [], True),
+        ("Llama2Tokenizer", ["--tokenizer-bos", "off"], False),
+        ("SentencePieceTokenizer", [], False),
+        ("GPTSentencePieceTokenizer", ["--tokenizer-bos", "on"], True),
+    ],
+)
+def test_documents_begin_with_the_token_of_the_type_and_the_files_say_so(
+    tmp_path, tokenizer, kind, flags, begins
+):
+    records = tmp_path / "a.jsonl"
+    records.write_text('{"text": "hello"}\n{"text": ""}\n{"text": "text"}\n')
+    flags = ["--tokenizer-type", kind, *flags]
+    given = flags_for(tokenizer, tmp_path / "out", records)
+    given = [*given, "--append-eod", *flags]
+    assert main(given) == 0
+    prefix = str(tmp_path / "out_text_document")
+    model = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
+    bos = [model.bos_id()] if begins else []
+    expected = [[*bos, *model.encode(text), model.eos_id()] for text in ("hello", "text")]
+    assert [document.tolist() for document in IndexedDataset(prefix)] == expected
+    found = read_description(prefix)
+    assert found.tokenizer.begin == tuple(bos)
+    assert ("each document after token" in str(found.tokenizer)) is begins
+    other = replace(found.tokenizer, begin=() if begins else (1,))
+    assert f"--tokenizer-bos {'on' if begins else 'off'}" in tokenizer_mismatch(prefix, other)
+    assert tokenizer_mismatch(prefix, found.tokenizer) is None
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -47,18 +47,18 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
 @given(texts=texts)
 def test_together_as_one_by_one(tokenizer, texts):
     together = [ids.tolist() for ids in tokenize_many(tokenizer)(texts)]
-    assert together == [tokenizer.tokenize(text) for text in texts]
+    assert together == [tokenizer.text_ids(text) for text in texts]
 
 
 def test_the_library_takes_them_together(tokenizer, monkeypatch):
     """Otherwise the line above compares megatron-core with itself."""
     together = tokenize_many(tokenizer)
-    expected = [tokenizer.tokenize(CORPUS)] * 2
-    monkeypatch.setattr(Tokenizer, "tokenize", None)
+    expected = [tokenizer.text_ids(CORPUS)] * 2
+    monkeypatch.setattr(Tokenizer, "text_ids", None)
     assert [ids.tolist() for ids in together([CORPUS, CORPUS])] == expected
 
 
 def test_a_library_that_answers_otherwise_is_not_asked(tokenizer, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "tokenize", lambda self, text: [7])
+    monkeypatch.setattr(Tokenizer, "text_ids", lambda self, text: [7])
     ids = tokenize_many(tokenizer)([CORPUS, CORPUS, ""])
     assert [each.tolist() for each in ids] == [[7], [7], []]

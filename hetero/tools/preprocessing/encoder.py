@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from hetero.tools.preprocessing.batches import Batch
-from hetero.tools.text_input import Document
+from hetero.tools.text_input import Document, replace_unpaired_surrogates
 from megatron.hetero.dataset_description import TokenizerInfo
 from megatron.hetero.import_core import import_megatron_core
 
@@ -26,6 +26,8 @@ class Tokens:
 
     ids: numpy.ndarray
     lengths: numpy.ndarray
+    replaced: int
+    """Documents with U+FFFD in place of an unpaired surrogate."""
 
 
 class Encoder:
@@ -41,6 +43,7 @@ class Encoder:
         self._tokenizer = build_tokenizer(args)
         self._tokenize = tokenize_many(self._tokenizer)
         self._keys = tuple(args.json_keys)
+        self._begin = numpy.array(self._tokenizer.begin, dtype=numpy.int64)
         self._end = numpy.array([self._tokenizer.eod] if args.append_eod else [], dtype=numpy.int64)
         self._vocab_size = self._tokenizer.vocab_size
         self.facts = TokenizerInfo(
@@ -48,6 +51,7 @@ class Encoder:
             vocab_size=self._vocab_size,
             digest=tokenizer_digest(self._tokenizer),
             model=args.tokenizer_model or args.vocab_file,
+            begin=self._tokenizer.begin,
         )
         self.dtype: type[numpy.number[Any]] = DType.optimal_dtype(self._vocab_size)
 
@@ -62,18 +66,21 @@ class Encoder:
     def _texts(self, document: Document, text_key: str | None) -> dict[str, str]:
         return document.values(self._keys) if text_key is None else {text_key: document.text()}
 
-    def _tokens(self, documents: Sequence[Document], texts: list[str]) -> Tokens:
+    def _tokens(self, documents: Sequence[Document], given: list[str]) -> Tokens:
+        texts = [replace_unpaired_surrogates(text) for text in given]
+        replaced = sum(text is not own for text, own in zip(texts, given, strict=True))
         try:
             encoded = self._tokenize(texts)
         except Exception:  # whatever a library raises; one at a time tells for which document
             encoded = list(map(self._tokenize_one, documents, texts))
         present = [ids for ids in encoded if len(ids)]
-        lengths = numpy.array([len(ids) + len(self._end) for ids in present], dtype=numpy.int32)
-        parts = [part for ids in present for part in (ids, self._end)]
+        added = len(self._begin) + len(self._end)
+        lengths = numpy.array([len(ids) + added for ids in present], dtype=numpy.int32)
+        parts = [part for ids in present for part in (self._begin, ids, self._end)]
         ids = numpy.concatenate(parts) if parts else self._end[:0]
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
             self._refuse_first_outside(documents, encoded)
-        return Tokens(ids.astype(self.dtype), lengths)
+        return Tokens(ids.astype(self.dtype), lengths, replaced)
 
     def _tokenize_one(self, document: Document, text: str) -> numpy.ndarray:
         try:
@@ -85,7 +92,7 @@ class Encoder:
         self, documents: Sequence[Document], encoded: list[numpy.ndarray]
     ) -> None:
         for document, ids in zip(documents, encoded, strict=True):
-            for token in (*ids, *self._end):
+            for token in (*self._begin, *ids, *self._end):
                 if not 0 <= token < self._vocab_size:
                     raise document.error(
                         f"gives token id {token}, outside the tokenizer's vocabulary of "
@@ -94,7 +101,7 @@ class Encoder:
 
 
 def tokenize_many(tokenizer: Any) -> Tokenize:
-    """The fastest way to the ids that `tokenizer.tokenize` gives, for many texts at once.
+    """The fastest way to the ids that `tokenizer.text_ids` gives, for many texts at once.
 
     megatron-core takes one text at a time, and Hugging Face's by way of the tokens' names. The
     libraries underneath take a list, which saves up to a third of the time. Where theirs would
@@ -102,7 +109,7 @@ def tokenize_many(tokenizer: Any) -> Tokenize:
     """
 
     def one_by_one(texts: list[str]) -> list[numpy.ndarray]:
-        return [numpy.array(tokenizer.tokenize(text) if text else [], int) for text in texts]
+        return [numpy.array(tokenizer.text_ids(text) if text else [], int) for text in texts]
 
     def answers(tokenize: Tokenize) -> list[list[int]]:
         return [ids.tolist() for ids in tokenize([_PROBE, ""])]

@@ -54,6 +54,8 @@ class Saved:
     documents: tuple[int, ...]
     """Documents written, by key."""
     tokens: tuple[int, ...]
+    replaced: int = 0
+    """Documents with U+FFFD in place of an unpaired surrogate."""
     complete: bool = False
 
     def to_mapping(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Saved:
             read=record["read"],
             documents=tuple(record["documents"]),
             tokens=tuple(record["tokens"]),
+            replaced=record.get("replaced", 0),
             complete=record["complete"],
         )
 
@@ -140,6 +143,7 @@ class WorkFolder:
             read=state.read + read,
             documents=tuple(count + len(tokens.lengths) for count, tokens in counts),
             tokens=tuple(size + len(tokens.ids) for size, tokens in sizes),
+            replaced=state.replaced + max(tokens.replaced for tokens in encoded),
         )
 
     def save(self) -> None:

@@ -160,6 +160,13 @@ def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
         "--tokenizer-sentencepiece-legacy", action="store_true", help="older SentencePiece rules"
     )
     group.add_argument(
+        "--tokenizer-bos",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="SentencePiece: begin each document and prompt with <s>; auto: with Llama2Tokenizer, "
+        "as Megatron-LM's class of that name does",
+    )
+    group.add_argument(
         "--tokenizer-hf-use-fast",
         action="store_true",
         help="Hugging Face: use the Rust implementation",

@@ -20,14 +20,15 @@ from megatron.hetero.checkpoint.model_flags import (
     spellings,
     typed_destinations,
 )
+from megatron.hetero.checkpoint.resume import Holdings, ResumeFlags, resume_sources
 
 # Without a checkpoint these have to be typed.
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
-def is_weights_only(args: argparse.Namespace, name: str, index: Index) -> bool:
-    """Whether a run takes only the weights of checkpoint `name` and starts at iteration 0."""
-    return bool(args.finetune or name == folders.RELEASE or "iteration" not in index.run)
+def holdings_of(name: str, index: Index) -> Holdings:
+    """What the checkpoint `name` of a folder holds."""
+    return Holdings.of(index.run, is_release=name == folders.RELEASE)
 
 
 def load_args_from_checkpoint(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def load_args_from_checkpoint(args: argparse.Namespace, parser: argparse.Argumen
     """
     unreadable, problems = None, []
     for load in filter(None, (args.load, args.pretrained_checkpoint)):
-        for name in _candidates(args, Path(load)):
+        for name in candidates(args, Path(load)):
             folder = Path(load) / name
             try:
                 index = read_index(folder)
@@ -46,7 +47,8 @@ def load_args_from_checkpoint(args: argparse.Namespace, parser: argparse.Argumen
                 unreadable = load
                 problems.append(f"{name}: {error}")
                 continue
-            weights_only = load != args.load or is_weights_only(args, name, index)
+            sources = resume_sources(ResumeFlags.of(args), holdings_of(name, index))
+            weights_only = load != args.load or sources.is_new_run
             apply_checkpoint_args(
                 args, index.args, folder=folder, weights_only=weights_only, parser=parser
             )
@@ -59,10 +61,16 @@ def load_args_from_checkpoint(args: argparse.Namespace, parser: argparse.Argumen
     _require_typed_model(args, parser)
 
 
-def _candidates(args: argparse.Namespace, load: Path) -> list[str]:
-    if args.ckpt_step is not None:
-        return [folders.folder_name(args.ckpt_step)]
-    return folders.candidates(load)
+def candidates(args: argparse.Namespace, load: Path) -> list[str]:
+    """The names of the checkpoints in a folder that may be loaded, the newest first."""
+    found = folders.candidates(load)
+    if args.ckpt_step is None:
+        return found
+    # As in Megatron-LM, --ckpt-step is of --pretrained-checkpoint while --load holds none.
+    is_fallback_used = args.pretrained_checkpoint is not None and not found
+    if is_fallback_used and str(load) != str(Path(args.pretrained_checkpoint)):
+        return []
+    return [folders.folder_name(args.ckpt_step)]
 
 
 def _require_typed_model(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

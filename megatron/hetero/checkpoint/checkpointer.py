@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.errors import HeteroError
-from megatron.hetero.checkpoint.compatibility import require_same_schedule
 from megatron.hetero.checkpoint.control_group import ControlGroup
 from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint
@@ -28,6 +28,7 @@ from megatron.hetero.checkpoint.rank_state import (
     sharded_parameters,
 )
 from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, Source, describe
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.save_timings import SaveTimings
 from megatron.hetero.checkpoint.saver import (
@@ -93,45 +94,41 @@ class Checkpointer:
         except (HeteroError, OSError, RuntimeError) as error:
             problem = error
         self._control.raise_together(problem)
-        if found.weights_only:
-            self._console.line(f"weights loaded from {found.folder}; a new run begins")
-            return found.train_state
         progress = found.train_state
-        self._console.line(f"checkpoint {found.folder} loaded: iteration {progress.iteration}")
-        if random_note is not None and self._uses_dropout:
-            self._console.line(f"its random states are not used: {random_note}")
+        if found.sources.is_new_run:
+            self._console.line(f"weights loaded from {found.folder}; a new run begins")
+        else:
+            self._console.line(f"checkpoint {found.folder} loaded: iteration {progress.iteration}")
+        self._console.line(
+            describe(
+                found.sources,
+                schedule=f"{found.schedule}",
+                random_states=random_note,
+            )
+        )
+        if progress.iteration and not found.schedule_position and not self._args.skip_train:
+            self._console.line(
+                f"the schedule begins anew and training at iteration {progress.iteration} of "
+                f"{self._args.train_iters}, so the last learning rate is not that of its end; "
+                f"{CHECKPOINT_SCHEDULE} continues the checkpoint's"
+            )
         return progress
-
-    @property
-    def _uses_dropout(self) -> bool:
-        return bool(self._args.hidden_dropout or self._args.attention_dropout)
 
     def _load(self, found: FoundCheckpoint) -> str | None:
         """Load what the flags ask for; returns why the RNG states were not restored, or None."""
-        args = self._args
-        takes_optimizer = not found.weights_only and not args.no_load_optim
+        sources = found.sources
+        loads_optimizer = sources.optimizer is Source.CHECKPOINT
         with CheckpointReader(found.folder, found.index) as reader:
-            if takes_optimizer:
-                stored = reader.run["scheduler"]
-                if not (args.override_opt_param_scheduler or self._uses_checkpoint_scheduler):
-                    require_same_schedule(stored, self._scheduler.state_dict())
-            load_weights(reader, self._placed, exact=takes_optimizer)
-            if takes_optimizer:
-                load_optimizer(reader, self._placed, self._optimizer, args.optimizer)
-                self._scheduler.load_state_dict(stored)
-                # load_state_dict sets the groups' weight decay before it restores its schedule.
-                self._scheduler.step(0)
+            load_weights(reader, self._placed, exact=loads_optimizer)
+            if loads_optimizer:
+                load_optimizer(reader, self._placed, self._optimizer, self._args.optimizer)
             else:
                 self._optimizer.inner.reload_model_params()
-            if found.weights_only or args.no_load_rng:
+            if sources.random_states is not Source.CHECKPOINT:
                 return None
             return load_rng_state(
-                reader, args, plan=self._job.plan, coordinate=self._job.coordinate
+                reader, self._args, plan=self._job.plan, coordinate=self._job.coordinate
             )
-
-    @property
-    def _uses_checkpoint_scheduler(self) -> bool:
-        return bool(self._args.use_checkpoint_opt_param_scheduler)
 
     def due(self, iteration: int) -> bool:
         interval = self._args.save_interval
@@ -209,7 +206,10 @@ class Checkpointer:
         run = {
             **progress.to_record(),
             "holds": {"optimizer": with_optimizer, "random states": with_random},
-            "scheduler": self._scheduler.state_dict(),
+            "scheduler": {
+                **asdict(job.checkpoint.schedule),
+                **self._scheduler.state_dict(),
+            },
             "loss_scaler": loss_scaler_state(self._optimizer.inner),
             "layout": layout_record(args, job.plan),
             "plan": job.plan.to_mapping(),

@@ -18,10 +18,17 @@ from megatron.hetero.checkpoint.model_flags import (
     spellings,
     typed_destinations,
 )
+from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, OVERRIDE_SCHEDULE
+from megatron.hetero.lr_schedule import LrSchedule
 
 
 def require_same_model(
-    stored: Mapping[str, Any], args: argparse.Namespace, *, folder: Path, weights_only: bool
+    stored: Mapping[str, Any],
+    args: argparse.Namespace,
+    *,
+    folder: Path,
+    weights_only: bool,
+    loads_optimizer: bool,
 ) -> tuple[str, ...]:
     """Raise UserError for a checkpoint of another model, naming every flag that differs.
 
@@ -35,7 +42,7 @@ def require_same_model(
     refused = [d for d in differing if not d.is_allowed(weights_only=weights_only)]
     problems = [_another_model(refused, folder, weights_only=weights_only)] if refused else []
     problems += _tokenizer_problems(stored, args, folder=folder, weights_only=weights_only)
-    if not weights_only and not args.no_load_optim:
+    if loads_optimizer:
         problems += _optimizer_problems(stored, args, folder=folder)
     if problems:
         raise UserError("; and ".join(problems))
@@ -152,30 +159,11 @@ def _optimizer_problems(
     ]
 
 
-# Lengths are in samples, so another batch changes those that flags give in steps.
-_SCHEDULE = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "lr_warmup_steps": "the warm-up in samples (--lr-warmup-iters times the batch)",
-    "lr_decay_steps": "the decay in samples (--lr-decay-iters or --train-iters times the batch)",
-    "lr_decay_style": "--lr-decay-style",
-    "start_wd": "--weight-decay or --start-weight-decay",
-    "end_wd": "--weight-decay or --end-weight-decay",
-    "wd_incr_steps": "the run in samples (--train-iters times the batch)",
-    "wd_incr_style": "--weight-decay-incr-style",
-}
-
-
-def require_same_schedule(stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def require_same_schedule(own: LrSchedule, stored: LrSchedule, *, folder: Path) -> None:
     """Raise UserError if the run's schedule is not the checkpoint's; a flag must choose one."""
-    differences = [
-        f"{what} is {stored[name]} there and {own[name]} here"
-        for name, what in _SCHEDULE.items()
-        if name in stored and stored[name] != own[name]
-    ]
-    if differences:
+    if differences := list(own.differences(stored)):
         raise UserError(
-            f"the checkpoint has another schedule: {', '.join(differences)}; keep that of the "
-            "checkpoint, or say which holds: --override-opt_param-scheduler for these flags, "
-            "--use-checkpoint-opt_param-scheduler for the checkpoint"
+            f"the checkpoint {folder} has another schedule: {', '.join(differences)}; keep that of "
+            f"the checkpoint, or say which holds: {OVERRIDE_SCHEDULE} for these flags, "
+            f"{CHECKPOINT_SCHEDULE} for the checkpoint"
         )

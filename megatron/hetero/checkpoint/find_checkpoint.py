@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 from hetero.errors import AgreedError, UserError
 from hetero.formatting import ranks_on_hosts
 from megatron.hetero.checkpoint import folder as folders
-from megatron.hetero.checkpoint.checkpoint_args import is_weights_only
-from megatron.hetero.checkpoint.compatibility import require_same_model
+from megatron.hetero.checkpoint.checkpoint_args import candidates, holdings_of
+from megatron.hetero.checkpoint.compatibility import require_same_model, require_same_schedule
 from megatron.hetero.checkpoint.index import (
     INDEX_FILE,
     DamagedCheckpoint,
@@ -30,13 +30,15 @@ from megatron.hetero.checkpoint.index import (
 )
 from megatron.hetero.checkpoint.lock import is_held_by_another
 from megatron.hetero.checkpoint.reader import CheckpointReader
-from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
-
-# megatron-core copies these into each parameter group before the schedule is loaded.
-_SCHEDULE_ARGS = (
-    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
-    *("start_weight_decay", "end_weight_decay"),
+from megatron.hetero.checkpoint.resume import (
+    ResumeFlags,
+    Source,
+    Sources,
+    missing_parts,
+    resume_sources,
 )
+from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
+from megatron.hetero.lr_schedule import LrSchedule
 
 Exchange = Callable[..., list[dict[str, Any]]]
 """`Agreement.exchange`: (phase, payload=, error=) -> every rank's payload, or AgreedError."""
@@ -48,22 +50,32 @@ class FoundCheckpoint:
 
     folder: Path
     index: Index
-    weights_only: bool
-    """Take the weights and begin at iteration 0, as --finetune asks."""
+    sources: Sources
+    """What of it is loaded."""
+    schedule: LrSchedule
     notes: tuple[str, ...] = ()
 
     @property
     def train_state(self) -> TrainState:
         """The progress of the run once the checkpoint is loaded."""
-        return NEW_RUN if self.weights_only else TrainState.from_record(self.index.run)
+        return NEW_RUN if self.sources.is_new_run else TrainState.from_record(self.index.run)
+
+    @property
+    def schedule_position(self) -> int:
+        """In samples."""
+        if self.sources.schedule_position is Source.ANEW:
+            return 0
+        return int(self.index.run["scheduler"]["num_steps"])
 
 
 @dataclass(frozen=True)
 class NoCheckpoint:
     """There is no checkpoint: train from initial weights."""
 
+    schedule: LrSchedule
     notes: tuple[str, ...] = ()
     train_state: TrainState = NEW_RUN
+    schedule_position: int = 0
 
 
 def find_checkpoint(
@@ -91,7 +103,7 @@ def find_checkpoint(
         raise AgreedError(
             f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint is given"
         )
-    return NoCheckpoint(notes)
+    return NoCheckpoint(LrSchedule.of_flags(args), notes)
 
 
 def _in_folder(
@@ -103,10 +115,8 @@ def _in_folder(
     for name in names:
         problem, index = _try(args, exchange, load / name, rank=rank, world_size=world_size)
         if problem is None and index is not None:
-            weights_only = is_weights_only(args, name, index)
-            permitted = _check(args, index, load / name, weights_only=weights_only)
-            notes += [*damaged, *permitted]
-            return FoundCheckpoint(load / name, index, weights_only, tuple(notes))
+            found = _checked(args, index, load / name)
+            return replace(found, notes=(*notes, *damaged, *found.notes))
         damaged.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
             raise AgreedError(
@@ -119,7 +129,10 @@ def _in_folder(
             + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in damaged[:3])
             + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else "")
         )
-    return NoCheckpoint((f"no checkpoint in {load}: training starts from the initial weights",))
+    return NoCheckpoint(
+        LrSchedule.of_flags(args),
+        (f"no checkpoint in {load}: training starts from the initial weights",),
+    )
 
 
 def _candidates(
@@ -132,10 +145,8 @@ def _candidates(
     if rank == 0 and problem is None:
         say = partial(print, flush=True)
         folders.restore_replaced(load, in_use=lambda: is_held_by_another(load, say=say))
-        if args.ckpt_step is not None:
-            names = [folders.folder_name(args.ckpt_step)]
-        else:
-            names, notes = folders.candidates(load), folders.notes_on_newest(load)
+        names = candidates(args, load)
+        notes = folders.notes_on_newest(load) if args.ckpt_step is None else []
     payload = {"names": names, "notes": notes}
     agreed = exchange(f"checkpoints of {load}", payload=payload, error=problem)[0]
     return agreed["names"], agreed["notes"]
@@ -197,33 +208,33 @@ def _try(
     return (problems[0] if problems else None), index
 
 
-def _check(
-    args: argparse.Namespace, index: Index, folder: Path, *, weights_only: bool
-) -> tuple[str, ...]:
-    """Raise AgreedError, on every rank alike, if the checkpoint does not fit this run's flags.
+def _checked(args: argparse.Namespace, index: Index, folder: Path) -> FoundCheckpoint:
+    """What is loaded of a checkpoint, with notes about permitted differences.
 
-    Returns notes about permitted differences.
+    Raises AgreedError, on every rank alike, if the checkpoint does not fit this run's flags.
     """
+    holdings = holdings_of(folder.name, index)
+    sources = resume_sources(ResumeFlags.of(args), holdings)
     try:
-        notes = require_same_model(index.args, args, folder=folder, weights_only=weights_only)
+        notes = require_same_model(
+            index.args,
+            args,
+            folder=folder,
+            weights_only=sources.is_new_run,
+            loads_optimizer=sources.optimizer is Source.CHECKPOINT,
+        )
+        for what, flag in missing_parts(sources, holdings):
+            raise UserError(
+                f"the checkpoint {folder} was saved without {what}; add {flag}, or --finetune to "
+                "begin a new run from its weights"
+            )
+        schedule = LrSchedule.of_flags(args)
+        if sources.schedule is not Source.FLAGS:
+            stored = schedule.stored(index.run["scheduler"], index.args)
+            if sources.schedule is Source.EQUAL:
+                require_same_schedule(schedule, stored, folder=folder)
+            schedule = stored
+            schedule.set_flags(args)
     except UserError as error:
         raise AgreedError(str(error)) from error
-    if weights_only:
-        return notes
-    if args.use_checkpoint_opt_param_scheduler:
-        for name in _SCHEDULE_ARGS:
-            setattr(args, name, index.args.get(name, getattr(args, name)))
-    lacks = [
-        (what, flag)
-        for what, flag, unwanted in (
-            ("optimizer", "--no-load-optim", args.no_load_optim),
-            ("random states", "--no-load-rng", args.no_load_rng),
-        )
-        if not unwanted and not index.run.get("holds", {}).get(what, False)
-    ]
-    for what, flag in lacks:
-        raise AgreedError(
-            f"the checkpoint {folder} was saved without {what}; add {flag}, or --finetune to begin "
-            "a new run from its weights"
-        )
-    return notes
+    return FoundCheckpoint(folder, index, sources, schedule, notes)

@@ -116,7 +116,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         *("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"),
         *("tokenizer_metadata", "tokenizer_special_tokens", "tiktoken_pattern"),
         *("tiktoken_num_special_tokens", "tiktoken_special_tokens"),
-        *("tokenizer_sentencepiece_legacy", "tokenizer_hf_use_fast"),
+        *("tokenizer_sentencepiece_legacy", "tokenizer_bos", "tokenizer_hf_use_fast"),
         "tokenizer_hf_include_special_tokens",
     ),
     **_flags(

@@ -25,6 +25,8 @@ from megatron.hetero.tokenizer.files import (
 )
 from megatron.hetero.tokenizer.wrapper import Tokenizer
 
+WITH_BOS = "Llama2Tokenizer"
+"""The type whose class in Megatron-LM begins each document with <s>."""
 _NUM_BYTES = 256
 _TIKTOKEN_PATTERNS = ("v1", "v2")
 _TIKTOKEN_MAX_SIZE = 2**17
@@ -43,7 +45,13 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
         raise UserError(
             f"--tokenizer-type {kind} is not supported; use {', '.join(types)} or {last}"
         )
-    return _BUILDERS[kind](args)
+    builder = _BUILDERS[kind]
+    if flag_value(args, "tokenizer_bos") == "on" and builder is not _build_sentencepiece:
+        raise UserError(
+            f"--tokenizer-bos on is for SentencePiece models; --tokenizer-type {kind} has none; "
+            "remove it"
+        )
+    return builder(args)
 
 
 def _build_sentencepiece(args: argparse.Namespace) -> Tokenizer:
@@ -67,7 +75,27 @@ def _build_sentencepiece(args: argparse.Namespace) -> Tokenizer:
         args, "sentencepiece", path, legacy=is_legacy, special_tokens=special
     )
     # In legacy mode megatron-core's has no end-of-sentence token, though the model has one.
-    return wrap_core_tokenizer(core, path, eod=processor.eos_id(), pad=processor.pad_id())
+    return wrap_core_tokenizer(
+        core,
+        path,
+        eod=processor.eos_id(),
+        pad=processor.pad_id(),
+        begin=_begin(args, processor.bos_id(), path),
+    )
+
+
+def _begin(args: argparse.Namespace, bos: int, path: str) -> tuple[int, ...]:
+    """What each document begins with."""
+    chosen = flag_value(args, "tokenizer_bos", "auto")
+    if chosen == "off" or (chosen == "auto" and args.tokenizer_type != WITH_BOS):
+        return ()
+    if bos < 0:
+        asks = "--tokenizer-bos on" if chosen == "on" else f"--tokenizer-type {WITH_BOS}"
+        raise UserError(
+            f"--tokenizer-model {path} has no <s>, with which {asks} begins each document; give "
+            "--tokenizer-bos off"
+        )
+    return (bos,)
 
 
 def _build_huggingface(args: argparse.Namespace) -> Tokenizer:

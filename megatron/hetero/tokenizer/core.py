@@ -53,6 +53,7 @@ def wrap_core_tokenizer(
     eod: int | None = None,
     pad: int | None = None,
     identity: dict[str, str] | None = None,
+    begin: tuple[int, ...] = (),
 ) -> Tokenizer:
     """A tokenizer that has megatron-core's end-of-document and pad ids, or else `eod` and `pad`.
 
@@ -67,7 +68,11 @@ def wrap_core_tokenizer(
         )
     pad_id = _first_id(_core_id(core, "pad"), pad)
     return Tokenizer(
-        core, eod=eod_id, pad=NO_PAD if pad_id is None else pad_id, identity=identity or {}
+        core,
+        eod=eod_id,
+        pad=NO_PAD if pad_id is None else pad_id,
+        identity=identity or {},
+        begin=begin,
     )
 
 

@@ -23,8 +23,18 @@ class Tokenizer(MegatronTokenizerBase):
     All else is delegated to megatron-core's, so it can be used wherever megatron-core takes one.
     """
 
-    def __init__(self, core: Any, *, eod: int, pad: int, identity: dict[str, str]) -> None:
+    def __init__(
+        self,
+        core: Any,
+        *,
+        eod: int,
+        pad: int,
+        identity: dict[str, str],
+        begin: tuple[int, ...] = (),
+    ) -> None:
+        """`begin` are the tokens in front of each document: <s> or none."""
         self._core = core
+        self.begin = begin
         self._identity = identity
         self.eod = eod
         self.pad = pad
@@ -36,6 +46,11 @@ class Tokenizer(MegatronTokenizerBase):
         return getattr(self._core, name)
 
     def tokenize(self, text: str) -> list[int]:
+        """The tokens of a document, or of the prompt that begins one."""
+        return [*self.begin, *self.text_ids(text)]
+
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of text anywhere in a document."""
         return list(self._core.tokenize(text))
 
     def detokenize(self, ids: Any) -> str:
@@ -78,10 +93,11 @@ class Tokenizer(MegatronTokenizerBase):
 def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
     """A SHA-256 of the tokens of a fixed text, to tell apart two tokenizers of one size.
 
-    It does not depend on the library or the file's name. None if the text cannot be tokenized.
+    It does not depend on the library, the file's name or what documents begin with. None if the
+    text cannot be tokenized.
     """
     try:
-        tokens = tokenizer.tokenize(_SAMPLE_TEXT)
+        tokens = tokenizer.text_ids(_SAMPLE_TEXT)
     except Exception:  # NullTokenizer, which its size defines
         return None
     return hashlib.sha256(json.dumps([int(token) for token in tokens]).encode()).hexdigest()

@@ -38,7 +38,7 @@ class End:
     def __init__(self, link: Link, *, timeout: float = 20.0) -> None:
         self._timeout = timeout
         links: Any = LateLinks(link)
-        self.p2p = GpuP2P(links=links, device=torch.device("cpu"))
+        self.p2p = GpuP2P(rank=0, links=links, device=torch.device("cpu"))
         self.finished = 0
 
     def send(self, tensor: torch.Tensor, tag: int = 0) -> P2PWork:

@@ -86,6 +86,16 @@ def messages(side: Side) -> None:
         for work in works:
             work.wait()
         assert (received == before).all()
+        own = torch.zeros(count)
+        torch.cuda._sleep(2_000_000)
+        large.add_(1)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, own, side.rank), dist.P2POp(dist.isend, large, side.rank)]
+        )
+        for work in works:
+            work.wait()
+        large.zero_()
+        assert (own == side.rank + 1).all()
 
 
 @pytest.mark.parametrize("vendors", SHAPES)

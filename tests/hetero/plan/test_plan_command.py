@@ -135,7 +135,7 @@ def test_faults_of_the_file_of_the_model_and_of_what_one_asks_of_the_other_are_t
     plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
     plan.write_text(
         "meshes:\n"
-        "- {vendor: nvidia, layers: [0], tensor: 3, data: 2, colour: red}\n"
+        "- {vendor: nvidia, layers: [-1], tensor: 3, data: 2, colour: red}\n"
         "- {vendor: amd, layers: [2], data: 5}\n"
     )
     model.write_text(
@@ -146,7 +146,7 @@ def test_faults_of_the_file_of_the_model_and_of_what_one_asks_of_the_other_are_t
         said,
         (
             f"the plan {plan}: mesh 0: unknown key 'colour'",
-            f"the plan {plan}: mesh 0: a stage has layers 0; a stage needs at least one",
+            f"the plan {plan}: mesh 0: a stage has layers -1; a stage or chunk has 0",
             "the plan needs 11 ranks",
             "mesh 0 (nvidia) has 2 data-parallel ranks",
             "--num-attention-heads 4 must be a multiple",

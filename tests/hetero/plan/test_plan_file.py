@@ -24,6 +24,7 @@ from hetero.plan.limits import (
     tensor_problems,
     world_size_problems,
 )
+from hetero.plan.picture import draw_stage, nodes_of
 from hetero.plan.plan_file import read_mapping
 from tests.hetero.plan.drawn_plans import plans
 
@@ -109,9 +110,9 @@ def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str
         ((), "2 pipeline stages but gives layers for 0"),
         (((1,), (1,), (1,)), "2 pipeline stages but gives layers for 3"),
         (((1,), (1, 1)), "the same number of model chunks"),
-        (((1,), (0,)), "stage 1 has layers [0]"),
+        (((1,), (-1,)), "stage 1 has layers [-1]"),
         (((1, 1), (3, -1)), "stage 1 has layers [3, -1]"),
-        (((0,), (0,)), "stages 0-1 have layers [0]"),
+        (((-1,), (-1,)), "stages 0-1 have layers [-1]"),
     ],
 )
 def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) -> None:
@@ -195,7 +196,7 @@ def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: 
 def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
     bad = {"vendor": "intel", "layers": [1.5, -2, -2], "tensor": "2", "tensr": 2}
     nameless = {"layer": [1], "data": 0}
-    several = {"vendor": "amd", "layers": [0], "stages": 2, "context": 2}
+    several = {"vendor": "amd", "layers": [-1], "stages": 2, "context": 2}
     data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
     with pytest.raises(PlanError) as error:
         read_mapping(data, source="p.yaml").plan()
@@ -210,26 +211,26 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
         "p.yaml: mesh 2: the key 'vendor' is missing",
         "p.yaml: mesh 2: the key 'layers' is missing",
         "p.yaml: mesh 2: data 0 must be a whole number of at least 1",
-        "p.yaml: mesh 3: a stage has layers 0",
+        "p.yaml: mesh 3: a stage has layers -1",
         "p.yaml: mesh 3: context parallelism is not available",
         "p.yaml: mesh 3: 2 stages but layers for 1",
         "p.yaml: mesh 4: expected keys vendor",
     ]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 200))
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 200))
 def test_the_nearest_layers_add_up_and_keep_the_order_of_the_stages(
     layers: list[int], asked: int
 ) -> None:
     sentence = next(layer_problems(layers, asked), "")
     if asked == sum(layers):
         assert not sentence
-    elif asked < len(layers):
-        assert f"at most {counted(asked, 'stage')} can hold" in sentence
     else:
         near = yaml.safe_load(sentence.split("the nearest that do are ")[1])
         assert sum(near) == asked
-        assert min(near) >= 1
+        assert min(near) >= 0
+        if asked >= sum(map(bool, layers)):
+            assert all(now or not given for now, given in zip(near, layers, strict=True))
         pairs = sorted(zip(layers, near, strict=True))
         assert all(a[1] <= b[1] + 1 for a, b in pairwise(pairs))
 
@@ -307,3 +308,25 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(PlanError) as error:
             load_plan(path)
         assert str(path) in _refusal(error)
+
+
+def test_a_stage_may_have_no_layers_and_no_stage_fewer() -> None:
+    plan = read_mapping(
+        {
+            "meshes": [
+                {"vendor": "nvidia", "layers": [0, 3]},
+                {"vendor": "amd", "layers": [0, 1, 0]},
+            ]
+        },
+        source="p.yaml",
+    ).plan()
+    assert plan.layers == ((0,), (3,), (0,), (1,), (0,))
+    assert [list(plan.layer_range(stage)) for stage in range(5)] == [[], [0, 1, 2], [], [3], []]
+    assert plan == read_mapping(plan.to_mapping(), source="p.yaml").plan()
+    nodes = nodes_of(plan, {"nvidia": 2, "amd": 4})
+    drawn = [next(draw_stage(plan, stage, nodes)) for stage in (0, 2, 4)]
+    assert [line.split("  ")[-1] for line in drawn] == [
+        *("no layers, embedding", "no layers", "no layers, output")
+    ]
+    with pytest.raises(PlanError, match=r"stage 1 has layers \[2, -1\]; a stage or chunk has 0"):
+        replace(plan, layers=((1, 1), (2, -1), (0, 0), (1, 0), (0, 0)))

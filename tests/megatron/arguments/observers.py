@@ -25,6 +25,7 @@ from megatron.hetero.data import (
     required_samples,
 )
 from megatron.hetero.layout import plan_from_args
+from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.optimizer import build_scheduler, optimizer_config
 from megatron.hetero.tokenizer.build import build_tokenizer
 from megatron.hetero.tokenizer.vocabulary import embedding_rows
@@ -89,7 +90,7 @@ def schedule(args: Namespace) -> dict[str, Any]:
     group: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "wd_mult": 1.0, "lr_mult": 1.0}
     group |= {"max_lr": args.lr, "min_lr": args.min_lr}
     inner = SimpleNamespace(param_groups=[group])
-    built = build_scheduler(args, SimpleNamespace(inner=inner))  # type: ignore[arg-type]
+    built = build_scheduler(LrSchedule.of_flags(args), SimpleNamespace(inner=inner))  # type: ignore[arg-type]
     found = dict(vars(built))
     rates, decays = [], []
     for _ in range(args.train_iters):

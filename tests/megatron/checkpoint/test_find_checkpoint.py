@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.hetero.checkpoint.find_checkpoint import (
 )
 from megatron.hetero.checkpoint.index import INDEX_FILE
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
+from megatron.hetero.lr_schedule import LrSchedule
 from tests.megatron.checkpoint.test_model_flags import SIZES, run, written_by
 from tests.megatron.checkpoint.test_writer import NAMES
 from tests.megatron.checkpoint.written_checkpoints import write
@@ -35,7 +37,12 @@ def flags(load: Path | None, **changed: Any) -> Namespace:
 def checkpoint(save: Path, iteration: int, **about: Any) -> Path:
     path = save / folder.folder_name(iteration)
     items = [WriteItem.whole(name, torch.ones(2, 2)) for name in NAMES]
-    run = {"iteration": iteration, "holds": {"optimizer": True, "random states": True}, **about}
+    run = {
+        "iteration": iteration,
+        "holds": {"optimizer": True, "random states": True},
+        "scheduler": {**asdict(LrSchedule.of_flags(flags(None))), "num_steps": 8 * iteration},
+        **about,
+    }
     write(path, {"rank_00000.safetensors": items}, args=written_by(MODEL), **run)
     folder.write_tracker(save, str(iteration))
     return path
@@ -65,7 +72,7 @@ def refusal(args: Namespace) -> str:
 def test_the_newest_is_used_and_what_is_passed_over_is_said(tmp_path: Path) -> None:
     older, newest = checkpoint(tmp_path, 10), checkpoint(tmp_path, 20)
     found = chosen(flags(tmp_path))
-    assert (found.folder, found.notes, found.weights_only) == (newest, (), False)
+    assert (found.folder, found.notes, found.sources.is_new_run) == (newest, (), False)
     folder.write_tracker(tmp_path, "10")
     found = chosen(flags(tmp_path))
     assert found.folder == older
@@ -120,16 +127,16 @@ def test_an_empty_folder_means_a_new_run_unless_told_otherwise(tmp_path: Path) -
     assert isinstance(found, NoCheckpoint)
     assert "initial weights" in found.notes[0]
     assert "--exit-on-missing" in refusal(flags(tmp_path, exit_on_missing_checkpoint=True))
-    assert choose(flags(None)) == NoCheckpoint()
+    assert choose(flags(None)) == NoCheckpoint(LrSchedule.of_flags(flags(None)))
 
 
 def test_a_pretrained_checkpoint_is_for_the_first_start_only(tmp_path: Path) -> None:
     checkpoint(tmp_path / "base", 10)
     args = flags(tmp_path / "run", pretrained_checkpoint=str(tmp_path / "base"))
-    assert chosen(args).weights_only
+    assert chosen(args).sources.is_new_run
     checkpoint(tmp_path / "run", 30)
     args = flags(tmp_path / "run", pretrained_checkpoint=str(tmp_path / "base"))
-    assert not chosen(args).weights_only
+    assert not chosen(args).sources.is_new_run
     assert "--pretrained-checkpoint" in refusal(flags(None, pretrained_checkpoint=str(tmp_path)))
 
 
@@ -137,7 +144,7 @@ def test_what_was_not_saved_has_to_be_given_up(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10, holds={"optimizer": False, "random states": True})
     assert "without optimizer; add --no-load-optim" in refusal(flags(tmp_path))
     assert chosen(flags(tmp_path, no_load_optim=True)).index.iteration == 10
-    assert chosen(flags(tmp_path, finetune=True)).weights_only
+    assert chosen(flags(tmp_path, finetune=True)).sources.is_new_run
 
 
 def test_what_differs_and_may_is_told(tmp_path: Path) -> None:
@@ -163,13 +170,64 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
 
 
 def test_another_schedule_is_refused_with_all_that_differs_and_both_ways_out() -> None:
-    stored = {"max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 8}
-    require_same_schedule(stored, dict(stored))
-    own = {"max_lr": 0.2, "min_lr": 0.0, "lr_warmup_steps": 4}
-    said = sentence_of(require_same_schedule, stored, own)
+    own = LrSchedule.of_flags(flags(None))
+    require_same_schedule(own, own, folder=Path("runs"))
+    stored = replace(own, max_lr=0.1, lr_warmup_steps=8, init_lr=0.01)
+    said = sentence_of(require_same_schedule, own, stored, folder=Path("runs"))
     for words in (
-        *("--lr is 0.1 there and 0.2 here", "--lr-warmup-iters", "is 8 there and 4 here"),
-        *("--override-opt_param", "--use-checkpoint-opt_param"),
+        *(f"--lr is 0.1 there and {own.max_lr} here", "--lr-warmup-iters", "is 8 there and 0 here"),
+        *("--lr-warmup-init is 0.01", "--override-opt_param", "--use-checkpoint-opt_param"),
     ):
         assert words in said
     assert "--min-lr" not in said
+
+
+SCHEDULE = {"lr": 0.5, "lr_decay_style": "constant", "lr_warmup_iters": 1}
+
+
+@pytest.mark.parametrize("without", [{}, {"no_load_optim": True}])
+def test_the_whole_schedule_of_the_checkpoint_is_used_or_none_of_it(
+    tmp_path: Path, without: dict[str, Any]
+) -> None:
+    checkpoint(tmp_path, 10)
+    there = LrSchedule.of_flags(flags(None))
+    args = flags(tmp_path, use_checkpoint_opt_param_scheduler=True, **SCHEDULE, **without)
+    found = chosen(args)
+    assert (found.schedule, found.schedule_position, args.lr) == (there, 80, there.max_lr)
+    args = flags(tmp_path, override_opt_param_scheduler=True, **SCHEDULE, **without)
+    found = chosen(args)
+    assert found.schedule == LrSchedule.of_flags(args) != there
+    assert found.schedule_position == (0 if without else 80)
+
+
+def test_a_schedule_is_compared_before_a_model_is_built(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    assert "--lr-decay-style is linear there and constant here" in refusal(
+        flags(tmp_path, **SCHEDULE)
+    )
+    found = chosen(flags(tmp_path, no_load_optim=True, **SCHEDULE))
+    assert (found.schedule.max_lr, found.schedule_position) == (0.5, 0)
+
+
+def test_what_an_older_record_lacks_is_taken_from_the_flags_of_its_run(tmp_path: Path) -> None:
+    there = flags(None, lr_decay_style="WSD", lr_wsd_decay_iters=3, lr_warmup_init=1e-6)
+    older = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+    whole = LrSchedule.of_flags(there)
+    record = {name: value for name, value in asdict(whole).items() if name not in older}
+    assert LrSchedule.of_flags(flags(None)).stored(record, vars(there)) == whole
+    own = LrSchedule.of_flags(flags(None))
+    assert own.stored(record, {}).init_lr == own.init_lr
+
+
+def test_a_checkpoint_without_a_schedule_is_refused_where_it_is_needed(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10, scheduler=None)
+    assert "without schedule; add --no-load-optim" in refusal(flags(tmp_path))
+    assert chosen(flags(tmp_path, no_load_optim=True)).schedule_position == 0
+
+
+def test_a_step_is_of_the_pretrained_checkpoint_while_there_is_no_other(tmp_path: Path) -> None:
+    older, newer = checkpoint(tmp_path / "base", 10), checkpoint(tmp_path / "base", 20)
+    both = {"pretrained_checkpoint": str(tmp_path / "base"), "ckpt_step": 10}
+    assert chosen(flags(tmp_path / "run", **both)).folder == older != newer
+    checkpoint(tmp_path / "run", 30)
+    assert "--ckpt-step 10" in refusal(flags(tmp_path / "run", **both))

@@ -89,7 +89,13 @@ def written_by(words: str, **changes: Any) -> dict[str, Any]:
 
 
 def compare(stored: dict[str, Any], words: str, *, weights_only: bool = False) -> tuple[str, ...]:
-    return require_same_model(stored, run(words), folder=FOLDER, weights_only=weights_only)
+    return require_same_model(
+        stored,
+        run(words),
+        folder=FOLDER,
+        weights_only=weights_only,
+        loads_optimizer=not weights_only,
+    )
 
 
 def refusal(stored: dict[str, Any], words: str, *, weights_only: bool = False) -> str:

@@ -13,7 +13,9 @@ import pytest
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser
 from megatron.hetero.tokenizer.build import build_tokenizer
+from megatron.hetero.tokenizer.wrapper import tokenizer_digest
 from tests.megatron.arguments import observers as see
+from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece
 
 
 def _given(flags: str) -> dict[str, Any]:
@@ -61,3 +63,35 @@ def test_sentencepiece_can_keep_its_older_rules(tmp_path: Path, monkeypatch) -> 
     flags = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {path}"
     assert _given(flags)["legacy"] is False
     assert _given(f"{flags} --tokenizer-sentencepiece-legacy")["legacy"] is True
+
+
+@pytest.mark.parametrize("flags", ["--tokenizer-type Llama2Tokenizer", "--tokenizer-bos on"])
+def test_a_model_without_a_begin_token_is_told(tmp_path: Path, flags: str) -> None:
+    model = train_sentencepiece(tmp_path / "tok", bos_id=-1)
+    words = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {model} {flags}"
+    with pytest.raises(UserError, match=r"has no <s>, .*; give --tokenizer-bos off"):
+        build_tokenizer(build_parser().parse_args(words.split()))
+    args = build_parser().parse_args(f"{words} --tokenizer-bos off".split())
+    assert build_tokenizer(args).begin == ()
+
+
+def test_a_begin_token_is_for_sentencepiece_models() -> None:
+    args = build_parser().parse_args(
+        "--tokenizer-type ByteLevelTokenizer --tokenizer-bos on".split()
+    )
+    with pytest.raises(UserError, match="--tokenizer-bos on is for SentencePiece models"):
+        build_tokenizer(args)
+
+
+def test_a_prompt_begins_as_documents_do_and_text_within_one_does_not(tmp_path: Path) -> None:
+    model = train_sentencepiece(tmp_path / "tok")
+    args = build_parser().parse_args(
+        f"--tokenizer-type Llama2Tokenizer --tokenizer-model {model}".split()
+    )
+    tokenizer = build_tokenizer(args)
+    assert tokenizer.tokenize("hello") == [1, *tokenizer.text_ids("hello")]
+    assert 1 not in tokenizer.text_ids("hello")
+    assert tokenizer.detokenize(tokenizer.tokenize("hello")) == "hello"
+    plain = build_tokenizer(Namespace(**vars(args) | {"tokenizer_bos": "off"}))
+    assert plain.tokenize("hello") == tokenizer.text_ids("hello")
+    assert tokenizer_digest(plain) == tokenizer_digest(tokenizer)

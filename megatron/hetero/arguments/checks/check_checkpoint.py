@@ -3,13 +3,21 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, OVERRIDE_SCHEDULE, ResumeFlags
+
 _SAVE_FLAGS = (
     *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
     *("async_save", "no_save_optim", "no_save_rng"),
 )
 _LOAD_FLAGS = (
     *("ckpt_step", "finetune", "exit_on_missing_checkpoint", "no_load_optim", "no_load_rng"),
+    *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
 )
+
+_SPELLED = {
+    "override_opt_param_scheduler": OVERRIDE_SCHEDULE,
+    "use_checkpoint_opt_param_scheduler": CHECKPOINT_SCHEDULE,
+}
 
 
 def check_checkpoints(args: Namespace) -> Iterator[str]:
@@ -21,7 +29,9 @@ def check_checkpoints(args: Namespace) -> Iterator[str]:
     ):
         for name in names:
             if getattr(args, name) and not is_given:
-                args.ignored_flags.append(f"--{name.replace('_', '-')}: it needs {flag}")
+                spelled = _SPELLED.get(name, f"--{name.replace('_', '-')}")
+                args.ignored_flags.append(f"{spelled}: it needs {flag}")
+    yield from ResumeFlags.of(args).contradictions()
     if args.skip_train:
         # As in Megatron: nothing is updated, so neither state nor schedule has to fit.
         args.no_load_optim = True

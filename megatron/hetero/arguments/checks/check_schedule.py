@@ -11,16 +11,7 @@ def check_schedule(args: Namespace) -> tuple[Iterator[str], ...]:
         _check_unit(args),
         _check_lengths(args),
         _check_weight_decay(args),
-        _check_scheduler_source(args),
     )
-
-
-def _check_scheduler_source(args: Namespace) -> Iterator[str]:
-    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
-            "other; remove one of them"
-        )
 
 
 def _check_rates(args: Namespace) -> Iterator[str]:
