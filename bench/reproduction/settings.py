@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero.errors import UserError
-from hetero.tools.runs import ROOT
+from hetero.planner.model_shape import PRESETS
 
 SOURCE = "arXiv 2602.18007"
 SOURCE_SETTING = "8 H200 + 8 MI325X in two nodes over RoCE, TP1 PP2"
-PRESETS = ROOT / "examples" / "presets"
 
 HOMOGENEOUS = "homogeneous"
 ROWS = (HOMOGENEOUS, "device-direct", "cpu-forward", "gloo")

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["compare-ops", *sys.argv[1:]]))
 
 from hetero.converters import integer
 from hetero.formatting import counted
@@ -144,6 +144,3 @@ def _report(comparison: Comparison) -> tuple[str, bool]:
 
 
 _COMMANDS = {"run": _run, "check": _check, "compare": _compare}
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["inspect-data", *sys.argv[1:]]))
 
 import numpy
 
@@ -291,7 +291,3 @@ def _histogram_lines(histogram: list[tuple[int, int, int]]) -> list[str]:
         span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         lines.append(f"  {span:>23} {count:>12,} {bar}")
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Plan how to train a model on nodes of several kinds: what to run, what it reaches and why.
 
-    python tools/plan.py --cluster cluster.yaml --model llama3-8b --global-batch 1024
+    hetero plan --cluster cluster.yaml --model llama3-8b --global-batch 1024
 
 writes plan.yaml and flags.yaml, which pretrain_gpt.py runs as they are, report.html, and the step
 as trace.json for Perfetto. Without a profile (tools/profile_layers.py) costs are computed from what
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script(core=False, needs="numpy")
+    sys.exit(cli.main(["plan", *sys.argv[1:]]))
 
 from hetero.converters import integer, number
 from hetero.plan.mesh import RECOMPUTE
@@ -118,11 +118,5 @@ def _plan(options: argparse.Namespace, argv: Sequence[str]) -> str:
         sweeps = []
         for name in dict.fromkeys(options.what_if):
             sweeps += sweep(name, request.problem, found, progress=bar.set_description)
-    written = write_solution(
-        options.out, request, found, sweeps, command=["python", "tools/plan.py", *argv]
-    )
+    written = write_solution(options.out, request, found, sweeps, command=["hetero", "plan", *argv])
     return "\n".join([solution_text(request, found), "", *written])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

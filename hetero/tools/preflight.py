@@ -19,13 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script(core=False)  # another core is a finding, and not an end
-    # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    sys.exit(cli.main(["preflight", *sys.argv[1:]]))
 
 from torch.distributed import DistError
 
@@ -167,7 +165,3 @@ def _tell(report: Report, options: argparse.Namespace) -> None:
         write_whole(options.write_cluster, cluster_text(report))
     for line in report.lines(brief=options.brief):
         print(line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["prove-parity", *sys.argv[1:]]))
 
 from hetero.converters import integer
 from hetero.errors import UserError
@@ -187,7 +187,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     code = tool_command_line.run(work)
     return code or int(not all(agreed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

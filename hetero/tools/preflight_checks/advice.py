@@ -184,7 +184,7 @@ def _rails(facts: NodeFacts) -> Iterator[Advice]:
             Severity.NOTE,
             "topology",
             "this is a virtual machine that hides where GPUs and NICs are; compare rails with "
-            "tools/bench_link.py, or name them with --hetero-nics",
+            "hetero perf links, or name them with --hetero-nics",
         )
         return
     for rail in facts.rails:
