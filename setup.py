@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError, PlatformError
 
@@ -36,6 +37,10 @@ def own_compiler() -> str | None:
 
 class BuildNative(build_ext):
     """Builds with the machine's compiler or, where there is none, with ziglang."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """One name for every Python: no Python's ABI is in it."""
+        return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
         compiler = own_compiler()
@@ -59,6 +64,13 @@ class BuildNative(build_ext):
         )
 
 
+class TagWheel(bdist_wheel):
+    """Tags the wheel for every Python 3 on this platform: the library uses nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 def configured_compiler() -> str:
     """The compiler that Python was built with."""
     return (shlex.split(sysconfig.get_config_var("CC") or "") or ["cc"])[0]
@@ -70,7 +82,7 @@ def native_version() -> int:
 
 
 setup(
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": TagWheel},
     setup_requires=[] if own_compiler() else ["ziglang>=0.13"],
     ext_modules=[
         Extension(

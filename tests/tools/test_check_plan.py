@@ -208,7 +208,7 @@ def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
         (("--world-size", "x"), "--world-size: must be a whole number of at least 1, not 'x'"),
         (("--gpus-per-node", "intel=8"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
         (("--gpu-memory", "nvidia=80"), "--gpu-memory needs --model"),
-        (("--model", "gpt5"), "no model is called gpt5"),
+        (("--model", "gpt5"), "gpt5 is neither a file nor a preset"),
         (("--global-batch-size", "30"), "must be a multiple of the 4 sequences of a step"),
         (("--micro-batch",), "unrecognized arguments: --micro-batch"),
     ],

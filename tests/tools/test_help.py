@@ -125,7 +125,7 @@ DECLARES = ("add_argument", "add_parser")
 TRAINS = {
     *("hetero.tools.prove_parity", "bench.reproduce_table", "bench.benchmark_parity"),
     *("hetero.tools.compare_ops", "bench.list_flags", "bench.prove_meshes"),
-    "bench.measure_overlap",
+    *("bench.measure_overlap", "hetero.tools.check_plan"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 

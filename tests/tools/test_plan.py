@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from hetero.plan import Mesh, Plan, load_plan
-from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
+from hetero.presets import model_file
 from hetero.tools.plan import main
 from hetero.tools.planning.plan_files import training_flags
 from megatron.hetero.arguments import parse_args

@@ -26,12 +26,12 @@ from hetero.planner.model_shape import (
     ModelError,
     ModelShape,
     load_model,
-    model_file,
     read_flags,
 )
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
+from hetero.presets import model_file
 from hetero.tools.tool_command_line import require_writable
 from megatron.hetero.arguments.config_file import FLAG, expand_config_files
 from megatron.hetero.arguments.parser import build_parser

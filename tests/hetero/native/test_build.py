@@ -94,11 +94,10 @@ def test_without_a_compiler_the_build_asks_for_one_from_the_package_index(checko
 
 
 def test_a_library_that_is_not_built_is_an_error_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(binding, "EXTENSION_SUFFIXES", [".nothing"])
     with pytest.raises(LinkError, match=r"is not built; install this project again"):
-        native.__wrapped__()
+        native(tmp_path / "_native.so")
 
 
 def test_a_library_that_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: Path) -> None:
