@@ -1,7 +1,7 @@
 """Decide whether a mixed run trains the same model as a homogeneous one, from their metrics files.
 
-    python tools/compare_loss.py homogeneous.jsonl mixed.jsonl --seeds seed2.jsonl seed3.jsonl
-    python tools/compare_loss.py homogeneous.jsonl mixed.jsonl --identical
+    hetero compare-loss homogeneous.jsonl mixed.jsonl --seeds seed2.jsonl seed3.jsonl
+    hetero compare-loss homogeneous.jsonl mixed.jsonl --identical
 
 Exit code 0: every candidate passes every criterion that was applied; 1: one fails; 2: bad input.
 docs/parity.md says what each criterion sees, and how the envelope of the seeds is made.

@@ -1,9 +1,9 @@
 """Convert checkpoints from Hugging Face's format and Megatron-LM's own to ours, and back.
 
-tools/convert_checkpoint.py hf-to-megatron Llama-3.1-8B checkpoints/llama
-tools/convert_checkpoint.py megatron-to-hf checkpoints/llama Llama-tuned
-tools/convert_checkpoint.py import-megatron megatron-lm/checkpoints checkpoints/llama
-tools/convert_checkpoint.py export-megatron checkpoints/llama megatron-lm/tuned --format torch_dist
+hetero convert hf-to-megatron Llama-3.1-8B checkpoints/llama
+hetero convert megatron-to-hf checkpoints/llama Llama-tuned
+hetero convert import-megatron megatron-lm/checkpoints checkpoints/llama
+hetero convert export-megatron checkpoints/llama megatron-lm/tuned --format torch_dist
 """
 
 from __future__ import annotations

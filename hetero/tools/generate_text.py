@@ -1,6 +1,6 @@
 """Complete a prompt with the model of any checkpoint, in one process.
 
-tools/generate_text.py --load runs/llama --prompt "Once upon a time"
+hetero generate --load runs/llama --prompt "Once upon a time"
 """
 
 from __future__ import annotations

@@ -117,13 +117,13 @@ def _require_its_tokenizer(prefix: str, kind: str, tokenizer: Any) -> None:
 def _require_all_of_it(prefix: str, summary: Any) -> None:
     """More data than the index speaks of is another dataset's, or an index cut at a document."""
     if not summary.tokens:
-        raise UserError(f"{prefix}.bin holds no token; make it again with tools/preprocess_data.py")
+        raise UserError(f"{prefix}.bin holds no token; make it again with hetero preprocess-data")
     wanted = summary.tokens * numpy.dtype(summary.dtype).itemsize
     size = os.path.getsize(prefix + ".bin")
     if size != wanted:
         raise UserError(
             f"{prefix}.bin has {size} bytes where {prefix}.idx speaks of {wanted}, so the two do "
-            "not belong together; make them again with tools/preprocess_data.py"
+            "not belong together; make them again with hetero preprocess-data"
         )
     whole = HEADER.size + 12 * summary.sequences + 8 * (summary.documents + 1)
     size = os.path.getsize(prefix + ".idx")
@@ -131,7 +131,7 @@ def _require_all_of_it(prefix: str, summary: Any) -> None:
     if size not in (whole, whole + summary.sequences):
         raise UserError(
             f"{prefix}.idx has {size} bytes where its header speaks of {whole}; make it again "
-            "with tools/preprocess_data.py"
+            "with hetero preprocess-data"
         )
 
 

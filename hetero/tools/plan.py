@@ -3,7 +3,7 @@
     hetero plan --cluster cluster.yaml --model llama3-8b --global-batch 1024
 
 writes plan.yaml and flags.yaml, which pretrain_gpt.py runs as they are, report.html, and the step
-as trace.json for Perfetto. Without a profile (tools/profile_layers.py) costs are computed from what
+as trace.json for Perfetto. Without a profile (hetero profile-layers) costs are computed from what
 vendors publish. Exit code 2: bad input, or a model that fits nowhere; then nothing is written.
 """
 
@@ -45,7 +45,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--model",
         required=True,
         metavar="NAME",
-        help="a file of Megatron's flags, or one of examples/presets by its name",
+        help="a file of Megatron's flags, or a preset by its name",
     )
     parser.add_argument("--global-batch", type=integer(1), required=True, help="samples of a step")
     parser.add_argument("--seq-length", type=integer(1), help="left out: the model file's")
@@ -55,7 +55,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what tools/profile_layers.py measured; accelerators that it lacks are computed, "
+        help="what hetero profile-layers measured; accelerators that it lacks are computed, "
         "as fast beside their peak as the first one that was measured",
     )
     for flag, what, default in (

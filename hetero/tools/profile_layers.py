@@ -1,6 +1,6 @@
-"""Measure what the layers of a model cost on this GPU, for tools/plan.py.
+"""Measure what the layers of a model cost on this GPU, for hetero plan.
 
-    python tools/profile_layers.py --out h200.json --yaml-cfg examples/presets/llama3.1_8b.yaml \\
+    hetero profile-layers --out h200.json --yaml-cfg llama3.1-8b \\
         --tensor 1 2 4 8 --micro-batch 1 2 4 --recompute none full
 
 Flags that are not its own are those of pretrain_gpt.py. One GPU is enough, or a CPU: a
@@ -208,7 +208,7 @@ def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str
             "; tensor-parallel ranks alone, what they exchange computed from the bandwidth "
             "between them"
         )
-    return f"tools/profile_layers.py on {here.description}, {args.params_dtype}{shards}"
+    return f"hetero profile-layers on {here.description}, {args.params_dtype}{shards}"
 
 
 def _table(swept: SweepResult) -> list[str]:

@@ -61,7 +61,7 @@ def write_solution(
     )
     return [
         f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
-        f"run it on these ranks in this order, {ranks}: pretrain_gpt.py --yaml-cfg "
+        f"run it on these ranks in this order, {ranks}: hetero pretrain --yaml-cfg "
         f"{folder / 'flags.yaml'} with the model's own flags",
     ]
 
@@ -143,7 +143,7 @@ def _comment(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     name = " ".join(request.model_name.split())  # a path may have lines
     return (
-        f"# By tools/plan.py for {name}, global batch "
+        f"# By hetero plan for {name}, global batch "
         f"{request.problem.space.global_batch}: predicted {seconds_text(first.seconds)} a step, "
         f"{first.tokens_per_second:,.0f} tokens/s\n"
     )

@@ -206,7 +206,7 @@ def _profile(
     if not known and element_bytes > 2:
         raise ProfileError(
             "the published figures are of bf16, and no accelerator of the cluster has a --profile; "
-            "measure one in fp32 with tools/profile_layers.py"
+            "measure one in fp32 with hetero profile-layers"
         )
     if known and len(known) < len(parts):
         efficiency = measured_efficiency(

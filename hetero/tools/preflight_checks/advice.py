@@ -57,7 +57,7 @@ def _software(facts: NodeFacts) -> Iterator[Advice]:
         yield Advice(
             Severity.PROBLEM,
             "software",
-            f"{line}; install with `pip install -r requirements.txt`",
+            f"{line}; install this project again, or that package by itself",
         )
     if facts.software.another_core:
         yield Advice(Severity.PROBLEM, "software", facts.software.another_core)

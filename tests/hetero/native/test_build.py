@@ -37,7 +37,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason=LACKING)
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """What the build of the library needs, as in a checkout that was never installed."""
-    for name in ("setup.py", "pyproject.toml", "requirements.txt"):
+    for name in "setup.py pyproject.toml requirements.txt README.md LICENSE NOTICE".split():
         shutil.copy(ROOT / name, tmp_path)
     target = tmp_path / FOLDER.relative_to(ROOT)
     target.mkdir(parents=True)
