@@ -21,7 +21,7 @@ from tests.hip_on_cuda.library import COMPILER, LACKING
 
 LEFT_OUT = (".git", ".venv", "build", "dist", "runs", ".cache", "__pycache__", ".*_cache", "raw")
 TRAINS = (
-    "pretrain --standalone --nproc-per-node 2 --yaml-cfg tiny --train-iters 2 --log-interval 1 "
+    "pretrain --standalone --nproc-per-node 2 --yaml-cfg tiny --train-iters 3 --log-interval 1 "
     "--hetero-pipeline --hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1"
 ).split()
 
@@ -188,7 +188,7 @@ def found(venv: Path, **environ: str) -> list[str]:
 def trains(venv: Path, **environ: str) -> None:
     hetero, played = venv / "bin" / "hetero", {"HETERO_VENDOR": "plan"}
     said = run(hetero, *TRAINS, folder=venv.parent, **played, **environ)
-    assert re.search(r"iteration +2/ +2 ", said)
+    assert re.search(r"iteration +3/ +3 ", said)
     assert re.search(r"^ *0 +nvidia \(simulated\)", said, re.MULTILINE)
     assert re.search(r"^ *1 +amd \(simulated\)", said, re.MULTILINE)
 
@@ -229,7 +229,7 @@ def test_it_trains_mixed_beside_a_core_whose_wheel_has_nvidias_training(
 def test_a_tool_that_starts_runs_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
     out = tmp_path / "parity"
     words = ("--nproc", 2, "--transports", "shm", "--out", out, "--")
-    flags = "--yaml-cfg tiny --train-iters 2 --log-interval 1 --deterministic-mode".split()
+    flags = "--yaml-cfg tiny --train-iters 3 --log-interval 1 --deterministic-mode".split()
     run(installed / "bin" / "hetero", "prove-parity", *words, *flags, folder=installed.parent)
     assert (out / "parity.json").is_file()
 
