@@ -44,23 +44,21 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         compiler = own_compiler()
-        if compiler is None:
-            if importlib.util.find_spec("ziglang") is None:
-                raise SystemExit(f"error: there is no C compiler to build {NATIVE} with; {REMEDY}")
-            self._compile_with(ZIG)
-        elif not os.environ.get("CC") and not shutil.which(configured_compiler()):
-            self._compile_with([compiler])
+        if compiler is None and importlib.util.find_spec("ziglang") is None:
+            raise SystemExit(f"error: there is no C compiler to build {NATIVE} with; {REMEDY}")
+        self._compile_with(shlex.split(compiler) if compiler else ZIG)
         try:
             super().build_extension(ext)
         except (CompileError, ExecError, LinkError, PlatformError) as error:
             raise SystemExit(f"error: {NATIVE} could not be built ({error}); {REMEDY}") from error
 
     def _compile_with(self, command: list[str]) -> None:
-        """In place of the compiler that Python was built with, and of its flags."""
+        """In place of the flags that Python was built with, which name folders of that machine."""
+        flags, link_flags = (shlex.split(os.environ.get(f"{n}FLAGS", "")) for n in ("C", "LD"))
         self.compiler.set_executables(
             compiler=command,
-            compiler_so=[*command, "-fPIC", "-O3", "-g"],
-            linker_so=[*command, "-shared"],
+            compiler_so=[*command, "-fPIC", "-fwrapv", "-O3", "-g", "-DNDEBUG", *flags],
+            linker_so=[*command, "-shared", *flags, *link_flags],
         )
 
 
@@ -69,11 +67,6 @@ class TagWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
-
-
-def configured_compiler() -> str:
-    """The compiler that Python was built with."""
-    return (shlex.split(sysconfig.get_config_var("CC") or "") or ["cc"])[0]
 
 
 def native_version() -> int:

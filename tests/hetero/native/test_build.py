@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from ctypes import sizeof
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_it_is_built_beside_its_sources_without_a_warning(checkout: Path) -> Non
     assert run(BUILD, checkout, CFLAGS="-Werror") == (0, "")
     (built,) = (checkout / "hetero/native").glob("*.so")
     assert native(built).native_version() == binding.sources_version()
+    # What Python was built with would have the library look there for others.
+    assert str(sysconfig.get_config_var("LIBDIR")).encode() not in built.read_bytes()
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nonexistent/cc"])
