@@ -33,7 +33,7 @@ TEST_WORKERS ?= $(if $(GPU_DRIVER),0,logical)
 # A file's tests stay together, because they share runs. The longest come first in the order of their names.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all test-gpu test-rdma lint docs clean
+.PHONY: setup demo test test-all test-gpu test-rdma lint docs wheel clean
 
 setup: $(STAMP)
 
@@ -49,7 +49,7 @@ $(STAMP): requirements.txt constraints-cpu.txt pyproject.toml setup.py $(IN_C)
 	@$(if $(wildcard $(STAMP)),,$(KEEP_TORCH))
 	@$(if $(ROCM_ALONE),$(BIN)/python -c "import torch; assert torch.version.hip" 2>/dev/null || $(NEEDS_ROCM))
 	@echo "setup, 2 of 3: what builds the library of links"
-	@$(PIP_INSTALL) "setuptools>=70.1" $(ZIGLANG)
+	@$(PIP_INSTALL) "setuptools>=77.0.3" $(ZIGLANG)
 	@echo "setup, 3 of 3: PyTorch and the rest, of 1.5 to 5 GB; two to five minutes"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $(STAMP)
@@ -84,5 +84,19 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "built; to read it with its search: $(BIN)/python -m http.server -d .cache/site"
 
+# The sdist and a wheel for each machine, in dist/. The library is compiled for an old glibc, whatever this machine has,
+# and auditwheel sees that the tag is true.
+MACHINES ?= x86_64 aarch64
+GLIBC := 2.17
+TAG := manylinux_$(subst .,_,$(GLIBC))
+
+wheel: setup
+	$(PIP_INSTALL) --no-build-isolation -e ".[wheel]"
+	set -e; for machine in $(MACHINES); do \
+		CC="$(abspath $(BIN))/python -m ziglang cc -target $$machine-linux-gnu.$(GLIBC)" \
+			$(BIN)/python -m build --no-isolation -C--build-option=--plat-name=$(TAG)_$$machine; \
+		$(BIN)/python -m auditwheel show dist/*-py3-none-$(TAG)_$$machine.whl | grep "$(TAG)_$$machine"; \
+	done
+
 clean:
-	rm -rf $(VENV) runs .cache
+	rm -rf $(VENV) runs .cache build dist

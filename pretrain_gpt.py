@@ -1,17 +1,14 @@
 """Pre-train a GPT, LLaMA or Qwen2 model, on one vendor's GPUs or across two.
 
-    python -m hetero.run --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hetero-pipeline ...
+    python pretrain_gpt.py --standalone --nproc-per-node 8 --num-layers 32 --hetero-pipeline ...
 
-Flags are Megatron-LM's; `--help` lists them.
+It is `hetero pretrain`, for launchers and scripts that start a file. Flags are Megatron-LM's;
+`--help` lists them. Flags of the launcher in front of them start the processes.
 """
 
 import sys
 
-from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
+from hetero.cli import main
 
 if __name__ == "__main__":
-    exit_unless_installed("torch")
-    exit_if_other_megatron()
-    from megatron.hetero.pretrain import pretrain
-
-    sys.exit(pretrain())
+    sys.exit(main(["pretrain", *sys.argv[1:]]))

@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError, PlatformError
 
@@ -37,31 +38,35 @@ def own_compiler() -> str | None:
 class BuildNative(build_ext):
     """Builds with the machine's compiler or, where there is none, with ziglang."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """One name for every Python: no Python's ABI is in it."""
+        return str(Path(*fullname.split("."))) + ".so"
+
     def build_extension(self, ext: Extension) -> None:
         compiler = own_compiler()
-        if compiler is None:
-            if importlib.util.find_spec("ziglang") is None:
-                raise SystemExit(f"error: there is no C compiler to build {NATIVE} with; {REMEDY}")
-            self._compile_with(ZIG)
-        elif not os.environ.get("CC") and not shutil.which(configured_compiler()):
-            self._compile_with([compiler])
+        if compiler is None and importlib.util.find_spec("ziglang") is None:
+            raise SystemExit(f"error: there is no C compiler to build {NATIVE} with; {REMEDY}")
+        self._compile_with(shlex.split(compiler) if compiler else ZIG)
         try:
             super().build_extension(ext)
         except (CompileError, ExecError, LinkError, PlatformError) as error:
             raise SystemExit(f"error: {NATIVE} could not be built ({error}); {REMEDY}") from error
 
     def _compile_with(self, command: list[str]) -> None:
-        """In place of the compiler that Python was built with, and of its flags."""
+        """In place of the flags that Python was built with, which name folders of that machine."""
+        flags, link_flags = (shlex.split(os.environ.get(f"{n}FLAGS", "")) for n in ("C", "LD"))
         self.compiler.set_executables(
             compiler=command,
-            compiler_so=[*command, "-fPIC", "-O3", "-g"],
-            linker_so=[*command, "-shared"],
+            compiler_so=[*command, "-fPIC", "-fwrapv", "-O3", "-g", "-DNDEBUG", *flags],
+            linker_so=[*command, "-shared", *flags, *link_flags],
         )
 
 
-def configured_compiler() -> str:
-    """The compiler that Python was built with."""
-    return (shlex.split(sysconfig.get_config_var("CC") or "") or ["cc"])[0]
+class TagWheel(bdist_wheel):
+    """Tags the wheel for every Python 3 on this platform: the library uses nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 def native_version() -> int:
@@ -70,7 +75,7 @@ def native_version() -> int:
 
 
 setup(
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": TagWheel},
     setup_requires=[] if own_compiler() else ["ziglang>=0.13"],
     ext_modules=[
         Extension(

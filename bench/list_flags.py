@@ -115,7 +115,8 @@ Written by `python -m bench.list_flags` from the parser; `make test` says when i
 A flag of a feature that is not offered is refused where it asks for something, in a sentence that
 names the feature, and taken where it does not, so that a script runs unchanged: the log says so in
 one line. Any other word is refused in one that names the nearest flag. All that is wrong is told at
-once. `--yaml-cfg FILE` reads flags from a file ([presets](../examples/presets/README.md)).
+once. `--yaml-cfg FILE` reads flags from a file, or a [preset](../examples/presets/README.md) by its
+name.
 """
 
 

@@ -48,7 +48,7 @@ from hetero.errors import UserError
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import markdown
-from hetero.tools.runs import ROOT, SIMULATED, Finished, Launch, run_to_end
+from hetero.tools.runs import SIMULATED, Finished, Launch, run_to_end
 
 WARM_UP = 3
 """Iterations of each run that are left away."""
@@ -178,7 +178,7 @@ def _run(
         Launch(
             **{field: getattr(launch, field) for field in ("name", "flags", "nproc", "folder")},
             environ=environ,
-            entry=ROOT / "bench" / "overlap" / "slowed_rank.py",
+            entry=(str(Path(__file__).resolve().parent / "overlap" / "slowed_rank.py"),),
             deadline=options.deadline,
         )
     )

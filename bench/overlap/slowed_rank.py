@@ -50,9 +50,9 @@ def slow_links(phases: Sequence[Phase]) -> list[Any]:
 def main() -> None:
     exit_if_other_megatron()
     wires = slow_links(from_variable())
-    from megatron.hetero.pretrain import pretrain
+    from megatron.hetero import pretrain
 
-    code = pretrain()
+    code = pretrain.main()
     file = Path(f"{os.environ[MEASURED]}.{os.environ['RANK']}")
     file.write_text(json.dumps([list(wire.seconds().items()) for wire in wires]))
     sys.exit(code)

@@ -45,10 +45,11 @@ from hetero.tools.launching.processes import Step, run_step
 from hetero.tools.planning.plan_files import training_flags
 from hetero.tools.planning.planning_request import merged_profile
 from hetero.tools.preflight_checks.path_bandwidth import PathResult, measure_alone
-from hetero.tools.runs import ROOT, SIMULATED, Launch, run_to_end
+from hetero.tools.runs import SIMULATED, Launch, run_to_end
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-_TINY = ROOT / "examples" / "presets" / "tiny.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+_TINY = ROOT / "hetero" / "presets" / "tiny.yaml"
 _BASE = Case(name="base", factor=1.0, layers=(2, 2))
 _BASE_RUN = 4, 4
 """Steps, and samples of a step, of the run that shows what the program itself takes."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench.real_text.text_sources import language_reference
 from hetero.tools.launching.processes import Step, run_step
-from hetero.tools.runs import ROOT
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 8000
 NAME = "Python's language reference (pydoc_data.topics)"
 TOKENIZER_CHARACTERS = 4_000_000

@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetero import presets
 from hetero.errors import UserError
-from hetero.tools.runs import ROOT
 
 SOURCE = "arXiv 2602.18007"
 SOURCE_SETTING = "8 H200 + 8 MI325X in two nodes over RoCE, TP1 PP2"
-PRESETS = ROOT / "examples" / "presets"
 
 HOMOGENEOUS = "homogeneous"
 ROWS = (HOMOGENEOUS, "device-direct", "cpu-forward", "gloo")
@@ -58,7 +57,7 @@ class ModelSetting:
 
 LLAMA3_8B = ModelSetting(
     name="llama3_8b",
-    preset=PRESETS / "llama3.1_8b.yaml",
+    preset=presets.FOLDER / "llama3.1_8b.yaml",
     # The output layer weighs as much as 2.4 layers, so its stage holds fewer.
     layers=(17, 15),
     seq_length=4096,
@@ -76,7 +75,7 @@ LLAMA3_8B = ModelSetting(
 
 QWEN2_7B = ModelSetting(
     name="qwen2_7b",
-    preset=PRESETS / "qwen2_7b.yaml",
+    preset=presets.FOLDER / "qwen2_7b.yaml",
     layers=(16, 12),
     seq_length=4096,
     micro_batch_size=1,

@@ -6,14 +6,14 @@ import ctypes
 import zlib
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import LinkError
 from hetero.native.headers import FOLDER, constant, functions
 
-_REMEDY = "install this project again (pip install -e .)"
+LIBRARY = FOLDER / "_native.so"
+_REMEDY = "install this project again (in a checkout: pip install -e .)"
 
 
 @cache
@@ -22,10 +22,8 @@ def native(path: Path | None = None) -> ctypes.CDLL:
 
     Raises LinkError, with the remedy, if it is not built or cannot be loaded. `path` is for tests.
     """
-    path = path or next(
-        filter(Path.exists, (FOLDER / f"_native{s}" for s in EXTENSION_SUFFIXES)), None
-    )
-    if path is None:
+    path = path or LIBRARY
+    if not path.exists():
         raise LinkError(f"the links' library in C is not built; {_REMEDY}")
     try:
         library = ctypes.CDLL(str(path), use_errno=True)

@@ -54,7 +54,14 @@ uint32_t checksum_portable(const void *bytes, size_t nbytes)
 
 #if defined(__x86_64__)
 
-__attribute__((target("sse4.2"))) static uint32_t checksum_sse(const void *bytes, size_t nbytes)
+/* GCC has the instruction in SSE 4.2; Clang, from 14 on, as a feature of its own. */
+#if defined(__clang__) && __clang_major__ >= 14
+#define WITH_CRC32 __attribute__((target("crc32")))
+#else
+#define WITH_CRC32 __attribute__((target("sse4.2")))
+#endif
+
+WITH_CRC32 static uint32_t checksum_sse(const void *bytes, size_t nbytes)
 {
     const uint8_t *at = bytes;
     uint64_t remainder = UINT32_MAX, word;

@@ -1,7 +1,7 @@
 """The plan: which vendor, which ranks and which layers make up each pipeline stage.
 
 Pure data. Nothing in this package imports torch, so a plan can be read, checked and printed
-anywhere. `python -m hetero.plan FILE --world-size N` does so from a shell.
+anywhere. `hetero check-plan FILE --world-size N` does so from a shell.
 """
 
 from hetero.plan.mesh import VENDORS, Mesh, PlanError

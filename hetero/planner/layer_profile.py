@@ -208,7 +208,7 @@ def load_profile(path: str | Path) -> MeasuredProfile:
         raise ProfileError(f"{where}: the key {error} stands twice; keep one") from error
     except (ValueError, RecursionError) as error:
         raise ProfileError(
-            f"{where} is not JSON; name a file that tools/profile_layers.py wrote"
+            f"{where} is not JSON; name a file that hetero profile-layers wrote"
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ProfileError(f"{where} is not a profile of format {FORMAT}; measure it again")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hetero.errors import UserError
+from hetero.presets import model_file
 from hetero.yaml_file import load_yaml
 
-PRESETS = Path(__file__).resolve().parents[1] / "presets"
 """Flag files of well-known models, found by name."""
 
 _SIZES = (
@@ -242,20 +241,13 @@ _OPTIONAL = (
 
 
 def load_model(name: str, **overrides: Any) -> ModelShape:
-    """Read a YAML file of Megatron's flags, or one of `examples/presets` by its name.
+    """Read a YAML file of Megatron's flags, or a preset by its name.
 
-    Names are matched without punctuation (`llama3.1-8b`) and with or without the minor version
-    (`llama3-8b`). `overrides` take precedence over the file's flags (`seq_length=4096`).
+    `overrides` take precedence over the file's flags (`seq_length=4096`).
     """
     flags, source = read_flags(name)
     flags |= {key.replace("_", "-"): value for key, value in overrides.items()}
     return model_from_flags(flags, source=source)
-
-
-def model_file(name: str) -> Path:
-    """The file that `load_model` reads."""
-    path = Path(name)
-    return path if path.suffix in (".yaml", ".yml") else _named_file(name)
 
 
 def read_flags(name: str) -> tuple[dict[str, Any], str]:
@@ -264,25 +256,8 @@ def read_flags(name: str) -> tuple[dict[str, Any], str]:
     source = f"the model {path}"
     data = load_yaml(path, source=source, refusal=ModelError)
     if not isinstance(data, Mapping):
-        raise ModelError(f"{source}: expected Megatron's flags, as in examples/presets")
+        raise ModelError(f"{source}: expected Megatron's flags, as in a preset")
     flags: dict[str, Any] = {}
     for key, value in data.items():
         flags |= value if isinstance(value, Mapping) else {key: value}
     return {str(key).replace("_", "-"): value for key, value in flags.items()}, source
-
-
-def _named_file(name: str) -> Path:
-    files = sorted(PRESETS.glob("*.yaml"))
-    for file in files:
-        family, _, size = file.stem.partition("_")
-        if _normalized(name) in (_normalized(file.stem), _normalized(family.split(".")[0] + size)):
-            return file
-    # The tiny model's vocabulary is its tokenizer's, which no file says.
-    known = ", ".join(file.stem for file in files if "padded-vocab-size" in file.read_text())
-    raise ModelError(
-        f"no model is called {name}: give a YAML file of Megatron's flags, or one of {known}"
-    )
-
-
-def _normalized(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,7 +1,7 @@
 """Decide whether a mixed run trains the same model as a homogeneous one, from their metrics files.
 
-    python tools/compare_loss.py homogeneous.jsonl mixed.jsonl --seeds seed2.jsonl seed3.jsonl
-    python tools/compare_loss.py homogeneous.jsonl mixed.jsonl --identical
+    hetero compare-loss homogeneous.jsonl mixed.jsonl --seeds seed2.jsonl seed3.jsonl
+    hetero compare-loss homogeneous.jsonl mixed.jsonl --identical
 
 Exit code 0: every candidate passes every criterion that was applied; 1: one fails; 2: bad input.
 docs/parity.md says what each criterion sees, and how the envelope of the seeds is made.
@@ -18,13 +18,11 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.megatron_imports import exit_unless_installed
-    from hetero.tools.tool_command_line import leave_on_interrupt
+    from hetero import cli
 
-    leave_on_interrupt()
-    exit_unless_installed("numpy")
+    sys.exit(cli.main(["compare-loss", *sys.argv[1:]]))
 
 from hetero.converters import integer
 from hetero.errors import Faults, UserError
@@ -186,7 +184,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     code = run(work)
     return code if code or outcomes[0].passed else _FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

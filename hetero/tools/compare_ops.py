@@ -1,10 +1,10 @@
 """Tell a kernel's rounding from a bug: every operator of a layer on two devices, side by side.
 
-    python tools/compare_ops.py check --dtype bf16 --yaml-cfg examples/presets/llama3.1_8b.yaml \\
+    hetero compare-ops check --dtype bf16 --yaml-cfg llama3.1-8b \\
         --seq-length 1024                             # this GPU against float64 on its CPU
-    python tools/compare_ops.py run --out nvidia.dump ...    # on one machine
-    python tools/compare_ops.py run --out amd.dump ...       # the same on the other
-    python tools/compare_ops.py compare nvidia.dump amd.dump # anywhere
+    hetero compare-ops run --out nvidia.dump ...    # on one machine
+    hetero compare-ops run --out amd.dump ...       # the same on the other
+    hetero compare-ops compare nvidia.dump amd.dump # anywhere
 
 Flags that are not its own are those of pretrain_gpt.py. Exit code 0: all operators agree within
 rounding; 1: one does not; 2: the comparison could not be made.
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["compare-ops", *sys.argv[1:]]))
 
 from hetero.converters import integer
 from hetero.formatting import counted
@@ -144,6 +144,3 @@ def _report(comparison: Comparison) -> tuple[str, bool]:
 
 
 _COMMANDS = {"run": _run, "check": _check, "compare": _compare}
-
-if __name__ == "__main__":
-    sys.exit(main())

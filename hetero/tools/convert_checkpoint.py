@@ -1,9 +1,9 @@
 """Convert checkpoints from Hugging Face's format and Megatron-LM's own to ours, and back.
 
-tools/convert_checkpoint.py hf-to-megatron Llama-3.1-8B checkpoints/llama
-tools/convert_checkpoint.py megatron-to-hf checkpoints/llama Llama-tuned
-tools/convert_checkpoint.py import-megatron megatron-lm/checkpoints checkpoints/llama
-tools/convert_checkpoint.py export-megatron checkpoints/llama megatron-lm/tuned --format torch_dist
+hetero convert hf-to-megatron Llama-3.1-8B checkpoints/llama
+hetero convert megatron-to-hf checkpoints/llama Llama-tuned
+hetero convert import-megatron megatron-lm/checkpoints checkpoints/llama
+hetero convert export-megatron checkpoints/llama megatron-lm/tuned --format torch_dist
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["convert", *sys.argv[1:]]))
 
 from hetero.converters import integer
 from hetero.tools.tool_command_line import Parser, run
@@ -215,7 +215,3 @@ def _for_megatron_lm(args: argparse.Namespace) -> str:
         f"written to {done.folder} in the format {args.format}, {how}; Megatron-LM "
         f"trains from them with --load {args.target}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Complete a prompt with the model of any checkpoint, in one process.
 
-tools/generate_text.py --load runs/llama --prompt "Once upon a time"
+hetero generate --load runs/llama --prompt "Once upon a time"
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
-
+    sys.exit(cli.main(["generate", *sys.argv[1:]]))
 
 from hetero.converters import integer, number
 from hetero.errors import UserError
@@ -160,7 +159,3 @@ def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:
             "--tokenizer-type and --tokenizer-model"
         )
     return tokenizer
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["inspect-data", *sys.argv[1:]]))
 
 import numpy
 
@@ -118,13 +118,13 @@ def _require_its_tokenizer(prefix: str, kind: str, tokenizer: Any) -> None:
 def _require_all_of_it(prefix: str, summary: Any) -> None:
     """More data than the index speaks of is another dataset's, or an index cut at a document."""
     if not summary.tokens:
-        raise UserError(f"{prefix}.bin holds no token; make it again with tools/preprocess_data.py")
+        raise UserError(f"{prefix}.bin holds no token; make it again with hetero preprocess-data")
     wanted = summary.tokens * numpy.dtype(summary.dtype).itemsize
     size = os.path.getsize(prefix + ".bin")
     if size != wanted:
         raise UserError(
             f"{prefix}.bin has {size} bytes where {prefix}.idx speaks of {wanted}, so the two do "
-            "not belong together; make them again with tools/preprocess_data.py"
+            "not belong together; make them again with hetero preprocess-data"
         )
     whole = HEADER.size + 12 * summary.sequences + 8 * (summary.documents + 1)
     size = os.path.getsize(prefix + ".idx")
@@ -132,7 +132,7 @@ def _require_all_of_it(prefix: str, summary: Any) -> None:
     if size not in (whole, whole + summary.sequences):
         raise UserError(
             f"{prefix}.idx has {size} bytes where its header speaks of {whole}; make it again "
-            "with tools/preprocess_data.py"
+            "with hetero preprocess-data"
         )
 
 
@@ -292,7 +292,3 @@ def _histogram_lines(histogram: list[tuple[int, int, int]]) -> list[str]:
         span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         lines.append(f"  {span:>23} {count:>12,} {bar}")
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

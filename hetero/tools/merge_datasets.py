@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["merge-datasets", *sys.argv[1:]]))
 
 import numpy
 
@@ -229,7 +229,3 @@ def _boundaries(parts: Sequence[Part]) -> Iterator[numpy.ndarray]:
         for block in blocks_of_file(part.index, numpy.int64, offset=offset, count=part.documents):
             yield block + before
         before += part.sequences
-
-
-if __name__ == "__main__":
-    sys.exit(main())

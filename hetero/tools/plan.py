@@ -1,9 +1,9 @@
 """Plan how to train a model on nodes of several kinds: what to run, what it reaches and why.
 
-    python tools/plan.py --cluster cluster.yaml --model llama3-8b --global-batch 1024
+    hetero plan --cluster cluster.yaml --model llama3-8b --global-batch 1024
 
 writes plan.yaml and flags.yaml, which pretrain_gpt.py runs as they are, report.html, and the step
-as trace.json for Perfetto. Without a profile (tools/profile_layers.py) costs are computed from what
+as trace.json for Perfetto. Without a profile (hetero profile-layers) costs are computed from what
 vendors publish. Exit code 2: bad input, or a model that fits nowhere; then nothing is written.
 """
 
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script(core=False, needs="numpy")
+    sys.exit(cli.main(["plan", *sys.argv[1:]]))
 
 from hetero.converters import integer, number
 from hetero.plan.mesh import RECOMPUTE
@@ -45,7 +45,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--model",
         required=True,
         metavar="NAME",
-        help="a file of Megatron's flags, or one of examples/presets by its name",
+        help="a file of Megatron's flags, or a preset by its name",
     )
     parser.add_argument("--global-batch", type=integer(1), required=True, help="samples of a step")
     parser.add_argument("--seq-length", type=integer(1), help="left out: the model file's")
@@ -55,7 +55,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what tools/profile_layers.py measured; accelerators that it lacks are computed, "
+        help="what hetero profile-layers measured; accelerators that it lacks are computed, "
         "as fast beside their peak as the first one that was measured",
     )
     for flag, what, default in (
@@ -118,11 +118,5 @@ def _plan(options: argparse.Namespace, argv: Sequence[str]) -> str:
         sweeps = []
         for name in dict.fromkeys(options.what_if):
             sweeps += sweep(name, request.problem, found, progress=bar.set_description)
-    written = write_solution(
-        options.out, request, found, sweeps, command=["python", "tools/plan.py", *argv]
-    )
+    written = write_solution(options.out, request, found, sweeps, command=["hetero", "plan", *argv])
     return "\n".join([solution_text(request, found), "", *written])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

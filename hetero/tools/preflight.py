@@ -1,8 +1,8 @@
 """Check a node, or all nodes of a job together, before training: what is there and what is amiss.
 
-    python tools/preflight.py                                       # this node alone
-    python -m hetero.run --nnodes 2 --node-rank $N --nproc-per-node 1 \\
-        --master-addr $HOST --master-port 29500 tools/preflight.py  # all nodes together
+    hetero preflight                                             # this node alone
+    hetero preflight --nnodes 2 --node-rank $N --nproc-per-node 1 \\
+        --master-addr $HOST --master-port 29500                  # all nodes together
 
 One process a node is enough. Exit code 0: a job can start; 1: it would fail, see the problems;
 2: the check itself could not be made.
@@ -19,13 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script(core=False)  # another core is a finding, and not an end
-    # The ranks wait for each other in slices; PyTorch would report the end of each as a timeout.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    sys.exit(cli.main(["preflight", *sys.argv[1:]]))
 
 from torch.distributed import DistError
 
@@ -43,7 +41,6 @@ from hetero.tools.preflight_checks.readiness import ClusterCheck, Report, Settin
 from hetero.tools.reports.page import write_whole
 from megatron.hetero.rendezvous import environment_rank, open_store, store_endpoint
 
-_REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 _PATIENCE = 300.0
 """Seconds for all ranks to have come, and for the slowest pair to have measured."""
 
@@ -92,7 +89,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--write-cluster",
         type=Path,
         metavar="FILE",
-        help="write the nodes and the links between them there, for tools/plan.py",
+        help="write the nodes and the links between them there, for `hetero plan`",
     )
     parser.add_argument(
         "--emulate-nodes",
@@ -108,7 +105,6 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         nics=tuple(options.hetero_nics),
         bandwidth=not options.no_bandwidth,
         each_rank_a_node=options.emulate_nodes,
-        requirements=_REQUIREMENTS,
     )
     for flag, path in (("--json", options.json), ("--write-cluster", options.write_cluster)):
         if path is not None and rank == 0:  # which writes it
@@ -167,7 +163,3 @@ def _tell(report: Report, options: argparse.Namespace) -> None:
         write_whole(options.write_cluster, cluster_text(report))
     for line in report.lines(brief=options.brief):
         print(line)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["preprocess-data", *sys.argv[1:]]))
 
 from hetero.converters import integer, number, text
 from hetero.errors import Faults, UserError
@@ -179,7 +179,3 @@ def _summary(folder: WorkFolder, progress: Progress) -> str:
         f"in {progress.seconds:.1f} s ({progress.text_bytes / progress.seconds / 1e6:.2f} MB/s): "
         f"{files}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Measure what the layers of a model cost on this GPU, for tools/plan.py.
+"""Measure what the layers of a model cost on this GPU, for hetero plan.
 
-    python tools/profile_layers.py --out h200.json --yaml-cfg examples/presets/llama3.1_8b.yaml \\
+    hetero profile-layers --out h200.json --yaml-cfg llama3.1-8b \\
         --tensor 1 2 4 8 --micro-batch 1 2 4 --recompute none full
 
 Flags that are not its own are those of pretrain_gpt.py. One GPU is enough, or a CPU: a
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -21,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch reads it at its import
+    sys.exit(cli.main(["profile-layers", *sys.argv[1:]]))
 
 from hetero.converters import integer, number
 from hetero.errors import Faults, UserError
@@ -210,7 +208,7 @@ def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str
             "; tensor-parallel ranks alone, what they exchange computed from the bandwidth "
             "between them"
         )
-    return f"tools/profile_layers.py on {here.description}, {args.params_dtype}{shards}"
+    return f"hetero profile-layers on {here.description}, {args.params_dtype}{shards}"
 
 
 def _table(swept: SweepResult) -> list[str]:
@@ -260,7 +258,3 @@ def _cluster_lines(links: Sequence[PathResult]) -> list[str]:
         + ", ".join(f"{key}: {figure:.1f}" for key, figure in path.rail_figures().items())
         for path in links
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,7 @@
 Runs pretrain_gpt.py as a homogeneous pipeline and, with the same flags, as a mixed one over each
 transport, and compares every loss and the final weights bit for bit:
 
-    python tools/prove_parity.py --nproc 2 --transports gloo nccl --out runs/parity -- \\
+    hetero prove-parity --nproc 2 --transports gloo nccl --out runs/parity -- \\
         --num-layers 16 ... --train-iters 20 --bf16 --deterministic-mode
 
 One machine plays both vendors, so what it proves is the software, not a vendor's kernels: the
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["prove-parity", *sys.argv[1:]]))
 
 from hetero.converters import integer
 from hetero.errors import UserError
@@ -187,7 +187,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     code = tool_command_line.run(work)
     return code or int(not all(agreed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,19 +12,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hetero import cli
 from hetero.errors import HeteroError
 from hetero.formatting import counted
 from hetero.tools.launching.processes import Step, StepFailure, log_lines, run_step
 from hetero.tools.run_comparison.curves import Curve, curve_of
 
-ROOT = Path(__file__).resolve().parents[2]
-ENTRY = ROOT / "pretrain_gpt.py"
 WARMUP_ITERATIONS = 10
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One run of pretrain_gpt.py under hetero.run, and where its files go."""
+    """One run of `hetero pretrain` under hetero.run, and where its files go."""
 
     name: str
     flags: tuple[str, ...]
@@ -34,8 +33,8 @@ class Launch:
     """Added to this process's own."""
     deadline: float | None = None
     """Seconds from the start of the launcher to its end; None for no limit."""
-    entry: Path = ENTRY
-    """The script of every rank."""
+    entry: tuple[str, ...] = cli.rank_command("pretrain")
+    """What hetero.run starts as every rank: a script, or `-m` and a module."""
 
     @property
     def metrics(self) -> Path:
@@ -52,7 +51,7 @@ class Launch:
     def command(self) -> tuple[str, ...]:
         launcher = (sys.executable, "-m", "hetero.run", "--standalone")
         written = ("--metrics-file", str(self.metrics), "--hetero-report", str(self.report))
-        return (*launcher, f"--nproc-per-node={self.nproc}", str(self.entry), *self.flags, *written)
+        return (*launcher, f"--nproc-per-node={self.nproc}", *self.entry, *self.flags, *written)
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,6 @@ def run_to_end(launch: Launch, watch: Callable[[], None] = lambda: None) -> Fini
     for stale in (launch.metrics, launch.report):
         stale.unlink(missing_ok=True)
     began = time.monotonic()
-    # The launcher is a module, to be found from any folder.
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def guard() -> None:
         watch()
@@ -106,7 +103,7 @@ def run_to_end(launch: Launch, watch: Callable[[], None] = lambda: None) -> Fini
             command=launch.command(),
             log=launch.log,
             directory=Path.cwd(),
-            environment=os.environ | {"PYTHONPATH": paths} | dict(launch.environ),
+            environment=cli.rank_environment(os.environ) | dict(launch.environ),
         ),
         guard,
     )

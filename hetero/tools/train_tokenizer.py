@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # As a script, only this file's folder would be importable; what follows may take a while.
+    # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from hetero.tools.tool_command_line import begin_script
+    from hetero import cli
 
-    begin_script()
+    sys.exit(cli.main(["train-tokenizer", *sys.argv[1:]]))
 
 import sentencepiece
 
@@ -281,7 +281,3 @@ def _write_together(contents: dict[str, bytes]) -> None:
         for path in contents:
             with suppress(OSError):
                 os.remove(temporary_name(path))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

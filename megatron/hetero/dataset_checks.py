@@ -38,7 +38,7 @@ _DTYPES: dict[int, Any] = {
     7: numpy.float32,
     8: numpy.uint16,
 }
-_REMEDY = "make it again with tools/preprocess_data.py"
+_REMEDY = "make it again with hetero preprocess-data"
 _SAMPLED_TOKENS = 1 << 20
 Checked = TypeVar("Checked")
 

@@ -1,6 +1,6 @@
 """PREFIX.json, the description beside PREFIX.bin and PREFIX.idx: which tokenizer made them.
 
-tools/preprocess_data.py writes it. Token ids alone do not identify their tokenizer, and a run with
+hetero preprocess-data writes it. Token ids alone do not identify their tokenizer, and a run with
 the wrong one trains without an error. Files made by other programs have no description.
 """
 

@@ -134,7 +134,7 @@ def fill_in_middle(args: argparse.Namespace, tokenizer: Tokenizer) -> FillInMidd
         middle=known["fim_middle_token"],
         suffix=known["fim_suffix_token"],
         pad=known["fim_pad_token"],
-        # tools/preprocess_data.py ends documents with the tokenizer's own eod.
+        # hetero preprocess-data ends documents with the tokenizer's own eod.
         ends=frozenset({known["fim_eod_token"], tokenizer.eod}),
         separator=known.get("fim_split_sample"),
     )

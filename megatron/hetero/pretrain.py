@@ -1,4 +1,4 @@
-"""Entry point of pretrain_gpt.py: errors, exit codes and the end of the process."""
+"""`hetero pretrain`: errors, exit codes and the end of the process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hetero.errors import (
     write_error_file,
 )
 from hetero.launched_process import end_with_parent
+from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
 from megatron.hetero.command_line import read_command_line
 from megatron.hetero.import_core import import_megatron_core
 from megatron.hetero.output_folders import remove_unused_folders
@@ -39,7 +40,7 @@ _SHARED_MEMORY = re.compile(r"unable to \w+ shared memory.*: (.*) \(\d+\)$", re.
 _IN_WORKER = re.compile(r"Caught \w+ (in DataLoader worker process \d+)\.\nOriginal Traceback")
 
 
-def pretrain(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code: 0 success, 2 bad input, 1 failure.
 
     Errors of the command line are printed before torch and megatron-core are imported, which takes
@@ -182,3 +183,9 @@ def _exit(code: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_unless_installed("torch")
+    exit_if_other_megatron()
+    sys.exit(main())

@@ -12,7 +12,7 @@ import pytest
 
 from bench.parity_benchmark.parity_options import Options, parse_options
 from hetero.errors import UserError
-from hetero.tools.runs import ROOT
+from tests.commands import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

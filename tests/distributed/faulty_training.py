@@ -14,8 +14,8 @@ from typing import Any
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from megatron.hetero import pretrain
 from megatron.hetero.optimizer import TrainingOptimizer
-from megatron.hetero.pretrain import pretrain
 
 
 def learning_rate(factor: float) -> Callable[[TrainingOptimizer], None]:
@@ -132,4 +132,4 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     FAULTS[os.environ["FAULT"]]()
-    sys.exit(pretrain())
+    sys.exit(pretrain.main())

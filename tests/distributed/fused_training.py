@@ -15,9 +15,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.hetero import kernels as modules
-from megatron.hetero import model
+from megatron.hetero import model, pretrain
 from megatron.hetero.kernels import Kernels, install_kernels, select_kernels
-from megatron.hetero.pretrain import pretrain
 
 with mock.patch("torch.compile", return_value=lambda function: function):
     from megatron.hetero.fused import cross_entropy, rotary  # noqa: F401
@@ -54,4 +53,4 @@ if __name__ == "__main__":
     torch.compiler.set_stance("force_eager")
     model.select_kernels, model.install_kernels = as_on_a_gpu, use_and_name
     modules.can_accumulate_wgrad = every_product_can_be_added
-    sys.exit(pretrain())
+    sys.exit(pretrain.main())

@@ -71,7 +71,7 @@ def test_the_benchmark_runs_over_hosts_whose_names_lead_nowhere(
     commands = [
         [
             *("-m", "torch.distributed.run", *rendezvous_flags(2, node, pair[0].address())),
-            *("tools/bench_collectives.py", "--device", "cpu", "--seconds-a-point", "0.05"),
+            *("tools/perf.py", "collectives", "--device", "cpu", "--seconds-a-point", "0.05"),
             *("--min-size", "64K", "--max-size", "64K", "--out", str(tmp_path / "out")),
             *("--backends", "gloo", "hetero", "--operations", "all_reduce"),
         ]

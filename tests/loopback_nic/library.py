@@ -14,13 +14,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from hetero.link.rdma_ports import find_ports
-from hetero.native.binding import checked, native
+from hetero.native.binding import LIBRARY, checked, native
 from hetero.native.headers import FOLDER
 from tests.hip_on_cuda.library import COMPILER, compiled
 
@@ -133,10 +132,8 @@ class LoopbackNics:
 def _loaded() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """The project's library with the emulated NICs behind it, and these."""
     path = compiled(*SOURCES, include=FOLDER)
-    beside = (FOLDER / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES)
-    built = next(filter(Path.exists, beside))
     with tempfile.TemporaryDirectory() as folder:
-        copy = shutil.copy(built, folder)
+        copy = shutil.copy(LIBRARY, folder)
         library = native(Path(copy))
     os.environ[VARIABLE] = str(path)
     try:

@@ -41,7 +41,7 @@ def _refusal(index: bytes | None, data: bytes | None) -> str:
             if content is not None:
                 Path(prefix + suffix).write_bytes(content)
         sentence = sentence_of(inspect_index, prefix)
-    assert "tools/preprocess_data.py" in sentence
+    assert "hetero preprocess-data" in sentence
     return sentence.replace(prefix, "PREFIX")
 
 

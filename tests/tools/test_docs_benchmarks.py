@@ -8,9 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from hetero.tools.runs import ROOT, Finished
+from hetero.tools.runs import Finished
 from tests import commands, scripts
 from tests.bench.test_benchmark_parity import TINY
+from tests.commands import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

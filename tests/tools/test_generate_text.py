@@ -179,7 +179,7 @@ def test_a_model_of_hugging_faces_format_is_refused_with_what_converts_it(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     said = refused(generate_text.main, ["--load", tmp_path, "--prompt", PROMPT])
-    assert "which tools/convert_checkpoint.py hf-to-megatron converts" in said
+    assert "which hetero convert hf-to-megatron converts" in said
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from hetero.plan import Mesh, Plan, load_plan
-from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
+from hetero.presets import model_file
 from hetero.tools.plan import _parse, main
 from hetero.tools.planning.plan_files import node_commands, training_flags
 from hetero.tools.planning.planning_request import read_request

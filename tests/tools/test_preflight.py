@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from unittest.mock import Mock
@@ -49,13 +50,13 @@ def test_without_bandwidth_nothing_is_measured(tmp_path):
 
 
 def test_a_problem_makes_the_exit_code_1(tmp_path):
-    """A copy of the tool, beside a requirements.txt that asks for what is not there."""
-    (tmp_path / "hetero/tools").mkdir(parents=True)
-    (tmp_path / "hetero/tools/preflight.py").write_text(TOOL.read_text())
-    (tmp_path / "requirements.txt").write_text("no-such-package-at-all>=2\n")
-    done = ended(tmp_path / "hetero/tools/preflight.py", "--no-bandwidth", PYTHONPATH=str(ROOT))
+    """A package that is too old stands first on the path."""
+    (tmp_path / "einops-0.1.dist-info").mkdir()
+    (tmp_path / "einops-0.1.dist-info/METADATA").write_text("Name: einops\nVersion: 0.1\n")
+    done = ended(TOOL, "--no-bandwidth", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1, done.stderr
     assert "problem  software" in done.stdout
+    assert "einops>=0.7 is wanted and 0.1 installed" in done.stdout
     assert "NOT READY" in done.stdout.splitlines()[-1]
 
 

@@ -28,7 +28,7 @@ def launch(tmp_path: Path, script: str, **how: object) -> Launch:
         nproc=1,
         folder=tmp_path,
         environ={},
-        entry=entry,
+        entry=(str(entry),),
         **how,  # type: ignore[arg-type]
     )
 

@@ -47,7 +47,7 @@ def test_its_sentence_reaches_the_launchers_of_other_nodes(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("command", ["a tool", "hetero.plan"])
+@pytest.mark.parametrize("command", ["a tool", "hetero.tools.check_plan"])
 def test_a_reader_who_leaves_ends_it_without_a_word(tmp_path, command, environ) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text("meshes: [{vendor: nvidia, layers: [2]}]")

@@ -104,14 +104,13 @@ OUT = "--out {folder}/out"
 TINY = "--model examples/presets/tiny.yaml"
 
 STARTING = {
-    "bench_collectives": f"--device cpu --backends hetero {OUT}",
-    "bench_link": f"--cpu --transports shm {OUT}",
     "bench_meshes": f"{TINY} --meshes TP2xDP1/TP1xDP2 {OUT}",
     "bench_splits": f"{TINY} {OUT}",
     "benchmark_parity": OUT,
     "count_start_up": f"--counted 8 --timed 64 {OUT}",
     "demo": OUT,
     "measure_overlap": f"{TINY} {OUT}",
+    "perf": f"links --cpu --transports shm {OUT}",
     "preflight": "",
     "prove_meshes": OUT,
     "prove_parity": f"{OUT} -- --num-layers 2 --hidden-size 64 --num-attention-heads 2 "
@@ -124,7 +123,7 @@ STARTING = {
 ALONE = {
     *("compare_ops", "convert_checkpoint", "generate_text"),
     *("inspect_data", "list_flags", "merge_datasets", "public_commands"),
-    *("plan", "profile_layers", "validate_planner", "compare_planners"),
+    *("plan", "check_plan", "profile_layers", "validate_planner", "compare_planners"),
 }
 """Tools that do their work in one process and under `run`, as compare_loss does."""
 

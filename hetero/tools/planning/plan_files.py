@@ -102,11 +102,11 @@ def node_commands(placement: Placement, request: PlanningRequest, flags: Path) -
         gpus = ",".join(str(start.first_gpu + index) for index in range(count))
         lines.append(
             (f"CUDA_VISIBLE_DEVICES={gpus} " if start.first_gpu else "")
-            + f"python -m hetero.run --nnodes {len(starts)} --node-rank {number} "
+            + f"hetero pretrain --nnodes {len(starts)} --node-rank {number} "
             f"--nproc-per-node {count} --master-addr {master} --master-port 29500 \\"
         )
         files = f"{named} --yaml-cfg {shlex.quote(str(flags))}"
-        lines.append(f"    pretrain_gpt.py {files} <lr, iterations, data>")
+        lines.append(f"    {files} <lr, iterations, data>")
     return lines
 
 
@@ -219,7 +219,7 @@ def _comment(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first.prediction
     name = " ".join(request.model_name.split())  # a path may have lines
     return (
-        f"# By tools/plan.py for {name}, global batch "
+        f"# By hetero plan for {name}, global batch "
         f"{request.problem.space.global_batch}: predicted {seconds_text(first.seconds)} a step, "
         f"{first.tokens_per_second:,.0f} tokens/s\n"
     )

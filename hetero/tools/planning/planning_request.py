@@ -26,12 +26,12 @@ from hetero.planner.model_shape import (
     ModelError,
     ModelShape,
     load_model,
-    model_file,
     read_flags,
 )
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
+from hetero.presets import model_file
 from hetero.tools.tool_command_line import require_writable
 from megatron.hetero.arguments.config_file import FLAG, expand_config_files
 from megatron.hetero.arguments.parser import build_parser
@@ -206,7 +206,7 @@ def _profile(
     if not known and element_bytes > 2:
         raise ProfileError(
             "the published figures are of bf16, and no accelerator of the cluster has a --profile; "
-            "measure one in fp32 with tools/profile_layers.py"
+            "measure one in fp32 with hetero profile-layers"
         )
     if known and len(known) < len(parts):
         efficiency = measured_efficiency(

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hetero.errors import UserError
-from hetero.planner.model_shape import model_file
+from hetero.presets import model_file
 from megatron.hetero.arguments.config_file import FLAG
 from megatron.hetero.command_line import read_command_line
 

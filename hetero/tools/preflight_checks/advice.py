@@ -57,7 +57,7 @@ def _software(facts: NodeFacts) -> Iterator[Advice]:
         yield Advice(
             Severity.PROBLEM,
             "software",
-            f"{line}; install with `pip install -r requirements.txt`",
+            f"{line}; install this project again, or that package by itself",
         )
     if facts.software.another_core:
         yield Advice(Severity.PROBLEM, "software", facts.software.another_core)
@@ -184,7 +184,7 @@ def _rails(facts: NodeFacts) -> Iterator[Advice]:
             Severity.NOTE,
             "topology",
             "this is a virtual machine that hides where GPUs and NICs are; compare rails with "
-            "tools/bench_link.py, or name them with --hetero-nics",
+            "hetero perf links, or name them with --hetero-nics",
         )
         return
     for rail in facts.rails:

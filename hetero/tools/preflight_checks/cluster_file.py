@@ -1,4 +1,4 @@
-"""The nodes that were checked together as a cluster file for tools/plan.py."""
+"""The nodes that were checked together as a cluster file for hetero plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.tools.preflight_checks.cluster_advice import PairResult
 from hetero.tools.preflight_checks.readiness import NodeReport, Report
 
 _REMARK = """\
-# By tools/preflight.py --write-cluster. Links are as measured; where nothing was, the planner takes
+# By hetero preflight --write-cluster. Links are as measured; where nothing was, the planner takes
 # the accelerator's usual NIC.
 """
 _UNKNOWN = """\

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hetero.device.topology import Distance
@@ -43,9 +42,9 @@ class SystemFacts:
     tool: Tool = field(default=run_tool)
 
     @classmethod
-    def here(cls, requirements: Path) -> SystemFacts:
+    def here(cls) -> SystemFacts:
         return cls(
-            software=read_software(requirements),
+            software=read_software(),
             gpus=visible_gpus(),
             addresses=live_addresses(),
             limits=read_limits(),

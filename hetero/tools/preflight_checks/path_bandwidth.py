@@ -1,6 +1,6 @@
 """What links, and the copies between GPU and host, reach here. Takes seconds.
 
-It measures as tools/bench_link.py does, but less and, as nodes are apart, by one end's watch alone.
+It measures as hetero perf links does, but less and, as nodes are apart, by one end's watch alone.
 """
 
 from __future__ import annotations

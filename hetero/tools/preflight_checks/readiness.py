@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +41,6 @@ class Settings:
     bandwidth: bool
     each_rank_a_node: bool
     """Emulated nodes: every process counts as a node of its own."""
-    requirements: Path
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def check_alone(settings: Settings) -> Report:
 
 def _report_node(settings: Settings, number: int, within: Sequence[PathResult]) -> NodeReport:
     """Read this node. UserError where a NIC that was asked for is not there."""
-    facts = read_node(Roots(), SystemFacts.here(settings.requirements))
+    facts = read_node(Roots(), SystemFacts.here())
     copies = measure_copies() if settings.bandwidth else []
     lines = findings_text.node_lines(facts, copies)
     if within:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,8 @@ from hetero.cluster import release_of
 from hetero.errors import UserError
 from hetero.megatron_imports import core_version, require_supported_core
 from hetero.version import __version__, sources
+
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class SoftwareFacts:
     """NCCL or RCCL and its version, as PyTorch was built with it."""
     megatron_core: str
     unmet: tuple[str, ...]
-    """Lines of requirements.txt that this environment does not fulfil, and what it has instead."""
+    """Requirements that this environment does not fulfil, and what it has instead."""
     another_core: str = ""
     """What is wrong where megatron.core is imported from elsewhere than pip's."""
 
 
-def read_software(requirements: Path) -> SoftwareFacts:
+def read_software() -> SoftwareFacts:
     build = str(torch.__version__).partition("+")[2]
     rocm, cuda = torch.version.hip or "", torch.version.cuda or ""
     return SoftwareFacts(
@@ -49,24 +52,30 @@ def read_software(requirements: Path) -> SoftwareFacts:
         rocm=rocm,
         collectives=_collectives(rocm, cuda),
         megatron_core=_core_version(),
-        unmet=unmet_requirements(requirements),
+        unmet=unmet_requirements(own_requirements()),
         another_core=_another_core(),
     )
 
 
-def unmet_requirements(file: Path) -> tuple[str, ...]:
-    """The requirements of a pip file that the running environment does not fulfil."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return ()
+def own_requirements() -> list[str]:
+    """What this project requires: by the checkout's file, or as the installed package says.
+
+    A checkout may be newer than what was installed from it.
+    """
+    if (_ROOT / "setup.py").is_file():
+        return (_ROOT / "requirements.txt").read_text().splitlines()
+    return metadata.requires("hetero-megatron") or []
+
+
+def unmet_requirements(lines: Iterable[str]) -> tuple[str, ...]:
+    """The requirements that the running environment does not fulfil."""
     unmet = []
     for line in lines:
         try:
             wanted = Requirement(line.split("#", 1)[0].strip())
         except InvalidRequirement:  # a comment, an empty line or an option of pip's
             continue
-        if wanted.marker is not None and not wanted.marker.evaluate():
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         version = _installed(wanted.name)
         if not version:

@@ -1,20 +1,20 @@
 """--yaml-cfg: expands YAML files into flags.
 
-A key is a flag's name without dashes (`num-layers` or `num_layers`), or Megatron's destination
-(`add_bias_linear: false` is --disable-bias-linear). A value is the flag's value: a list if it takes
-several, true or false if it takes none; null and false leave the flag out. A later file overrides
-an earlier one, and the command line overrides all files. `config_reading.py` describes the forms
-that a file may have.
+The name of a preset stands for its file. A key is a flag's name without dashes (`num-layers` or
+`num_layers`), or Megatron's destination (`add_bias_linear: false` is --disable-bias-linear). A
+value is the flag's value: a list if it takes several, true or false if it takes none; null and
+false leave the flag out. A later file overrides an earlier one, and the command line overrides all
+files. `config_reading.py` describes the forms that a file may have.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hetero.errors import Faults, UserError
+from hetero.presets import model_file
 from megatron.hetero.arguments.config_names import (
     ACTIVATIONS,
     RENAMED,
@@ -63,7 +63,7 @@ def _read_file(path: str, translator: "_Translator", faults: Faults) -> dict[str
     """The settings of a file by their subjects."""
     own = Faults()
     found: dict[str, Setting] = {}
-    for key, value in (own.read(lambda: read_settings(Path(path))) or {}).items():
+    for key, value in (own.read(lambda: read_settings(model_file(path))) or {}).items():
         setting = own.read(partial(translator.translate, key, value))
         # Null under one name of a flag does not override a value under another name.
         if setting is not None and (value is not None or setting.subject not in found):

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """The parser with every flag, before any value is checked against another."""
     parser = Parser(
-        prog="pretrain_gpt.py",
+        prog="hetero pretrain",
         description="Train a GPT-style model with Megatron-LM's flags, on one vendor or on two.",
         allow_abbrev=False,
         exit_on_error=False,
@@ -58,7 +58,8 @@ def build_parser() -> Parser:
         metavar="FILE",
         # Replaced by the flags in the file before argparse runs, so it has no value.
         default=argparse.SUPPRESS,
-        help="YAML file of flags, read before the command line; may be given several times",
+        help="YAML file of flags, or a preset by its name, read before the command line; may be "
+        "given several times",
     )
     add_model_flags(parser)
     add_training_flags(parser)

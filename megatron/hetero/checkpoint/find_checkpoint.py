@@ -165,7 +165,7 @@ def _not_a_save_folder(load: Path) -> UserError | None:
     if (load / "config.json").exists() and not folders.candidates(load):
         return UserError(
             f"{load} is a model of Hugging Face's format; convert it with "
-            f"tools/convert_checkpoint.py hf-to-megatron {load} NEW_FOLDER, and name that"
+            f"hetero convert hf-to-megatron {load} NEW_FOLDER, and name that"
         )
     return None
 

@@ -174,7 +174,7 @@ def is_megatron_lm_checkpoint(folder: Path) -> bool:
 def import_hint(source: Path) -> str:
     """The end of an error message about checkpoints of Megatron-LM: what to do."""
     return (
-        "written by Megatron-LM; convert it with `python tools/convert_checkpoint.py "
+        "written by Megatron-LM; convert it with `hetero convert "
         f"import-megatron {source} NEW_FOLDER` and name the new folder instead"
     )
 

@@ -206,8 +206,7 @@ def _no_checkpoint(load: Path) -> str:
     """Why a folder has nothing to try."""
     if (load / "config.json").exists():
         return (
-            "it is a model of Hugging Face's format, which tools/convert_checkpoint.py "
-            "hf-to-megatron converts"
+            "it is a model of Hugging Face's format, which hetero convert hf-to-megatron converts"
         )
     return "it holds none"
 

@@ -62,7 +62,7 @@ def _build_sentencepiece(args: argparse.Namespace) -> Tokenizer:
     except (RuntimeError, OSError) as error:
         raise UserError(
             f"--tokenizer-model {path} is not a SentencePiece model or is damaged "
-            f"({first_line(error)}); copy it again or train one with tools/train_tokenizer.py"
+            f"({first_line(error)}); copy it again or train one with hetero train-tokenizer"
         ) from error
     is_legacy = bool(flag_value(args, "tokenizer_sentencepiece_legacy", False))
     special = flag_value(args, "tokenizer_special_tokens")

@@ -64,7 +64,7 @@ def wrap_core_tokenizer(
     if eod_id is None:
         raise UserError(
             f"the tokenizer in {source} has no end-of-document token; use one that was trained "
-            "with an end-of-sentence token, as tools/train_tokenizer.py does"
+            "with an end-of-sentence token, as hetero train-tokenizer does"
         )
     pad_id = _first_id(_core_id(core, "pad"), pad)
     return Tokenizer(

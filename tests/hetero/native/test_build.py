@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from ctypes import sizeof
 from pathlib import Path
 
@@ -37,7 +38,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason=LACKING)
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """What the build of the library needs, as in a checkout that was never installed."""
-    for name in ("setup.py", "pyproject.toml", "requirements.txt"):
+    for name in "setup.py pyproject.toml requirements.txt README.md LICENSE NOTICE".split():
         shutil.copy(ROOT / name, tmp_path)
     target = tmp_path / FOLDER.relative_to(ROOT)
     target.mkdir(parents=True)
@@ -70,6 +71,8 @@ def test_it_is_built_beside_its_sources_without_a_warning(checkout: Path) -> Non
     assert run(BUILD, checkout, CFLAGS="-Werror") == (0, "")
     (built,) = (checkout / "hetero/native").glob("*.so")
     assert native(built).native_version() == binding.sources_version()
+    # What Python was built with would have the library look there for others.
+    assert str(sysconfig.get_config_var("LIBDIR")).encode() not in built.read_bytes()
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "/nonexistent/cc"])
@@ -94,11 +97,10 @@ def test_without_a_compiler_the_build_asks_for_one_from_the_package_index(checko
 
 
 def test_a_library_that_is_not_built_is_an_error_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(binding, "EXTENSION_SUFFIXES", [".nothing"])
     with pytest.raises(LinkError, match=r"is not built; install this project again"):
-        native.__wrapped__()
+        native(tmp_path / "_native.so")
 
 
 def test_a_library_that_cannot_be_loaded_is_an_error_with_the_remedy(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_optimizer_takes_a_fixed_part_and_one_for_each_parameter() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not JSON; name a file that tools/profile_layers.py wrote"),
+        ("{", "not JSON; name a file that hetero profile-layers wrote"),
         ("{}", "not a profile of format 1"),
         ('{"format": 1}', "is damaged: it lists no accelerators"),
         ('{"format": 1, "accelerators": {"X": {"points": []}}}', "X is damaged: TypeError"),

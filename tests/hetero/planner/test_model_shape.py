@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hetero.errors import UserError
 from hetero.planner.model_shape import ModelError, load_model, model_from_flags
 
 
@@ -64,7 +65,7 @@ def test_operations_of_a_llama_are_six_a_parameter_and_token_beside_attention() 
 
 
 def test_errors_name_what_is_missing_or_wrong() -> None:
-    with pytest.raises(ModelError, match=r"no model is called gpt-99.*llama3.1_8b"):
+    with pytest.raises(UserError, match=r"gpt-99 is neither a file nor a preset.*llama3.1_8b"):
         load_model("gpt-99")
     with pytest.raises(ModelError, match="does not say hidden-size, num-attention-heads"):
         model_from_flags({"num-layers": 2, "seq-length": 8}, source="it")

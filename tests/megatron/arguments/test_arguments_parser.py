@@ -141,8 +141,8 @@ def test_a_refusal_and_help_wait_for_neither_torch_nor_megatron_core(flags):
         "end = os._exit\n"
         "os._exit = lambda code: (print('slow', slow(), flush=True), end(code))\n"
         "atexit.register(lambda: print('slow', slow(), flush=True))\n"
-        "from megatron.hetero.pretrain import pretrain\n"
-        f"pretrain({flags.split()!r})\n"
+        "from megatron.hetero import pretrain\n"
+        f"pretrain.main({flags.split()!r})\n"
     )
     done = ended("-c", code)
     assert done.stdout.rstrip().endswith("slow []")

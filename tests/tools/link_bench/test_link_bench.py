@@ -59,7 +59,7 @@ PERFTEST_OUTPUT = """
 def record(**changes) -> Record:
     facts = {
         "date": "2026-11-21T05:00:00+00:00",
-        "command": "python tools/bench_link.py --out <here>",
+        "command": "hetero perf links --out <here>",
         "device": "x86_64 <CPU>",
         "cores": 2,
         "torch": "2.13.0",

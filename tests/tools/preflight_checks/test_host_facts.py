@@ -7,11 +7,14 @@ import resource
 import pytest
 import torch
 
-from hetero.tools.preflight_checks import host_facts
 from hetero.tools.preflight_checks.host_facts import read_limits
 from hetero.tools.preflight_checks.pci import redirects_peers
 from hetero.tools.preflight_checks.roots import Roots, run_tool
-from hetero.tools.preflight_checks.software import read_software, unmet_requirements
+from hetero.tools.preflight_checks.software import (
+    own_requirements,
+    read_software,
+    unmet_requirements,
+)
 from tests.tools.preflight_checks.machines import config_space
 
 
@@ -26,18 +29,18 @@ def test_limits_are_those_of_this_process(tmp_path):
 
 
 def test_the_running_software_is_told():
-    software = read_software(host_facts.Path("no such file"))
+    software = read_software()
     assert f"{software.torch}+{software.torch_build}".startswith(torch.__version__.split("+")[0])
-    assert software.unmet == ()
+    assert software.unmet == unmet_requirements(own_requirements())
 
 
-def test_unmet_requirements_say_what_is_there_instead(tmp_path):
-    file = tmp_path / "requirements.txt"
-    file.write_text(
-        "# a comment\n-c other.txt\n\npsutil>=1\npsutil<1  # too new\nno-such-package-at-all>=2\n"
-        "no-such-package-either; python_version < '3'\n"
+def test_unmet_requirements_say_what_is_there_instead():
+    lines = (
+        *("# a comment", "-c other.txt", "", "psutil>=1", "psutil<1  # too new"),
+        *("no-such-package-at-all>=2", "no-such-package-either; python_version < '3'"),
+        "nor-this; extra == 'dev'",
     )
-    old, missing = unmet_requirements(file)
+    old, missing = unmet_requirements(lines)
     assert old.startswith("psutil<1 is wanted and ")
     assert missing == "no-such-package-at-all>=2 is not installed"
 

@@ -1,6 +1,6 @@
 """Check a plan before any job starts, and print the placement of its ranks.
 
-    python -m hetero.plan plan.yaml --world-size 16 --model llama3.1-8b --gpu-memory nvidia=80
+    hetero check-plan plan.yaml --world-size 16 --model llama3.1-8b --gpu-memory nvidia=80
 
 Reports every problem at once, each with the nearest valid value; the exit code is then 2. Does not
 import torch.
@@ -9,17 +9,22 @@ import torch.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from hetero import cli
+
+    sys.exit(cli.main(["check-plan", *sys.argv[1:]]))
 
 from hetero.converters import integer
-from hetero.errors import Faults, UserError, print_error
+from hetero.errors import Faults
 from hetero.formatting import counted, size_text
-from hetero.help_text import HelpFormatter
 from hetero.plan.limits import (
     layer_problems,
     mesh_names,
@@ -35,6 +40,7 @@ from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
+from hetero.tools import tool_command_line
 
 _UNLIMITED = 1 << 30
 """Micro-batches where no global batch is given: enough to fill any pipeline."""
@@ -60,20 +66,14 @@ class _TrainingRun:
         return max(round(self.global_batch / _sequences_per_step(plan)), 1)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m hetero.plan --help")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    try:
-        options = _parser().parse_args(argv)
-        plan, run = _read(options)
-        print("\n".join(_report(_resolved(plan, run), run, options)))
-    except UserError as error:
-        print_error(str(error))
-        return error.exit_code
-    return 0
+    options = _parser().parse_args(argv)
+    return tool_command_line.run(lambda: _check(options))
+
+
+def _check(options: argparse.Namespace) -> str:
+    plan, run = _read(options)
+    return "\n".join(_report(_resolved(plan, run), run, options))
 
 
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
@@ -90,12 +90,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m hetero.plan",
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("plan", type=Path, metavar="FILE", help="the plan's YAML file")
     parser.add_argument("--world-size", type=integer(1), help="ranks that will be started")
     parser.add_argument(
@@ -117,15 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="FILE",
-        help="YAML file of the run's flags, or the name of one in examples/presets",
+        help="YAML file of the run's flags, or the name of a preset",
     )
     for name in ("micro-batch-size", "global-batch-size"):
-        parser.add_argument(f"--{name}", type=integer(1), help="as of pretrain_gpt.py")
+        parser.add_argument(f"--{name}", type=integer(1), help="as of `hetero pretrain`")
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
         type=integer(1),
         default=1,
-        help="as of pretrain_gpt.py",
+        help="as of `hetero pretrain`",
     )
     return parser
 
@@ -282,8 +277,3 @@ def _memory_text(plan: Plan, stage: int, run: _TrainingRun) -> str:
         f"{size_text(found.memory.peak)}: states {size_text(found.states)}, activations "
         f"{size_text(found.memory.activations)} ({found.micro_batches:.3g} {batches} in flight)"
     )
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main())

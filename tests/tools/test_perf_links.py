@@ -1,4 +1,4 @@
-"""What `tools/bench_link.py` promises, seen from outside: two real processes, small messages."""
+"""What `hetero perf links` promises, seen from outside: two real processes, small messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from hetero.link.base import Link
 from hetero.link.names import FAMILIES
-from hetero.tools import bench_link
-from hetero.tools.bench_link import main, parse_options
+from hetero.tools import perf
 from hetero.tools.link_bench import opened_links
 from hetero.tools.link_bench.bench_rank import run_rank
 from hetero.tools.link_bench.bench_record import MEMORY_COPY, Options, sockets_name
@@ -22,7 +21,7 @@ from tests import commands
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TOOL = commands.ROOT / "tools" / "bench_link.py"
+TOOL = (commands.ROOT / "tools" / "perf.py", "links")
 # The second is no multiple of a word and spans the slots.
 SIZES = (4096, 200_003)
 QUICK = ("--seconds-a-point", "0.02", "--idle-seconds", "0.05", "--cpu")
@@ -48,7 +47,7 @@ class Outcome:
 def outcome(tmp_path_factory) -> Outcome:
     folder = tmp_path_factory.mktemp("links")
     words = ("--sizes", *SIZES, *"--transports shm tcp gloo nccl --out".split(), folder)
-    return Outcome(folder, commands.printed(TOOL, *QUICK, *SMALL_RING, *words))
+    return Outcome(folder, commands.printed(*TOOL, *QUICK, *SMALL_RING, *words))
 
 
 @pytest.mark.parametrize("path", ["shm", "tcp", "gloo", sockets_name(1), sockets_name(4)])
@@ -82,7 +81,7 @@ def test_each_transport_stands_beside_its_bare_path(outcome):
 def test_the_record_places_the_numbers_and_has_what_links_use(outcome):
     record = outcome.record
     assert record["torch"] == torch.__version__
-    assert record["command"].startswith("python tools/bench_link.py --seconds-a-point 0.02")
+    assert record["command"].startswith("hetero perf links --seconds-a-point 0.02")
     assert "CPU" in record["device"]
     assert record["driver"] is None
     assert record["simulated"] is False
@@ -170,13 +169,13 @@ def test_a_fault_of_one_transport_leaves_the_others_measured(tmp_path):
 
 def test_a_transport_that_broke_is_the_exit_code(tmp_path, monkeypatch, capsys):
     (tmp_path / "links.json").write_text(json.dumps({"failed": ["shm"]}))
-    monkeypatch.setattr(bench_link, "run_ranks", lambda *_, **__: None)
-    assert main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(perf, "run_ranks", lambda *_, **__: None)
+    assert perf.main(["links", "--out", str(tmp_path)]) == 1
     assert "broke while it was measured: shm" in capsys.readouterr().err
 
 
 def test_by_default_every_transport_is_measured_that_does_not_choose_among_others():
-    options, out = parse_options([])
+    options, out = perf.parse_options(["links"])
     assert {"shm", "tcp", "gloo", "nccl"} <= set(options.transports)
     assert not {*FAMILIES} & set(options.transports)
     assert out == "runs/links"

@@ -1,4 +1,4 @@
-"""What `tools/bench_collectives.py` promises, seen from outside: real ranks, small tensors."""
+"""What `hetero perf collectives` promises, seen from outside: real ranks, small tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from hetero.tools.bench_collectives import main, parse_options
+from hetero.tools import perf
 from hetero.tools.collective_bench import collective_rank
 from hetero.tools.collective_bench.collective_rank import run_started_rank
 from hetero.tools.collective_bench.collective_record import Options
@@ -19,7 +19,7 @@ from tests import commands
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-TOOL = "tools/bench_collectives.py"
+TOOL = ("tools/perf.py", "collectives")
 SIZES = ("--min-size", "4K", "--max-size", "16K")
 QUICK = ("--device", "cpu", "--seconds-a-point", "0.01", *SIZES)
 CASES = {
@@ -42,7 +42,7 @@ def outcome(tmp_path_factory) -> Outcome:
     backends = "--backends gloo nccl gloo-again hetero flagcx".split()
     words = (*QUICK, *backends, "--ranks", "2+1", "--out", folder)
     # As under this project's launcher, which has hetero take NCCL's and even gloo's place.
-    stdout = commands.printed(TOOL, *words, HETERO_INSTEAD_OF="nccl,gloo")
+    stdout = commands.printed(*TOOL, *words, HETERO_INSTEAD_OF="nccl,gloo")
     return Outcome(json.loads((folder / "collectives.json").read_text()), stdout)
 
 
@@ -88,7 +88,7 @@ def test_under_a_launcher_the_ranks_are_what_they_are(tmp_path) -> None:
     launcher = "-m hetero.run --standalone --nproc-per-node 2".split()
     flags = (*QUICK[:-1], "4K", "--operations", "broadcast", "--out", tmp_path)
     played = {"HETERO_VENDOR": "amd,cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    stdout = commands.printed(*launcher, TOOL, *flags, **played)
+    stdout = commands.printed(*launcher, *TOOL, *flags, **played)
     record = json.loads((tmp_path / "collectives.json").read_text())
     assert record["vendors"] == ["amd", "cpu"]
     assert [p["backend"] for p in record["points"]] == ["gloo", "hetero"]
@@ -144,11 +144,11 @@ def test_wrong_results_and_calls_that_break_are_told_and_nothing_else_is_lost(tm
 
 def test_ranks_without_a_gpu_each_are_refused(tmp_path, monkeypatch, refused) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    said = refused(main, f"--device cuda --ranks 2 --out {tmp_path}")
+    said = refused(perf.main, f"collectives --device cuda --ranks 2 --out {tmp_path}")
     assert "every rank needs a GPU: 2 in all, and this host has 1" in said
 
 
 def test_ranks_are_not_given_where_a_launcher_has_started_them(monkeypatch, refused) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "a launcher has started these" in refused(parse_options, "--ranks 1+1")
+    assert "a launcher has started these" in refused(perf.parse_options, "collectives --ranks 1+1")
