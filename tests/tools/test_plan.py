@@ -96,14 +96,14 @@ def test_the_answer_ends_with_a_command_for_each_node_that_training_accepts(
     ranks: list[str] = []
     master = "10.0.0.1" if vendors[0] == "nvidia" else "$HOST"
     titles = [line for line in commands.splitlines() if line.startswith("# node ")]
-    words = [shlex.split(line) for line in re.findall(r"^python.*\\\n.*<", commands, re.M)]
+    words = [shlex.split(line) for line in re.findall(r"^hetero.*\\\n.*<", commands, re.M)]
     for number, (title, command) in enumerate(zip(titles, words, strict=True)):
         assert command[command.index("--nnodes") + 1] == str(len(titles))
         assert command[command.index("--node-rank") + 1] == str(number)
         assert command[command.index("--master-addr") + 1] == master
         count = int(command[command.index("--nproc-per-node") + 1])
         ranks += [{"green": "nvidia", "red": "amd"}[title.split(": ")[1].split()[0]]] * count
-        flags = command[command.index("pretrain_gpt.py") + 1 : -1]
+        flags = command[command.index("--yaml-cfg") : -1]
         args = parse_args(
             [*flags, "--lr", "1", "--train-iters", "1", "--mock-data"], world_size=plan.world_size
         )
