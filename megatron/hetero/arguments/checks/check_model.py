@@ -15,6 +15,7 @@ def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str],
         _check_rotation(args),
         _check_mlp(args),
         _check_block(args),
+        _check_local_only(args),
     )
 
 
@@ -121,6 +122,25 @@ def _check_mlp(args: Namespace) -> Iterator[str]:
             "the MLP; give --ffn-hidden-size"
         )
         del args.ffn_hidden_size
+
+
+# Flags that the local layers alone implement, and their defaults.
+_LOCAL_ONLY = {
+    "qk_layernorm_across_heads": False,
+    "reordered_norm": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+def _check_local_only(args: Namespace) -> Iterator[str]:
+    if args.qk_layernorm_across_heads and not args.qk_layernorm:
+        yield "--qk-layernorm-across-heads needs --qk-layernorm; add it"
+    given = [name for name, default in _LOCAL_ONLY.items() if getattr(args, name) != default]
+    if given and args.transformer_impl != "local":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: only --transformer-impl local has it; use that"
 
 
 def _note_flags_without_effect_on_local_layers(args: Namespace) -> None:
