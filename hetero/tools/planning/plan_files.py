@@ -49,7 +49,16 @@ def write_solution(
     if not placement.plan.whole_replicas:
         contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
     read_by_training = {name: text for name, text in contents.items() if name in _FOR_TRAINING}
-    require_accepted(request.model_name, read_by_training, ranks=placement.plan.world_size)
+    require_accepted(
+        request.model_name,
+        read_by_training,
+        ranks=placement.plan.world_size,
+        model_yaml=request.model_yaml,
+    )
+    model_flags = "the model's own flags"
+    if request.model_yaml is not None:
+        contents["model.yaml"] = request.model_yaml
+        model_flags = f"--yaml-cfg {folder / 'model.yaml'}, which has the model's flags, before it"
     make_results_folder(str(folder))
     write_all({folder / name: text for name, text in contents.items()})
     if placement.plan.whole_replicas:
@@ -62,7 +71,7 @@ def write_solution(
     return [
         f"wrote {', '.join(str(folder / name) for name in sorted(contents))}",
         f"run it on these ranks in this order, {ranks}: pretrain_gpt.py --yaml-cfg "
-        f"{folder / 'flags.yaml'} with the model's own flags",
+        f"{folder / 'flags.yaml'} with {model_flags}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Converts Hugging Face's config.json to our arguments and back. No files, no torch.
+"""Reads Hugging Face's config.json and converts it to our arguments and back. No torch.
 
 Settings that the other side cannot express are refused by name, because the model could otherwise
 load and compute something else. A key that transformers does not read in this family changes
@@ -7,8 +7,10 @@ nothing there, and is not read here.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero.errors import UserError
@@ -55,6 +57,21 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
     if read.problems:
         raise UserError(*(f"{source} has {problem}" for problem in read.problems))
     return args
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; name a folder in Hugging Face's format") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check it") from error
+    except ValueError as error:
+        raise UserError(f"{path} is cut short or no JSON; download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is no JSON object; download it again")
+    return value
 
 
 class _Config:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetero.errors import UserError
 from megatron.hetero.huggingface import hub_folders
+from megatron.hetero.huggingface.configuration import read_json
 from megatron.hetero.huggingface.sentencepiece_model import write_sentencepiece
 from megatron.hetero.huggingface.token_ids import SPECIAL, read_token_ids
 from megatron.hetero.tokenizer.stored import copy_file, own_folder, own_tokenizer
@@ -79,7 +80,7 @@ class TokenizerSource:
         """config.json of the model that the tokenizer comes from; empty without one."""
         if self.folder is None or not (self.folder / hub_folders.CONFIG).is_file():
             return {}
-        return hub_folders.read_json(self.folder / hub_folders.CONFIG)
+        return read_json(self.folder / hub_folders.CONFIG)
 
     def write(self, target: Path) -> ExportedTokenizer:
         """Write tokenizer and generation settings into a model's folder."""

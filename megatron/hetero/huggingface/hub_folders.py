@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
 from megatron.hetero.checkpoint.safetensors_writer import safetensors_header, tensor_blocks
+from megatron.hetero.huggingface.configuration import read_json
 from megatron.hetero.huggingface.mapping import Part, Shape
 from megatron.hetero.tokenizer.stored import copy_file, huggingface_files
 
@@ -125,21 +125,6 @@ class ModelFolder:
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
         return stored
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; name a folder in Hugging Face's format") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check it") from error
-    except ValueError as error:
-        raise UserError(f"{path} is cut short or no JSON; download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is no JSON object; download it again")
-    return value
 
 
 def has_tokenizer(folder: Path) -> bool:

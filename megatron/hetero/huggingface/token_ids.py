@@ -12,7 +12,7 @@ from typing import Any
 
 import sentencepiece
 
-from megatron.hetero.huggingface.hub_folders import read_json
+from megatron.hetero.huggingface.configuration import read_json
 
 SPECIAL = ("bos", "eos", "pad")
 
