@@ -6,7 +6,7 @@ transformers starts biases at zero and norms at one, under which a mistake in th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,11 @@ def _is_norm(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 1 and bool((parameter == 1).all())
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of 257 tokens, in Hugging Face's format."""
+def save_tokenizer(folder: Path, *, added: Sequence[str] = ()) -> None:
+    """A byte-level tokenizer of 257 tokens, and `added` ones, in Hugging Face's format."""
     transformers = pytest.importorskip("transformers")
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=trained_bpe([], vocab_size=257), eos_token="<|endoftext|>"
     )
+    fast.add_special_tokens({"additional_special_tokens": list(added)})
     fast.save_pretrained(folder)
