@@ -144,7 +144,6 @@ def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:
     from megatron.hetero.checkpoint.tensor_names import EMBEDDING
     from megatron.hetero.generation import checkpoint_args
     from megatron.hetero.tokenizer.build import build_tokenizer
-    from megatron.hetero.tokenizer.vocabulary import fits_rows
 
     chosen = args
     if args.tokenizer_type is None:
@@ -153,7 +152,7 @@ def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:
             chosen.tokenizer_model = args.tokenizer_model
     tokenizer = build_tokenizer(chosen)
     rows, theirs = reader.shape(EMBEDDING)[0], reader.args.get("tokenizer_vocab_size")
-    if not fits_rows(tokenizer, rows) or theirs not in (None, tokenizer.vocab_size):
+    if tokenizer.base_vocab_size > rows or theirs not in (None, tokenizer.vocab_size):
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the checkpoint {reader.folder} "
             f"was trained with {theirs or f'at most {rows}'}; name the same one with "

@@ -62,7 +62,9 @@ def agree_on_tokenizer(
     require_same_data(payloads)
     # Every rank has built one, or the exchange has raised.
     assert tokenizer is not None
-    args.padded_vocab_size = embedding_rows(args, tokenizer)
+    args.padded_vocab_size = embedding_rows(
+        args, args.tokenizer_vocab_size, base_vocab_size=tokenizer.base_vocab_size
+    )
     # Each node may have its own names for the same files.
     prefixes = [prefix for prefix, _ in named_prefixes(args)]
     digests = dict(zip(prefixes, payloads[0]["data"], strict=False))

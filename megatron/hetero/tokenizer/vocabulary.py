@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING
 
 from hetero.errors import AgreedError
-
-if TYPE_CHECKING:
-    from megatron.hetero.tokenizer.wrapper import Tokenizer
 
 
 def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_parallel_size: int) -> int:
@@ -21,47 +17,42 @@ def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_paralle
     return -(-vocab_size // multiple) * multiple
 
 
-def fits_rows(tokenizer: Tokenizer, rows: int) -> bool:
-    """Whether an embedding has rows for all tokens but added ones, which need not occur.
-
-    Models whose tokenizer got a padding token later are published without a row for it.
-    """
-    return tokenizer.base_vocab_size <= rows
-
-
-def embedding_rows(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+def embedding_rows(
+    args: argparse.Namespace, vocab_size: int, *, base_vocab_size: int | None = None
+) -> int:
     """The rows of the embedding: --padded-vocab-size, or the tokenizer's size, padded.
 
+    Only the `base_vocab_size` tokens, by default all, must have a row where the rows are given:
+    added ones need not occur, as the padding token that a model's tokenizer got later.
     With --use-checkpoint-args they are the checkpoint's, padded if the tensor-parallel size does
     not divide them. Raises AgreedError if there are too few, or if --padded-vocab-size cannot be
     divided.
     """
     rows = args.padded_vocab_size
+    least = vocab_size if base_vocab_size is None else base_vocab_size
     # All meshes need the same rows, because padding takes part in the loss.
     tensor_parallel_size = math.lcm(
         *(args.hetero_tensor_sizes or (args.tensor_model_parallel_size,))
     )
     if rows is None:
         return padded_vocab_size(
-            tokenizer.vocab_size,
+            vocab_size,
             make_divisible_by=args.make_vocab_size_divisible_by,
             tensor_parallel_size=tensor_parallel_size,
         )
     if args.use_checkpoint_args:
-        if not fits_rows(tokenizer, rows):
+        if rows < least:
             raise AgreedError(
-                f"the checkpoint has {rows} rows of vocabulary and the tokenizer "
-                f"{tokenizer.base_vocab_size} tokens; name the checkpoint's own with "
-                "--tokenizer-type and --tokenizer-model"
+                f"the checkpoint has {rows} rows of vocabulary and the tokenizer {least} tokens; "
+                "name the checkpoint's own with --tokenizer-type and --tokenizer-model"
             )
         return padded_vocab_size(
             rows, make_divisible_by=1, tensor_parallel_size=tensor_parallel_size
         )
-    if not fits_rows(tokenizer, rows) or rows % tensor_parallel_size:
+    if rows < least or rows % tensor_parallel_size:
         raise AgreedError(
-            f"--padded-vocab-size {rows} must be at least the tokenizer's "
-            f"{tokenizer.base_vocab_size} and a multiple of {tensor_parallel_size}, of which every "
-            "tensor-parallel rank has an equal part"
+            f"--padded-vocab-size {rows} must be at least the tokenizer's {least} and a multiple "
+            f"of {tensor_parallel_size}, of which every tensor-parallel rank has an equal part"
         )
     return int(rows)
 

@@ -135,12 +135,21 @@ _LOCAL_ONLY = {
 
 
 def _check_local_only(args: Namespace) -> Iterator[str]:
-    if args.qk_layernorm_across_heads and not args.qk_layernorm:
-        yield "--qk-layernorm-across-heads needs --qk-layernorm; add it"
+    if args.qk_layernorm_across_heads and not (
+        args.qk_layernorm and args.normalization == "RMSNorm"
+    ):
+        needed = "--qk-layernorm and --normalization RMSNorm"
+        yield f"--qk-layernorm-across-heads needs {needed}; add them"
+    if args.transformer_impl != "local":
+        yield from local_only_problems(args)
+
+
+def local_only_problems(args: Namespace) -> Iterator[str]:
+    """The error if the model needs the local layers, for a run or a mesh that builds others."""
     given = [name for name, default in _LOCAL_ONLY.items() if getattr(args, name) != default]
-    if given and args.transformer_impl != "local":
+    if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        yield f"{flags}: only --transformer-impl local has it; use that"
+        yield f"{flags}: only the layers of --transformer-impl local have it; use them"
 
 
 def _note_flags_without_effect_on_local_layers(args: Namespace) -> None:
