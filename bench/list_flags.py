@@ -39,7 +39,13 @@ TABLE_ENDS = "<!-- end of what is written -->\n"
 
 SAME, OURS = "same", "ours"
 # Flags that Megatron-LM does not have, beside those that begin with --hetero-.
-OURS_BY_NAME = frozenset({"--metrics-file", "--keep-last", "--exit-on-save-failure"})
+OURS_BY_NAME = frozenset(
+    {
+        *("--metrics-file", "--keep-last", "--exit-on-save-failure"),
+        *("--qk-layernorm-across-heads", "--reordered-norm", "--softmax-scale"),
+        *("--embedding-multiplier", "--residual-multiplier", "--logits-scaling"),
+    }
+)
 # How flags differ from Megatron-LM's of the same name.
 DEPARTURES = {
     "--yaml-cfg": "Megatron's replaces the command line; here the file's flags come before it",

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from hetero.errors import HeteroError
+from hetero.errors import HeteroError, UserError
 from megatron.hetero.checkpoint.compatibility import require_same_schedule
 from megatron.hetero.checkpoint.control_group import ControlGroup
 from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
@@ -231,11 +231,11 @@ class Checkpointer:
             return
         try:
             folder = store_tokenizer(vars(self._args), save)
-        except OSError as error:
+        except (OSError, UserError) as error:
             folder = None
             print(
-                f"warning: the tokenizer could not be copied to {save} "
-                f"({error.strerror or error}); the checkpoint names it by its path alone",
+                f"warning: the tokenizer could not be copied to {save} ({error}); the checkpoint "
+                "names it by its path alone",
                 flush=True,
             )
         setattr(self._args, ARGUMENT, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import OrderedDict
@@ -61,7 +62,7 @@ class Tokenizer(MegatronTokenizerBase):
     def vocab(self) -> Any:
         return self._core.vocab
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id: ids of added tokens may leave a gap."""
         size = int(self._core.vocab_size)
