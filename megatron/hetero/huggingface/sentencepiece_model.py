@@ -62,7 +62,8 @@ def write_sentencepiece(
         [AddedToken(text, special=True, normalized=False) for text in special_tokens]
     )
     if (differing := _difference(tokenizer, processor)) is not None:
-        return f"written as tokenizer.json, it would split {differing!r} into other tokens"
+        shown = differing if len(differing) <= 60 else f"{differing[:60]}..."
+        return f"written as tokenizer.json, it would split {shown!r} into other tokens"
     (target / "tokenizer.json").write_text(tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
