@@ -22,7 +22,7 @@ def flags_of_config(name: str) -> str | None:
     None for another kind of name. Raises UserError for what has no flag.
     """
     path = Path(name)
-    if path.is_dir():
+    if (path / _CONFIG).is_file():
         path /= _CONFIG
     if path.suffix != ".json":
         return None

@@ -150,6 +150,8 @@ def to_huggingface(
         (temporary / hub_folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if exported.problem is not None:
         notes = (*notes, f"no tokenizer was written: {exported.problem}")
+    if exported.note is not None:
+        notes = (*notes, exported.note)
     dropout = index.args.get("hidden_dropout", 0.0)
     return ConvertedModel(
         folder=target,

@@ -34,6 +34,8 @@ class ExportedTokenizer:
     """The ids of special tokens, as config.json names them."""
     problem: str | None = None
     """Why there is no tokenizer."""
+    note: str | None = None
+    """What the one that was written lacks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TokenizerSource:
     folder: Path | None = None
     """The folder of Hugging Face's format that has it."""
     special_tokens: tuple[str, ...] = ()
-    """Added to a SentencePiece model."""
+    """--tokenizer-special-tokens, which a SentencePiece model takes in its legacy mode alone."""
 
     @classmethod
     def of_checkpoint(cls, args: Mapping[str, Any], checkpoint: Path) -> TokenizerSource:
@@ -60,8 +62,7 @@ class TokenizerSource:
         if kind in ("HuggingFaceTokenizer", None):
             candidates = [own_folder(args, checkpoint), Path(named.get("tokenizer_model") or "-")]
             folder = next((path for path in candidates if path and path.is_dir()), None)
-        legacy = args.get("tokenizer_sentencepiece_legacy")
-        special = tuple(args.get("tokenizer_special_tokens") or ()) if legacy else ()
+        special = tuple(args.get("tokenizer_special_tokens") or ())
         return cls(kind, named, folder, special)
 
     @classmethod
@@ -102,7 +103,14 @@ class TokenizerSource:
         special = dict(read_token_ids(target).special) | _special_ids(self.config())
         if special and not (target / GENERATION_CONFIG).exists():
             (target / GENERATION_CONFIG).write_text(json.dumps(special, indent=2) + "\n")
-        return ExportedTokenizer(special, problem)
+        note = None
+        if self.folder is not None and self.special_tokens:
+            note = (
+                "the tokenizer that was written does not have the tokens of "
+                f"--tokenizer-special-tokens ({' '.join(self.special_tokens)}); add them with "
+                "transformers' add_special_tokens"
+            )
+        return ExportedTokenizer(special, problem, note)
 
     def _write_converted(self, target: Path) -> str | None:
         """Write the files of another type than Hugging Face's; returns why it cannot."""
