@@ -181,7 +181,7 @@ def layer_spec(
     args: argparse.Namespace,
     config: TransformerConfig,
     layers: int,
-    tensor_group: torch.distributed.ProcessGroup,
+    groups: ProcessGroupCollection,
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """TransformerEngine's layer spec, or megatron-core's local one with our norm and attention."""
     if args.transformer_impl == "transformer_engine":
@@ -198,7 +198,7 @@ def layer_spec(
     if args.qk_layernorm_across_heads:
         queries, keys = config.num_attention_heads, config.num_query_groups
         attention.q_layernorm, attention.k_layernorm = (
-            ModuleSpec(HeadsNorm, params={"heads": heads, "group": tensor_group})
+            ModuleSpec(HeadsNorm, params={"heads": heads, "group": groups.tp})
             for heads in (queries, keys)
         )
     if args.reordered_norm or args.residual_multiplier != 1.0:
@@ -242,7 +242,7 @@ def build_chunk(
     built = model_class(kernels)(
         config=config,
         transformer_layer_spec=layer_spec(
-            args, config, plan.layers[coordinate.stage][chunk], groups.tp
+            args, config, plan.layers[coordinate.stage][chunk], groups
         ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
