@@ -50,7 +50,12 @@ TABLE_ENDS = "<!-- end of what is written -->\n"
 SAME, OURS = "same", "ours"
 # Flags that Megatron-LM does not have, beside those that begin with --hetero-.
 OURS_BY_NAME = frozenset(
-    {"--metrics-file", "--keep-last", "--exit-on-save-failure", "--tokenizer-bos"}
+    {
+        *("--metrics-file", "--keep-last", "--exit-on-save-failure"),
+        "--tokenizer-bos",
+        *("--qk-layernorm-across-heads", "--reordered-norm", "--softmax-scale"),
+        *("--embedding-multiplier", "--residual-multiplier", "--logits-scaling"),
+    }
 )
 # How flags differ from Megatron-LM's of the same name.
 DEPARTURES = {

@@ -50,6 +50,8 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normalized, with one weight for all heads."""
+    qk_norm_across_heads: bool = False
+    """Whether that norm has weights for every head."""
     norm_weights: int = 1
     """Learned vectors per norm: 1 for RMSNorm, 2 for LayerNorm."""
     learned_positions: int = 0
@@ -107,7 +109,11 @@ class ModelShape:
             biases += 2 * self.hidden + (self.mlp_matrices - 1) * self.ffn
         if self.linear_bias or self.qkv_bias:
             biases += self.attention_width + 2 * self.key_value_width
-        normed = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+        normed = 2 * self.hidden
+        if self.qk_norm_across_heads:
+            normed += self.attention_width + self.key_value_width
+        elif self.qk_norm:
+            normed += 2 * self.head_size
         return self.layer_matrix_parameters + biases + self.norm_weights * normed
 
     @property
@@ -211,6 +217,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             linear_bias=linear_bias,
             qkv_bias=linear_bias or bool(given.get("add-qkv-bias")),
             qk_norm=bool(given.get("qk-layernorm")),
+            qk_norm_across_heads=bool(given.get("qk-layernorm-across-heads")),
             norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
             learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
         )

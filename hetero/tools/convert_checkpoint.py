@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        "Convert checkpoints between ours, Hugging Face's (LLaMA 3.x and Qwen2) and Megatron-LM's "
-        "own formats (dense GPT models)."
+        "Convert checkpoints between ours, Hugging Face's (LLaMA, Qwen2, Qwen3, Mistral, OLMo-2, "
+        "Phi-3, Granite) and Megatron-LM's own formats (dense GPT models)."
     )
     directions = parser.add_subparsers(
         dest="direction",
@@ -67,13 +67,15 @@ def _add_huggingface(directions: argparse._SubParsersAction[Parser]) -> None:
     outward.add_argument(
         "--vocab-size",
         type=integer(1),
-        help="rows of the vocabulary to keep; left out: as many as the tokenizer had",
+        help="rows of the vocabulary to keep; left out: as many as the tokenizer had, or the "
+        "model that was converted",
     )
     outward.add_argument(
         "--tokenizer",
         type=Path,
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer; left out: the one that the checkpoint names",
+        metavar="PATH",
+        help="folder of a Hugging Face tokenizer, or a SentencePiece model; left out: the "
+        "checkpoint's",
     )
 
 
@@ -141,6 +143,7 @@ def _to_megatron(args: argparse.Namespace) -> str:
 
     done = to_megatron(args.source, args.target, divisible_by=args.make_vocab_size_divisible_by)
     tokenizer = "" if done.has_tokenizer else "; it had no tokenizer, so name one"
+    _print_notes(done.notes)
     return (
         f"{done.parameters:,} parameters, with {done.rows:,} rows of vocabulary, written to "
         f"{done.folder}; train from them with --load {args.target} --use-checkpoint-args{tokenizer}"
@@ -155,12 +158,11 @@ def _to_huggingface(args: argparse.Namespace) -> str:
         args.target,
         iteration=args.ckpt_step,
         vocabulary=args.vocab_size,
-        companions=args.tokenizer,
+        tokenizer=args.tokenizer,
     )
     tokenizer = "its tokenizer" if done.has_tokenizer else "no tokenizer (--tokenizer names one)"
     dropped = f"; config.json has no key for {' '.join(done.dropped_flags)}, which training used"
-    for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _print_notes(done.notes)
     return (
         f"{done.parameters:,} parameters of {done.source} written to {done.folder}, with "
         f"{done.rows:,} rows of vocabulary and {tokenizer}{dropped if done.dropped_flags else ''}"
@@ -208,10 +210,14 @@ def _for_megatron_lm(args: argparse.Namespace) -> str:
         how = "the weights alone, as a release"
     else:
         how = f"with the optimizer's state, of iteration {done.iteration}"
-    for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _print_notes(done.notes)
     return (
         f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
         f"written to {done.folder} in the format {args.format}, {how}; Megatron-LM "
         f"trains from them with --load {args.target}"
     )
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)

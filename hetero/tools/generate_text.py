@@ -79,11 +79,14 @@ def complete(args: argparse.Namespace) -> str:
     import torch
 
     from megatron.hetero.checkpoint.reader import CheckpointReader
+    from megatron.hetero.checkpoint.tensor_names import EMBEDDING
     from megatron.hetero.generation import Sampling, generate, whole_model
 
     with CheckpointReader.open(args.load, iteration=args.ckpt_step) as reader:
         tokenizer = _tokenizer(args, reader)
-        prompt = _tokens(args.prompt, tokenizer)
+        # An added token may have no row, and rows of padding have no token.
+        known = min(tokenizer.vocab_size, reader.shape(EMBEDDING)[0])
+        prompt = _tokens(args.prompt, tokenizer, known)
         for line in (*reader.notes, f"checkpoint {reader.title}"):
             print(line, file=sys.stderr)
         dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -99,7 +102,7 @@ def complete(args: argparse.Namespace) -> str:
                 prompt,
                 Sampling(args.temperature, args.top_k, args.top_p),
                 max_context=model.max_sequence_length,
-                vocab_size=tokenizer.vocab_size,
+                vocab_size=known,
                 seed=args.seed,
             )
             found: list[int] = []
@@ -110,17 +113,19 @@ def complete(args: argparse.Namespace) -> str:
     return tokenizer.detokenize([*prompt, *found])
 
 
-def _tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The prompt's tokens; NullTokenizer takes any number for one, and no word."""
+def _tokens(text: str, tokenizer: Tokenizer, known: int) -> list[int]:
+    """The prompt's tokens, all below `known`; NullTokenizer takes any number, and no word."""
     try:
         tokens = tokenizer.tokenize(text)
     except ValueError as error:
         raise UserError(f"--prompt cannot be tokenized ({error}); check the text") from error
     for token in tokens:
-        if not 0 <= token < tokenizer.vocab_size:
+        if not 0 <= token < known:
+            whose = (
+                "the tokenizer has" if known == tokenizer.vocab_size else "the model has rows for"
+            )
             raise UserError(
-                f"--prompt holds token {token} and the tokenizer has {tokenizer.vocab_size}, from "
-                "0 on; name others"
+                f"--prompt holds token {token} and {whose} {known}, from 0 on; name others"
             )
     return tokens
 
@@ -137,22 +142,16 @@ def _tokenizer(args: argparse.Namespace, reader: CheckpointReader) -> Tokenizer:
     """The one of the flags, or the checkpoint's; it must fit the checkpoint's vocabulary."""
     from megatron.hetero.checkpoint.tensor_names import EMBEDDING
     from megatron.hetero.generation import checkpoint_args
-    from megatron.hetero.huggingface.convert import COMPANION_FOLDER
     from megatron.hetero.tokenizer.build import build_tokenizer
 
-    if args.tokenizer_type is not None:
-        chosen = args
-    else:
+    chosen = args
+    if args.tokenizer_type is None:
         chosen = checkpoint_args(reader)
-        beside = reader.folder / COMPANION_FOLDER
         if args.tokenizer_model is not None:
             chosen.tokenizer_model = args.tokenizer_model
-        elif beside.is_dir():
-            # Where a checkpoint was moved, the path that it remembers is gone.
-            chosen.tokenizer_model = str(beside)
     tokenizer = build_tokenizer(chosen)
     rows, theirs = reader.shape(EMBEDDING)[0], reader.args.get("tokenizer_vocab_size")
-    if tokenizer.vocab_size > rows or theirs not in (None, tokenizer.vocab_size):
+    if tokenizer.base_vocab_size > rows or theirs not in (None, tokenizer.vocab_size):
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the checkpoint {reader.folder} "
             f"was trained with {theirs or f'at most {rows}'}; name the same one with "

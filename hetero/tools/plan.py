@@ -45,10 +45,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--model",
         required=True,
         metavar="NAME",
-        help="a file of Megatron's flags, or a preset by its name",
+        help="a file of Megatron's flags, a preset by its name, or Hugging Face's config.json, or "
+        "a folder with one",
     )
     parser.add_argument("--global-batch", type=integer(1), required=True, help="samples of a step")
-    parser.add_argument("--seq-length", type=integer(1), help="left out: the model file's")
+    parser.add_argument(
+        "--seq-length",
+        type=integer(1),
+        help="left out: the model file's; for a config.json, 4096 or what the model can process",
+    )
     parser.add_argument(
         "--profile",
         type=Path,

@@ -28,6 +28,7 @@ from megatron.hetero.core_private import use_whole_reads, without_process_group
 from megatron.hetero.dataset_checks import SPLITS, blend_config
 from megatron.hetero.fill_in_middle import fill_in_middle
 from megatron.hetero.text_dataset import TextDataset, TextDatasetConfig
+from megatron.hetero.tokenizer.vocabulary import known_tokens
 
 _NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
 _CANNOT_WRITE = frozenset(
@@ -317,9 +318,7 @@ def build_micro_batches(
         # Otherwise the loader would advance the global generator, which dropout uses.
         generator=torch.Generator(),
     )
-    return MicroBatches(
-        loader, device=device, vocab_size=args.tokenizer_vocab_size, deadline=deadline
-    )
+    return MicroBatches(loader, device=device, vocab_size=known_tokens(args), deadline=deadline)
 
 
 def _loader_deadline(args: argparse.Namespace) -> float:
@@ -333,9 +332,9 @@ def _check_token_ids(batch: dict[str, torch.Tensor], vocab_size: int) -> None:
     smallest, largest = min(int(end.min) for end in ends), max(int(end.max) for end in ends)
     if smallest < 0 or largest >= vocab_size:
         raise HeteroError(
-            f"the data holds token {smallest if smallest < 0 else largest} but the tokenizer has "
-            f"{vocab_size}; preprocess the text with the tokenizer that this run names, or restore "
-            "the files if they were changed"
+            f"the data holds token {smallest if smallest < 0 else largest} but the model knows "
+            f"{vocab_size}; preprocess the text with the tokenizer that this run names, without "
+            "added tokens for which the model has no row, or restore the files if they were changed"
         )
 
 

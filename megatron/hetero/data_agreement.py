@@ -57,15 +57,18 @@ def agree_on_tokenizer(
             "data": [],
         }
         if not args.mock_data:
-            vocab_size = args.tokenizer_vocab_size
-            found = check_datasets(args, vocab_size=vocab_size, read_indexes=read_indexes)
+            found = check_datasets(args, read_indexes=read_indexes)
             payload |= {"absent": sorted(found.empty_splits), "data": list(found.digests)}
     except UserError as error:
         problem = error
     payloads = agreement.exchange("data files", payload=payload, error=problem)
     empty_splits = frozenset(name for record in payloads for name in record["absent"])
     require_same_data(payloads)
-    args.padded_vocab_size = embedding_rows(args, args.tokenizer_vocab_size)
+    # Every rank has built one, or the exchange has raised.
+    assert tokenizer is not None
+    args.padded_vocab_size = embedding_rows(
+        args, args.tokenizer_vocab_size, base_vocab_size=tokenizer.base_vocab_size
+    )
     # Each node may have its own names for the same files.
     prefixes = [prefix for prefix, _ in named_prefixes(args)]
     digests = dict(zip(prefixes, payloads[0]["data"], strict=False))

@@ -24,6 +24,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from hetero.errors import AgreedError, UserError
 from hetero.formatting import counted
 from megatron.hetero.dataset_description import TokenizerInfo, tokenizer_mismatch
+from megatron.hetero.tokenizer.vocabulary import known_tokens
 
 SPLITS = ("train", "valid", "test")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -151,8 +152,9 @@ def _check_vocabulary(prefix: str, summary: IndexSummary, vocab_size: int) -> No
     sample = numpy.fromfile(prefix + ".bin", summary.dtype, _SAMPLED_TOKENS)
     if len(sample) and not 0 <= int(sample.min()) <= int(sample.max()) < vocab_size:
         raise UserError(
-            f"the dataset {prefix} holds token {int(sample.max())} but the tokenizer has "
-            f"{vocab_size}; preprocess the text with the tokenizer that this run names"
+            f"the dataset {prefix} holds token {int(sample.max())} but the model knows "
+            f"{vocab_size}; preprocess the text with the tokenizer that this run names, without "
+            "added tokens for which the model has no row"
         )
 
 
@@ -231,9 +233,7 @@ def named_prefixes(args: argparse.Namespace) -> list[tuple[str, str | None]]:
     ]
 
 
-def check_datasets(
-    args: argparse.Namespace, *, vocab_size: int, read_indexes: bool = True
-) -> CheckedData:
+def check_datasets(args: argparse.Namespace, *, read_indexes: bool = True) -> CheckedData:
     """Check all datasets that the flags name. Raises UserError.
 
     Without `read_indexes`, checks only file headers and returns an empty result. Indexes may be
@@ -244,11 +244,11 @@ def check_datasets(
         for prefix, _ in listed:
             check_header(prefix)
         return CheckedData()
-    _check_descriptions(args, [prefix for prefix, _ in listed], vocab_size)
+    _check_descriptions(args, [prefix for prefix, _ in listed], args.tokenizer_vocab_size)
     empty_splits, digests = set(), []
     for prefix, name in listed:
         summary = inspect_index(prefix)
-        _check_vocabulary(prefix, summary, vocab_size)
+        _check_vocabulary(prefix, summary, known_tokens(args))
         digests.append(_digest(prefix, summary))
         if name is None:
             tokens = split_tokens(args.split, summary.lengths)

@@ -23,6 +23,7 @@ from megatron.hetero.checkpoint.tensor_names import EMBEDDING, stored_name
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.model import build_chunk, transformer_config
 from megatron.hetero.single_process_groups import single_process_groups
+from megatron.hetero.tokenizer.stored import own_tokenizer
 
 _MIN_CACHE_TOKENS = 256
 """Initial capacity of the KV cache."""
@@ -52,7 +53,7 @@ class Sampling:
 
 
 def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
-    """The arguments of the run that wrote a checkpoint.
+    """The arguments of the run that wrote a checkpoint; its tokenizer is the checkpoint's own copy.
 
     Flags that the checkpoint does not record get their defaults. Raises UserError if one of those
     determines a tensor's shape.
@@ -69,7 +70,7 @@ def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
             "model cannot be built; write it again with this version"
         )
     args = parser.parse_args([])
-    for name, value in reader.args.items():
+    for name, value in {**reader.args, **own_tokenizer(reader.args, reader.folder)}.items():
         setattr(args, name, value)
     return args
 

@@ -1,8 +1,9 @@
 """Norms and attention core for megatron-core's local layer spec, on GPUs and on CPU.
 
 `RMSNorm` and `LayerNorm` support sequence parallelism, which megatron-core's wrapped torch norms
-refuse. `SdpaAttention` uses torch's scaled_dot_product_attention: cuDNN or flash attention on
-NVIDIA, AOTriton or CK on ROCm, a fused kernel on CPU; the score matrix is never materialised.
+refuse. `HeadsNorm` and `ResidualAdd` are what OLMo-2 and Granite have and megatron-core has not.
+`SdpaAttention` uses torch's scaled_dot_product_attention: cuDNN or flash attention on NVIDIA,
+AOTriton or CK on ROCm, a fused kernel on CPU; the score matrix is never materialised.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -90,6 +92,80 @@ def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) ->
 
 def norm_class(config: TransformerConfig) -> type[RMSNorm] | type[LayerNorm]:
     return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+
+
+class HeadsNorm(RMSNorm):
+    """One RMSNorm over all heads of the queries, or of the keys (--qk-layernorm-across-heads).
+
+    Every tensor-parallel rank has the whole weight and uses the part of its own heads: the rest of
+    its gradient is zero, and megatron-core sums gradients of query and key norms over the ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        heads: int,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
+        """`hidden_size` is the width of a head, `heads` their number on all ranks of `group`."""
+        super().__init__(config, heads * hidden_size, eps=eps)
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` is (s, b, own heads, width of a head)."""
+        flat = x.flatten(2)
+        if self._group.size() == 1:
+            return super().forward(flat).view_as(x)
+        wide = flat.float()
+        # The second call sums the gradients, which the first one only passes on.
+        total = tensor_parallel.copy_to_tensor_model_parallel_region(
+            tensor_parallel.reduce_from_tensor_model_parallel_region(
+                wide.square().sum(-1, keepdim=True), group=self._group
+            ),
+            group=self._group,
+        )
+        normed = wide * torch.rsqrt(total / self.weight.shape[0] + self.eps)
+        gain = _gain(self).chunk(self._group.size())[self._group.rank()]
+        return (normed * gain).to(x.dtype).view_as(x)
+
+
+class ResidualAdd(torch.nn.Module):
+    """Adds the output of attention or MLP to the residual, after a norm or with a factor.
+
+    Takes the place of megatron-core's bias-dropout-add in a layer spec.
+    """
+
+    def __init__(self, config: TransformerConfig, *, normed: bool, multiplier: float) -> None:
+        super().__init__()
+        self._multiplier = multiplier
+        self.norm = (
+            norm_class(config)(config, config.hidden_size, eps=config.layernorm_epsilon)
+            if normed
+            else None
+        )
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def add_output(
+            output_with_bias: tuple[torch.Tensor, torch.Tensor | None],
+            residual: torch.Tensor,
+            dropout: float,
+        ) -> torch.Tensor:
+            output, bias = output_with_bias
+            if bias is not None:
+                output = output + bias
+            if self.norm is not None:
+                output = self.norm(output)
+            if self._multiplier != 1.0:
+                output = output * self._multiplier
+            added: torch.Tensor = add((output, None), residual, dropout)
+            return added
+
+        return add_output
 
 
 class SdpaAttention(MegatronModule):

@@ -12,8 +12,9 @@ from hetero.formatting import counted
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.plan_file import PlanFile, read_plan_file
+from megatron.hetero.arguments.checks.check_model import local_only_problems
 from megatron.hetero.arguments.checks.check_parallel import counted_layers, described_meshes
-from megatron.hetero.arguments.installed_layers import fall_back
+from megatron.hetero.arguments.installed_layers import ENGINE, fall_back
 from megatron.hetero.arguments.pipeline_layout import parse_layout
 from megatron.hetero.arguments.problems import Problems
 from megatron.hetero.arguments.validate import check_sizes
@@ -98,6 +99,9 @@ def _check_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:
             f"and --optimizer is {args.optimizer}; leave it out of mesh {', '.join(shared)}, or "
             "use --optimizer adam"
         )
+    if any(mesh.transformer_impl == ENGINE for mesh in file.meshes):
+        for said in local_only_problems(args):
+            yield f"the plan {args.hetero_plan} has meshes of {ENGINE}, and {said}"
 
 
 def _check_layers_of_file(args: argparse.Namespace, file: PlanFile) -> Iterator[str]:

@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -38,7 +39,7 @@ from megatron.hetero.kernels import (
     patch_chunk,
     select_kernels,
 )
-from megatron.hetero.layers import SdpaAttention, norm_class
+from megatron.hetero.layers import HeadsNorm, ResidualAdd, SdpaAttention, norm_class
 
 
 @dataclass
@@ -117,6 +118,7 @@ def transformer_config(
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
         attention_softmax_in_fp32=args.attention_softmax_in_fp32,
+        softmax_scale=args.softmax_scale,
         apply_query_key_layer_scaling=args.apply_query_key_layer_scaling,
         attention_backend=AttnBackend[args.attention_backend],
         init_method=_no_init,
@@ -176,7 +178,10 @@ def _activation_fusion(args: argparse.Namespace) -> bool:
 
 
 def layer_spec(
-    args: argparse.Namespace, config: TransformerConfig, layers: int
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    layers: int,
+    groups: ProcessGroupCollection,
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """TransformerEngine's layer spec, or megatron-core's local one with our norm and attention."""
     if args.transformer_impl == "transformer_engine":
@@ -185,13 +190,39 @@ def layer_spec(
         normalization=args.normalization, qk_layernorm=args.qk_layernorm
     )
     norm = norm_class(config)
-    spec.submodules.input_layernorm = norm
-    spec.submodules.pre_mlp_layernorm = norm
-    attention = spec.submodules.self_attention.submodules
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.reordered_norm else norm
     attention.core_attention = SdpaAttention
     if args.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if args.qk_layernorm_across_heads:
+        queries, keys = config.num_attention_heads, config.num_query_groups
+        attention.q_layernorm, attention.k_layernorm = (
+            ModuleSpec(HeadsNorm, params={"heads": heads, "group": groups.tp})
+            for heads in (queries, keys)
+        )
+    if args.reordered_norm or args.residual_multiplier != 1.0:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(
+            ResidualAdd,
+            params={
+                "config": config,
+                "normed": args.reordered_norm,
+                "multiplier": args.residual_multiplier,
+            },
+        )
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
+
+
+def _install_multipliers(args: argparse.Namespace, chunk: GPTModel) -> None:
+    """Multiply what leaves the embedding, and divide what enters the output layer."""
+
+    def scale(module: torch.nn.Module, factor: float) -> None:
+        module.register_forward_hook(lambda _module, _inputs, output: output * factor)
+
+    if chunk.pre_process and args.embedding_multiplier != 1.0:
+        scale(chunk.embedding, args.embedding_multiplier)
+    if chunk.post_process and args.logits_scaling != 1.0:
+        scale(chunk.decoder.final_layernorm, 1.0 / args.logits_scaling)
 
 
 def build_chunk(
@@ -210,7 +241,9 @@ def build_chunk(
     is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
     built = model_class(kernels)(
         config=config,
-        transformer_layer_spec=layer_spec(args, config, plan.layers[coordinate.stage][chunk]),
+        transformer_layer_spec=layer_spec(
+            args, config, plan.layers[coordinate.stage][chunk], groups
+        ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=is_first,
@@ -227,6 +260,7 @@ def build_chunk(
         vp_stage=chunk if plan.chunks > 1 else None,
     )
     patch_chunk(built, kernels)
+    _install_multipliers(args, built)
     return built
 
 

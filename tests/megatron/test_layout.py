@@ -12,8 +12,9 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, PlanError
+from megatron.hetero.command_line import read_command_line
 from megatron.hetero.layout import apply_mesh, apply_plan_file, plan_from_args
-from tests.megatron.launches import parsed
+from tests.megatron.launches import command_line, parsed
 from tests.sentences import all_said_of, sentence_of
 
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1 "

@@ -34,6 +34,8 @@ from tests.megatron.launches import parsed
         "--normalization RMSNorm --ffn-hidden-size 100 --untie-embeddings-and-output-weights",
         "--max-position-embeddings 48 --swiglu --group-query-attention --num-query-groups 2",
         "--qk-layernorm --normalization RMSNorm --swiglu --ffn-hidden-size 100",
+        "--qk-layernorm --qk-layernorm-across-heads --normalization RMSNorm --reordered-norm"
+        " --group-query-attention --num-query-groups 2 --residual-multiplier 0.5",
     ],
 )
 def test_a_size_that_is_computed_is_the_size_that_is_built(flags: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -97,7 +96,7 @@ def test_a_checkpoint_that_was_moved_finds_its_tokenizer(
 ) -> None:
     shutil.copytree(converted / "ours", tmp_path / "moved")
     index = tmp_path / "moved" / "release" / "index.json"
-    assert str(converted) in json.loads(index.read_text())["checkpoint"]["args"]["tokenizer_model"]
+    assert str(converted) not in index.read_text()
     shutil.move(converted / "ours", tmp_path / "away")
     try:
         moved, _ = _say(tmp_path / "moved", capsys)

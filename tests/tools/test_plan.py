@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def test_a_kind_that_comes_again_goes_on_where_it_stopped(tmp_path: Path) -> Non
     plan = Plan(meshes=tuple(meshes), layers=((10,), (10,), (12,)))
     options = _parse(request(tmp_path))
     placement = Placement(plan, ("green", "red", "green"), 16)
-    lines = node_commands(placement, read_request(options), tmp_path / "flags.yaml")
+    lines = node_commands(placement, read_request(options), tmp_path)
     starts = [line for line in lines if "--node-rank" in line]
     assert [line.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 ") for line in starts] == [
         *(False, False, True)
@@ -347,3 +348,36 @@ def test_a_plan_that_the_model_s_own_flags_do_not_go_with_is_not_written(
     if "sgd" in flags:
         own = ("--model", str(model), "--no-distributed-optimizer")
         assert main(request(tmp_path, *own)) == 0
+
+
+CONFIGS = Path(__file__).parents[1] / "megatron" / "huggingface" / "configs"
+
+
+@pytest.mark.parametrize("in_a_folder", [False, True])
+def test_a_config_of_hugging_face_is_planned_as_it_is(in_a_folder: bool, tmp_path: Path) -> None:
+    config = CONFIGS / "granite_3.3_8b.json"
+    if in_a_folder:
+        (tmp_path / "model").mkdir()
+        shutil.copy(config, tmp_path / "model" / "config.json")
+        config = tmp_path / "model"
+    assert main(request(tmp_path, "--no-replicas", "--model", str(config))) == 0
+    out = tmp_path / "out"
+    batch = "--lr 1e-4 --train-iters 1 --mock-data --micro-batch-size 1".split()
+    batch += "--tokenizer-type NullTokenizer --vocab-size 49158".split()
+    files = ["--yaml-cfg", str(out / "model.yaml"), "--yaml-cfg", str(out / "flags.yaml")]
+    args = parse_args([*files, *batch], world_size=16)
+    assert (args.num_layers, args.residual_multiplier, args.softmax_scale) == (40, 0.22, 2**-7)
+    # Its rows, padded as Megatron pads them, and no longer samples than a machine holds.
+    assert (args.padded_vocab_size, args.seq_length) == (49280, 4096)
+
+
+def test_what_a_config_has_no_flag_for_is_told_with_the_rest(
+    tmp_path: Path, refused: Refused
+) -> None:
+    config = json.loads((CONFIGS / "mistral_7b_v0.3.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 4096}))
+    words = request(tmp_path, "--model", str(tmp_path), cluster="nodes: [{accelerator: X}]\n")
+    said = refused(main, words, several=True)
+    assert "sliding_window 4096, less than its max_position_embeddings" in said
+    assert "X" in said
+    assert not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ from typing import Any
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser, parse_args
 from megatron.hetero.arguments.checks.check_data import SPLITS
+from megatron.hetero.arguments.checks.check_model import local_only_problems
 from megatron.hetero.arguments.config_file import expand_config_files
 from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
 
@@ -57,6 +58,12 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
             f"--transformer-impl {args.transformer_impl} joins several operators into one module; "
             "compare_ops.py compares those of --transformer-impl local"
         )
+    unknown = [said.partition(":")[0] for said in local_only_problems(args)]
+    if args.softmax_scale is not None:
+        unknown.append("--softmax-scale")
+    if unknown:
+        flags = ", ".join(unknown)
+        raise UserError(f"compare_ops.py has no reference for {flags}; compare without them")
     for name, value in _LONE_PROCESS.items():
         setattr(args, name, value)
     args.num_layers = layers

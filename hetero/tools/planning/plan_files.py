@@ -15,10 +15,10 @@ import yaml
 
 from hetero.formatting import seconds_text, spans
 from hetero.planner.cluster_shape import Cluster, NodeKind
-from hetero.planner.model_shape import model_file
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
 from hetero.planner.solution import Solution
+from hetero.presets import model_file
 from hetero.tools.planning.plan_page import render_solution
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.planning.training_check import require_accepted
@@ -51,12 +51,19 @@ def write_solution(
         "report.html": render_solution(request, found, sweeps, command=command),
         "trace.json": json.dumps(chrome_trace(first.costs, first.prediction)) + "\n",
     }
-    commands = node_commands(placement, request, folder / "flags.yaml")
-    contents["commands.txt"] = "\n".join([*commands, ""])
     if not placement.plan.whole_replicas:
         contents["plan.yaml"] = _yaml(placement.plan.to_mapping(), _comment(request, found))
     read_by_training = {name: text for name, text in contents.items() if name in _FOR_TRAINING}
-    require_accepted(request.model_name, read_by_training, ranks=placement.plan.world_size)
+    require_accepted(
+        request.model_name,
+        read_by_training,
+        ranks=placement.plan.world_size,
+        model_yaml=request.model_yaml,
+    )
+    if request.model_yaml is not None:
+        contents["model.yaml"] = request.model_yaml
+    commands = node_commands(placement, request, folder)
+    contents["commands.txt"] = "\n".join([*commands, ""])
     make_results_folder(str(folder))
     write_all({folder / name: text for name, text in contents.items()})
     if placement.plan.whole_replicas:
@@ -81,15 +88,15 @@ class _Start:
     ranks: range
 
 
-def node_commands(placement: Placement, request: PlanningRequest, flags: Path) -> list[str]:
-    """The command for each node, in the order of the ranks."""
+def node_commands(placement: Placement, request: PlanningRequest, folder: Path) -> list[str]:
+    """The command for each node, in the order of the ranks. `folder` has the files to train from."""
     starts = _starts(placement, request.problem.cluster)
     first = starts[0]
     master = first.kind.addresses[first.node] if first.kind.addresses else "$HOST"
-    # The flags of a model that is described otherwise are not in a file of the program's.
-    model = model_file(request.model_name)
-    named = f"--yaml-cfg {shlex.quote(_short(model))}" if model.suffix in _YAML else "<its flags>"
-    lines = [f"# {flags.parent} has to be there on every node, at the same path"]
+    model = folder / "model.yaml"
+    if request.model_yaml is None:
+        model = _short(model_file(request.model_name))
+    lines = [f"# every node needs {folder}, at the same path"]
     if master == "$HOST":
         lines.append(f"# HOST is the address of node 0, the first node of {first.kind.name}")
     for number, start in enumerate(starts):
@@ -105,7 +112,9 @@ def node_commands(placement: Placement, request: PlanningRequest, flags: Path) -
             + f"hetero pretrain --nnodes {len(starts)} --node-rank {number} "
             f"--nproc-per-node {count} --master-addr {master} --master-port 29500 \\"
         )
-        files = f"{named} --yaml-cfg {shlex.quote(str(flags))}"
+        files = " ".join(
+            f"--yaml-cfg {shlex.quote(str(f))}" for f in (model, folder / "flags.yaml")
+        )
         lines.append(f"    {files} <lr, iterations, data>")
     return lines
 
@@ -159,9 +168,6 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     if first.recompute == "full":
         flags |= {"recompute-method": "uniform", "recompute-num-layers": 1}
     return flags
-
-
-_YAML = (".yaml", ".yml")
 
 
 def _short(path: Path) -> str:

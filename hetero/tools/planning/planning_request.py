@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hetero.errors import Faults, UserError
@@ -32,6 +33,7 @@ from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
 from hetero.presets import model_file
+from hetero.tools.planning.model_config import flags_of_config
 from hetero.tools.tool_command_line import require_writable
 from megatron.hetero.arguments.config_file import FLAG, expand_config_files
 from megatron.hetero.arguments.parser import build_parser
@@ -55,6 +57,8 @@ class PlanningRequest:
     dtype: str
     model_flags: frozenset[str] = frozenset()
     """Those that the model's file gives, without dashes."""
+    model_yaml: str | None = None
+    """The file of the model's flags, if it was given as a config.json."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,19 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
     shares_state = not options.no_distributed_optimizer
     cluster = faults.read(lambda: load_cluster(options.cluster))
-    read = faults.read(
-        lambda: _model(options.model, changed, dtype=options.dtype, shares_state=shares_state)
-    )
+    model_yaml = None
+    with TemporaryDirectory() as folder:
+
+        def read_model() -> tuple[ModelShape, frozenset[str]]:
+            nonlocal model_yaml
+            name = options.model
+            model_yaml = flags_of_config(name)
+            if model_yaml is not None:
+                name = str(Path(folder) / "model.yaml")
+                Path(name).write_text(model_yaml, "utf-8")
+            return _model(name, changed, dtype=options.dtype, shares_state=shares_state)
+
+        read = faults.read(read_model)
     model, model_flags = read or (None, frozenset())
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
     if options.global_batch > _MAX_GLOBAL_BATCH:
@@ -116,7 +130,8 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     )
     problem = Problem(cluster, model, joined, space, training)
     notes = _require_points(problem)
-    return PlanningRequest(problem, options.model, (*sources, *notes), options.dtype, model_flags)
+    lines = (*sources, *notes)
+    return PlanningRequest(problem, options.model, lines, options.dtype, model_flags, model_yaml)
 
 
 def _model(

@@ -12,15 +12,21 @@ from megatron.hetero.arguments.config_file import FLAG
 from megatron.hetero.command_line import read_command_line
 
 
-def require_accepted(model: str, files: Mapping[str, str], *, ranks: int) -> None:
+def require_accepted(
+    model: str, files: Mapping[str, str], *, ranks: int, model_yaml: str | None = None
+) -> None:
     """Raise UserError with what pretrain_gpt.py would say of the written files on so many ranks.
 
-    `files` are flags.yaml and plan.yaml, which need not be there yet. What is wrong without them
+    `files` are flags.yaml and plan.yaml, which need not be there yet, and `model_yaml` the text of
+    the model's file if that is not there either. What is wrong without them
     too is no matter of the plan: flags that are still to be typed.
     """
-    own = [FLAG, str(model_file(model))]
-    before = _refused(own, ranks=1)
     with TemporaryDirectory() as folder:
+        file = Path(folder) / "model.yaml" if model_yaml is not None else model_file(model)
+        if model_yaml is not None:
+            file.write_text(model_yaml, "utf-8")
+        own = [FLAG, str(file)]
+        before = _refused(own, ranks=1)
         paths = {name: Path(folder) / name for name in files}
         for name, path in paths.items():
             path.write_text(files[name], "utf-8")
@@ -32,7 +38,7 @@ def require_accepted(model: str, files: Mapping[str, str], *, ranks: int) -> Non
         raise UserError(
             *(
                 f"pretrain_gpt.py would not take the plan that was found with the flags of "
-                f"{model_file(model)}: {one}"
+                f"{model if model_yaml is not None else file}: {one}"
                 for one in new
             )
         )

@@ -70,6 +70,16 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys")
     group.add_argument(
+        "--qk-layernorm-across-heads",
+        action="store_true",
+        help="with --qk-layernorm, one norm over all heads instead of one for each, as OLMo-2",
+    )
+    group.add_argument(
+        "--softmax-scale",
+        type=number(above=0),
+        help="factor of the scores; left out: 1 / sqrt(width of a head)",
+    )
+    group.add_argument(
         "--attention-softmax-in-fp32", action="store_true", help="run the softmax in float32"
     )
     group.add_argument(
@@ -171,6 +181,18 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="store the norm's weight minus one, so that weight decay and rounding pull it to one",
     )
+    group.add_argument(
+        "--reordered-norm",
+        action="store_true",
+        help="norm after attention and MLP, before the residual is added, instead of before them, "
+        "as OLMo-2",
+    )
+    for flag, what in (
+        ("--embedding-multiplier", "multiply the embedding's output, as Granite"),
+        ("--residual-multiplier", "multiply what attention and MLP add to the residual"),
+        ("--logits-scaling", "divide the logits"),
+    ):
+        group.add_argument(flag, type=number(above=0), default=1.0, help=what)
     group.add_argument("--swiglu", action="store_true", help="gated SiLU in the MLP")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU in the MLP")
     group.add_argument(

@@ -21,6 +21,7 @@ from megatron.hetero.checkpoint.model_flags import (
     typed_destinations,
 )
 from megatron.hetero.checkpoint.resume import Holdings, ResumeFlags, resume_sources
+from megatron.hetero.tokenizer.stored import own_tokenizer
 
 # Without a checkpoint these have to be typed.
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -97,8 +98,11 @@ def apply_checkpoint_args(
 ) -> None:
     """Set every model flag that was not typed, and list them in `args.taken_flags`.
 
+    Those of the tokenizer name the checkpoint's own copy.
+
     A typed flag that differs is kept if it may differ; otherwise UserError names it.
     """
+    stored = {**stored, **own_tokenizer(stored, folder)}
     spelled = spellings(parser)
     typed = typed_destinations(spelled, args.typed_flags)
     if args.use_rotary_position_embeddings:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from hetero.errors import HeteroError
+from hetero.errors import HeteroError, UserError
 from megatron.hetero.checkpoint.control_group import ControlGroup
 from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint
@@ -45,6 +45,7 @@ from megatron.hetero.core_private import gather_parameters, loss_scaler_state
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.optimizer import TrainingOptimizer
+from megatron.hetero.tokenizer.stored import ARGUMENT, store_tokenizer
 
 
 class Checkpointer:
@@ -199,6 +200,7 @@ class Checkpointer:
 
     def _contents(self, progress: TrainState) -> Contents:
         args, job = self._args, self._job
+        self._store_tokenizer()
         with_optimizer, with_random = not args.no_save_optim, not args.no_save_rng
         write_items = self._owned_write_items()
         if with_random:
@@ -221,6 +223,22 @@ class Checkpointer:
             run=run,
             optimizer_step=optimizer_step_count(self._optimizer) if with_optimizer else None,
         )
+
+    def _store_tokenizer(self) -> None:
+        """Copy the tokenizer's files beside the checkpoints, on rank 0, if they are not there."""
+        save, known = Path(self._args.save), getattr(self._args, ARGUMENT, None)
+        if self._job.rank != 0 or (known is not None and (save / known).is_dir()):
+            return
+        try:
+            folder = store_tokenizer(vars(self._args), save)
+        except (OSError, UserError) as error:
+            folder = None
+            print(
+                f"warning: the tokenizer could not be copied to {save} ({error}); the checkpoint "
+                "names it by its path alone",
+                flush=True,
+            )
+        setattr(self._args, ARGUMENT, folder)
 
     def _report_outcome(self, outcome: SaveOutcome | None) -> None:
         if outcome is None:

@@ -73,6 +73,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
         *("group_query_attention", "num_query_groups", "untie_embeddings_and_output_weights"),
         *("swiglu", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+        *("qk_layernorm_across_heads", "reordered_norm"),
     ),
     "max_position_embeddings": ModelFlag(
         Kind.SHAPE,
@@ -99,6 +100,11 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.TUNABLE,
         "fused with its bias, GeLU is approximated by tanh",
         {"swiglu": False, "squared_relu": False, "add_bias_linear": True},
+    ),
+    **_flags(
+        Kind.MEANING,
+        "a factor of what flows through the model",
+        *("softmax_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     ),
     "apply_query_key_layer_scaling": ModelFlag(Kind.TUNABLE, "how scores are scaled"),
     **_flags(

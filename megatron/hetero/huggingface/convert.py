@@ -31,14 +31,15 @@ from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING
 from megatron.hetero.huggingface import hub_folders
 from megatron.hetero.huggingface.configuration import args_from_config, config_from_args
+from megatron.hetero.huggingface.export_tokenizer import TokenizerSource
+from megatron.hetero.huggingface.families import BY_TYPE
 from megatron.hetero.huggingface.mapping import ModelShape, Rule, rules
+from megatron.hetero.huggingface.token_ids import tokens_without_row
+from megatron.hetero.tokenizer.stored import COMPANION_FOLDER
 from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
 
-COMPANION_FOLDER = "huggingface"
-"""Inside a converted checkpoint: tokenizer, config.json and generation settings of the model."""
 # In tied models of some releases, and buffers of old ones.
 _IGNORED_TENSORS = ("lm_head.weight", "rotary_emb.inv_freq")
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,22 @@ def to_megatron(
         )
     rows = args["padded_vocab_size"]
     model.read_headers()
-    shape = ModelShape.from_args(args, vocabulary=vocabulary, rows=rows)
+    family = BY_TYPE[model.config["model_type"]]
+    shape = ModelShape.from_args(args, family=family, vocabulary=vocabulary, rows=rows)
     items = _import_items(model, shape)
     args |= precision_args(items[0].dtype)
+    notes: tuple[str, ...] = ()
     if model.has_tokenizer:
-        companions = target / checkpoint_folders.RELEASE / COMPANION_FOLDER
         args |= {
             "tokenizer_type": "HuggingFaceTokenizer",
-            "tokenizer_model": str(companions.absolute()),
+            "tokenizer_model": f"{checkpoint_folders.RELEASE}/{COMPANION_FOLDER}",
         }
+        note = tokens_without_row(source, rows)
+        notes = () if note is None else (note,)
 
     def add_companions(folder: Path) -> None:
         (folder / COMPANION_FOLDER).mkdir()
-        names = (hub_folders.CONFIG, *hub_folders.COMPANIONS)
-        hub_folders.copy_companions(source, folder / COMPANION_FOLDER, names=names)
+        hub_folders.copy_companions(source, folder / COMPANION_FOLDER)
 
     folder = write_converted(
         target, items, args=args, file_bytes=shard_bytes, add_companions=add_companions
@@ -103,6 +106,7 @@ def to_megatron(
         parameters=_parameters(shape),
         rows=rows,
         source=str(source),
+        notes=notes,
         has_tokenizer=model.has_tokenizer,
     )
 
@@ -113,35 +117,41 @@ def to_huggingface(
     *,
     iteration: int | None = None,
     vocabulary: int | None = None,
-    companions: Path | None = None,
+    tokenizer: Path | None = None,
     shard_bytes: int = FILE_BYTES,
 ) -> ConvertedModel:
     """Write a Hugging Face folder from the checkpoint of an iteration, by default the newest.
 
     If the newest is damaged, it is refused rather than an older one taken.
 
-    `vocabulary` is how many rows of the embedding to keep, by default as many as there were tokens.
-    The tokenizer comes from `companions`, by default from where the checkpoint names it.
-    `shard_bytes` limits the size of a file of weights. Raises HeteroError.
+    `vocabulary` is how many rows of the embedding to keep, by default as many as there were tokens,
+    or as Hugging Face's model had. `tokenizer` is a folder of Hugging Face's format or a
+    SentencePiece model, by default the checkpoint's. `shard_bytes` limits the size of a file of
+    weights. Raises HeteroError.
     """
     require_empty(target)
     with CheckpointReader.open(source, iteration=iteration, older=False) as reader:
         folder, index, title, notes = reader.folder, reader.index, reader.title, reader.notes
     rows = index.tensors[EMBEDDING].shape[0] if EMBEDDING in index.tensors else 0
     kept_rows = _kept_rows(index.args, rows, vocabulary, folder)
-    config, shape = _config_and_shape(index, folder, kept_rows, rows)
+    own = TokenizerSource.of_checkpoint(index.args, folder)
+    preferred = own.config().get("model_type")
+    config, shape = _config_and_shape(index, folder, kept_rows, rows, preferred)
     tasks = _export_tasks(index, shape, folder)
-    companions = _companion_folder(index.args, folder, companions)
+    chosen = own if tokenizer is None else TokenizerSource.of_path(tokenizer)
     with (
         new_folder(target) as temporary,
         byte_progress(sum(task.bytes for task in tasks)) as advance,
     ):
         files = list(shards(tasks, shard_bytes))
         _write_weights(folder, index, files, temporary, advance)
-        if companions is not None:
-            hub_folders.copy_companions(companions, temporary)
-            config |= _token_ids(companions)
+        exported = chosen.write(temporary)
+        config |= exported.special
         (temporary / hub_folders.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if exported.problem is not None:
+        notes = (*notes, f"no tokenizer was written: {exported.problem}")
+    if exported.note is not None:
+        notes = (*notes, exported.note)
     dropout = index.args.get("hidden_dropout", 0.0)
     return ConvertedModel(
         folder=target,
@@ -149,7 +159,7 @@ def to_huggingface(
         rows=kept_rows,
         source=title,
         notes=notes,
-        has_tokenizer=hub_folders.has_tokenizer(target),
+        has_tokenizer=exported.problem is None,
         dropped_flags=(f"--hidden-dropout {dropout}",) if dropout else (),
     )
 
@@ -202,7 +212,7 @@ def _require_tied(model: hub_folders.ModelFolder) -> None:
 
 
 def _export_tasks(index: Index, shape: ModelShape, folder: Path) -> list[_ExportTask]:
-    """Our tensors. Raises UserError unless they have the shapes of a LLaMA or Qwen2."""
+    """Our tensors. Raises UserError unless they have the shapes that the arguments say."""
     tasks = []
     for rule in rules(shape):
         stored = index.tensors.get(rule.name)
@@ -210,52 +220,45 @@ def _export_tasks(index: Index, shape: ModelShape, folder: Path) -> list[_Export
             actual = "nothing" if stored is None else f"the shape {list(stored.shape)}"
             raise UserError(
                 f"the checkpoint {folder} has {actual} for {rule.name}, where its arguments say "
-                f"{list(rule.shape)}; only a LLaMA or Qwen2 can be converted"
+                f"{list(rule.shape)}; save it again with this version"
             )
         tasks.append(_ExportTask(rule, getattr(torch, stored.dtype)))
     return tasks
 
 
 def _config_and_shape(
-    index: Index, folder: Path, vocabulary: int, rows: int
+    index: Index, folder: Path, vocabulary: int, rows: int, preferred: str | None
 ) -> tuple[dict[str, Any], ModelShape]:
     """config.json and the shapes of a checkpoint's model."""
     try:
         dtype = index.tensors[EMBEDDING].dtype
         config = config_from_args(
-            index.args, vocabulary=vocabulary, dtype=dtype, source=f"the checkpoint {folder}"
+            index.args,
+            vocabulary=vocabulary,
+            dtype=dtype,
+            source=f"the checkpoint {folder}",
+            preferred=preferred,
         )
-        return config, ModelShape.from_args(index.args, vocabulary=vocabulary, rows=rows)
+        family = BY_TYPE[config["model_type"]]
+        return config, ModelShape.from_args(
+            index.args, family=family, vocabulary=vocabulary, rows=rows
+        )
     except KeyError as error:
         raise missing_argument(folder, error) from error
 
 
 def _kept_rows(args: Mapping[str, Any], rows: int, requested: int | None, folder: Path) -> int:
     """The number of the embedding's rows to export. Raises UserError if there are fewer."""
-    # The tokenizer's own count comes first: --vocab-size may leave out the end of a document.
-    kept = requested or args.get("tokenizer_vocab_size") or args.get("vocab_size") or rows
-    if kept > rows:
-        raise UserError(f"the checkpoint {folder} has {rows} rows of vocabulary, not {kept}")
-    return int(kept)
-
-
-def _companion_folder(args: Mapping[str, Any], folder: Path, given: Path | None) -> Path | None:
-    """The folder of tokenizer and settings: `given`, the checkpoint's, or that of its flags."""
-    if given is not None:
-        if not hub_folders.has_tokenizer(given):
-            raise UserError(f"--tokenizer {given} holds no tokenizer of Hugging Face's format")
-        return given
-    named = args.get("tokenizer_model")
-    candidates = [folder / COMPANION_FOLDER, *([Path(named)] if named else [])]
-    return next((candidate for candidate in candidates if candidate.is_dir()), None)
-
-
-def _token_ids(companions: Path) -> dict[str, Any]:
-    """The special tokens' ids in the config.json beside a tokenizer."""
-    if not (companions / hub_folders.CONFIG).is_file():
-        return {}
-    config = hub_folders.read_json(companions / hub_folders.CONFIG)
-    return {name: config[name] for name in _TOKEN_IDS if name in config}
+    if requested is not None:
+        if requested > rows:
+            raise UserError(
+                f"the checkpoint {folder} has {rows} rows of vocabulary, not {requested}"
+            )
+        return requested
+    # --vocab-size may leave out the end of a document, and Qwen2's models have more rows than
+    # tokens; an added token may have no row.
+    kept = max(args.get("tokenizer_vocab_size") or 0, args.get("vocab_size") or 0)
+    return min(kept or rows, rows)
 
 
 def _write_weights(

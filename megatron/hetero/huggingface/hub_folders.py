@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
 from megatron.hetero.checkpoint.safetensors_writer import safetensors_header, tensor_blocks
+from megatron.hetero.huggingface.configuration import read_json
 from megatron.hetero.huggingface.mapping import Part, Shape
+from megatron.hetero.tokenizer.stored import copy_file, huggingface_files
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-COMPANIONS = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-    "generation_config.json",
-)
-"""Files that are copied along with the weights."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -133,30 +127,15 @@ class ModelFolder:
         return stored
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; name a folder in Hugging Face's format") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check it") from error
-    except ValueError as error:
-        raise UserError(f"{path} is cut short or no JSON; download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is no JSON object; download it again")
-    return value
-
-
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in _TOKENIZERS)
 
 
-def copy_companions(source: Path, target: Path, *, names: Sequence[str] = COMPANIONS) -> None:
-    """Copy tokenizer and generation settings, those that there are."""
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+def copy_companions(source: Path, target: Path, *, besides: Sequence[str] = ()) -> None:
+    """Copy tokenizer and settings, those that there are, but for the files of these names."""
+    for path in huggingface_files(source):
+        if path.name not in besides:
+            copy_file(path, target / path.name)
 
 
 def shard_name(number: int, count: int) -> str:

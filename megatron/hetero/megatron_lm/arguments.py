@@ -70,7 +70,6 @@ _REFUSED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "qk_clip": ("--qk-clip", _is_set),
     "attention_output_gate": ("--attention-output-gate", _is_set),
     "softmax_type": ("--softmax-type", _unless("vanilla")),
-    "softmax_scale": ("--softmax-scale", _is_set),
     "quick_geglu": ("--quick-geglu", _is_set),
     "openai_gelu": ("--openai-gelu", _is_set),
     "glu_linear_offset": ("--glu-linear-offset", _is_set),
@@ -155,6 +154,28 @@ def _defaults() -> dict[str, Any]:
         for name, spelling in spellings(build_parser()).items()
         if MODEL_FLAGS[name].kind in COMPARED and spelling.default is not None
     }
+
+
+# Flags of ours that change what a model computes and that Megatron-LM does not have.
+_OURS = (
+    *("qk_layernorm_across_heads", "reordered_norm", "softmax_scale"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+)
+
+
+def require_expressible(args: Mapping[str, Any], *, source: str) -> None:
+    """Raise UserError if Megatron-LM cannot compute the model, naming every flag that it lacks."""
+    spelled = spellings(build_parser())
+    lacking = [
+        f"{spelled[name].option} ({spelled[name].word(args[name])})"
+        for name in _OURS
+        if args.get(name, spelled[name].default) != spelled[name].default
+    ]
+    if lacking:
+        raise UserError(
+            f"{source} is of a model that Megatron-LM does not have, because of "
+            f"{', '.join(lacking)}; megatron-to-hf writes it for transformers"
+        )
 
 
 def namespace_from_args(

@@ -22,7 +22,7 @@ from megatron.hetero.checkpoint.index import DamagedCheckpoint, Index
 from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, VOCABULARY
-from megatron.hetero.megatron_lm.arguments import namespace_from_args
+from megatron.hetero.megatron_lm.arguments import namespace_from_args, require_expressible
 from megatron.hetero.megatron_lm.export_torch_dist import export_torch_dist
 from megatron.hetero.megatron_lm.folders import Format
 from megatron.hetero.megatron_lm.legacy_writer import RankLayout, write_legacy
@@ -140,6 +140,7 @@ def _model_tensors(index: Index, folder: Path, options: ExportOptions) -> list[M
         raise DamagedCheckpoint(f"{folder} holds no {EMBEDDING}")
     rows = stored_rows = index.tensors[EMBEDDING].shape[0]
     args = index.args
+    require_expressible(args, source=f"the checkpoint {folder}")
     if options.divisible_by is not None:
         tokens = args.get("tokenizer_vocab_size") or args.get("vocab_size") or stored_rows
         rows = padded_vocab_size(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import OrderedDict
@@ -76,9 +77,20 @@ class Tokenizer(MegatronTokenizerBase):
     def vocab(self) -> Any:
         return self._core.vocab
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        return int(self._core.vocab_size)
+        """One more than the largest id: ids of added tokens may leave a gap."""
+        size = int(self._core.vocab_size)
+        if self._core.library != "huggingface":
+            return size
+        return max(size, 1 + max(self.library_tokenizer.tokenizer.get_vocab().values(), default=-1))
+
+    @property
+    def base_vocab_size(self) -> int:
+        """The tokens without those that were added to a tokenizer of Hugging Face's format."""
+        if self._core.library != "huggingface":
+            return self.vocab_size
+        return int(self.library_tokenizer.tokenizer.vocab_size)
 
     @property
     def pad_id(self) -> int:

@@ -16,6 +16,10 @@ from hetero.planner.model_shape import ModelError, load_model, model_from_flags
         ("llama3.2_1b", 1_235_814_400),
         ("qwen2-7b", 7_615_616_512),
         ("qwen2_0.5b", 494_032_768),
+        ("llama3-70b", 70_553_706_496),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3_0.6b", 596_049_920),
+        ("mistral-7b", 7_248_023_552),
     ],
 )
 def test_presets_have_the_parameters_that_their_publishers_count(

@@ -35,6 +35,7 @@ SIZES = (
     "--max-position-embeddings 8"
 )
 ROPE = "--position-embedding-type rope"
+NORMED = "--normalization RMSNorm --qk-layernorm"
 # What is typed to have another value of a flag than `SIZES` alone give.
 ANOTHER = {
     "num_layers": "--num-layers 3",
@@ -50,6 +51,12 @@ ANOTHER = {
     "add_bias_linear": "--disable-bias-linear --add-qkv-bias",
     "add_qkv_bias": "--disable-bias-linear",
     "qk_layernorm": "--qk-layernorm",
+    "qk_layernorm_across_heads": f"{NORMED} --qk-layernorm-across-heads",
+    "reordered_norm": "--reordered-norm",
+    "softmax_scale": "--softmax-scale 0.5",
+    "embedding_multiplier": "--embedding-multiplier 2",
+    "residual_multiplier": "--residual-multiplier 0.5",
+    "logits_scaling": "--logits-scaling 2",
     "max_position_embeddings": "--max-position-embeddings 16",
     "position_embedding_type": ROPE,
     "rotary_percent": f"{ROPE} --rotary-percent 0.5",
@@ -70,6 +77,7 @@ ANOTHER = {
 WITH = {
     **{name: ROPE for name in ANOTHER if name.startswith(("rotary_", "use_rope"))},
     "rope_scaling_factor": f"{ROPE} --use-rope-scaling",
+    "qk_layernorm_across_heads": NORMED,
     "add_qkv_bias": "--disable-bias-linear --add-qkv-bias",
 }
 COMPARED_FLAGS = sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)

@@ -1,4 +1,4 @@
-"""How tensors of LLaMA and Qwen2 lie in megatron-core's."""
+"""How Hugging Face's tensors lie in megatron-core's."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         rows=vocabulary + draw(st.integers(0, 4)),
         qkv_bias=draw(st.booleans()),
         tied=draw(st.booleans()),
+        query_norm=draw(st.integers(0, 3)),
+        key_norm=draw(st.integers(0, 3)),
+        reordered_norm=draw(st.booleans()),
+        fused_projections=draw(st.booleans()),
     )
 
 
@@ -61,15 +65,21 @@ def test_every_name_stands_for_one_tensor(shape: ModelShape) -> None:
     assert ("lm_head.weight" in theirs) == (not shape.tied)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_each_query_group_has_its_queries_then_its_key_then_its_value(kind: str) -> None:
+def test_each_query_group_has_its_queries_then_its_key_then_its_value(
+    kind: str, fused: bool
+) -> None:
     queries = [10, 11, 20, 21, 30, 31, 40, 41]
     keys, values = [100, 101, 200, 201], [1000, 1001, 2000, 2001]
     first_group = [10, 11, 20, 21, 100, 101, 1000, 1001]
     second_group = [30, 31, 40, 41, 200, 201, 2000, 2001]
     sizes = {"layers": 1, "hidden": 1, "ffn": 2, "heads": 4, "groups": 2, "channels": 2}
-    shape = ModelShape(**sizes, vocabulary=3, rows=5, qkv_bias=True, tied=False)
+    shape = ModelShape(
+        **sizes, vocabulary=3, rows=5, qkv_bias=True, tied=False, fused_projections=fused
+    )
     (rule,) = (rule for rule in rules(shape) if rule.name.endswith(f"linear_qkv.{kind}"))
-    given = zip((queries, keys, values), rule.parts, strict=True)
+    three = [[*queries, *keys, *values]] if fused else [queries, keys, values]
+    given = zip(three, rule.parts, strict=True)
     joined = rule.join([torch.tensor(numbers).reshape(part.shape) for numbers, part in given])
     assert joined.flatten().tolist() == first_group + second_group

@@ -1,10 +1,13 @@
-"""A tiny LLaMA and a tiny Qwen2 as transformers saves them, with weights in which nothing is zero.
+"""A tiny model of each family as transformers saves it, with weights in which nothing is zero.
 
 transformers starts biases at zero and norms at one, under which a mistake in them would not show.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +34,63 @@ _SIZES = {
 }
 
 
-def llama(**changes: Any) -> Any:
-    """Untied, with heads wider than the hidden size has room for, and LLaMA 3's scaled RoPE."""
+_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Untied, with heads wider than the hidden size has room for, and LLaMA 3's scaled RoPE.
+    "llama": (
+        "Llama",
+        {
+            "head_dim": 16,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "rope_scaling": LLAMA3_SCALING,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # Tied, with biases on queries, keys and values.
+    "qwen2": (
+        "Qwen2",
+        {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    ),
+    # Queries and keys are normalized head by head; the default width of a head is 128.
+    "qwen3": (
+        "Qwen3",
+        {"head_dim": 16, "rope_theta": 1000000.0, "tie_word_embeddings": True},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
+    # Norms follow attention and MLP; queries and keys are normalized over all heads.
+    "olmo2": ("Olmo2", {"rope_theta": 500000.0}),
+    # Fused projections, and a rotation of three quarters of a head.
+    "phi3": ("Phi3", {"pad_token_id": None, "partial_rotary_factor": 0.75}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def tiny_model(name: str, **changes: Any) -> Any:
+    """A model of the family with this model_type; `changes` are settings of its config.json."""
     transformers = pytest.importorskip("transformers")
-    settings: dict[str, Any] = {
-        **_SIZES,
-        "head_dim": 16,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": dict(LLAMA3_SCALING),  # transformers adds to it
-        "tie_word_embeddings": False,
-    }
-    return _randomised(
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | changes))
-    )
+    prefix, own = _SETTINGS[name]
+    # transformers writes into the mappings that it is given.
+    settings = copy.deepcopy({**_SIZES, "max_position_embeddings": 256, **own, **changes})
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    return _randomised(getattr(transformers, f"{prefix}ForCausalLM")(config))
 
 
-def qwen2(**changes: Any) -> Any:
-    """Tied, with biases on queries, keys and values."""
-    transformers = pytest.importorskip("transformers")
-    settings: dict[str, Any] = {
-        **_SIZES,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-    }
-    return _randomised(
-        transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings | changes))
-    )
-
-
-MODELS = {"llama": llama, "qwen2": qwen2}
+FAMILIES = tuple(_SETTINGS)
+MODELS: dict[str, Callable[..., Any]] = {
+    name: partial(tiny_model, name) for name in ("llama", "qwen2")
+}
+"""The two that differ most, for tests of what does not depend on the family."""
+qwen2 = MODELS["qwen2"]
 
 
 def _randomised(model: Any) -> Any:
@@ -79,10 +106,11 @@ def _is_norm(parameter: torch.Tensor) -> bool:
     return parameter.dim() == 1 and bool((parameter == 1).all())
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of 257 tokens, in Hugging Face's format."""
+def save_tokenizer(folder: Path, *, added: Sequence[str] = ()) -> None:
+    """A byte-level tokenizer of 257 tokens, and `added` ones, in Hugging Face's format."""
     transformers = pytest.importorskip("transformers")
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=trained_bpe([], vocab_size=257), eos_token="<|endoftext|>"
     )
+    fast.add_special_tokens({"additional_special_tokens": list(added)})
     fast.save_pretrained(folder)

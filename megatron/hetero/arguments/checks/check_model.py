@@ -15,6 +15,7 @@ def check_model(args: Namespace, given: Collection[str]) -> tuple[Iterator[str],
         _check_rotation(args),
         _check_mlp(args),
         _check_block(args),
+        _check_local_only(args),
     )
 
 
@@ -125,6 +126,34 @@ def _check_mlp(args: Namespace) -> Iterator[str]:
             "the MLP; give --ffn-hidden-size"
         )
         del args.ffn_hidden_size
+
+
+# Flags that the local layers alone implement, and their defaults.
+_LOCAL_ONLY = {
+    "qk_layernorm_across_heads": False,
+    "reordered_norm": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+
+def _check_local_only(args: Namespace) -> Iterator[str]:
+    if args.qk_layernorm_across_heads and not (
+        args.qk_layernorm and args.normalization == "RMSNorm"
+    ):
+        needed = "--qk-layernorm and --normalization RMSNorm"
+        yield f"--qk-layernorm-across-heads needs {needed}; add them"
+    if args.transformer_impl != "local":
+        yield from local_only_problems(args)
+
+
+def local_only_problems(args: Namespace) -> Iterator[str]:
+    """The error if the model needs the local layers, for a run or a mesh that builds others."""
+    given = [name for name, default in _LOCAL_ONLY.items() if getattr(args, name) != default]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: only the layers of --transformer-impl local have it; use them"
 
 
 def _note_flags_without_effect_on_local_layers(args: Namespace) -> None:

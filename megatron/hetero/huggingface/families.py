@@ -1,0 +1,141 @@
+"""The families of models that can be converted: what their config.json says in our arguments.
+
+All are decoders with RMSNorm, SwiGLU and RoPE. What `ANY` and a family's `fixed` leave open is read
+from config.json. No files, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ANY: Mapping[str, Any] = {
+    "swiglu": True,
+    "squared_relu": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "rotary_interleaved": False,
+    "apply_query_key_layer_scaling": False,
+}
+"""Arguments that are the same for every model of every family."""
+
+_PLAIN: Mapping[str, Any] = {
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "qk_layernorm_across_heads": False,
+    "reordered_norm": False,
+    "rotary_percent": 1.0,
+    "softmax_scale": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""The same arguments of a plain LLaMA; a family may have others, or leave them open."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers."""
+
+    name: str
+    """As people call it."""
+    model_type: str
+    architecture: str
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are not a plain LLaMA's."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Its further keys in config.json, by the argument that has the same value."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a key means that config.json does not have, where that is not what it means in LLaMA."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that change the model, with the value that has no effect and is the default."""
+    windows: str | None = None
+    """Whether attention may have a window: "always", or "switched" on by use_sliding_window."""
+    scalings: tuple[str, ...] = ("default", "linear", "llama3")
+    """RoPE's scalings that transformers knows for it and we have flags for."""
+    fused_projections: bool = False
+    """Whether queries, keys and values are one tensor, and gate and up projection another."""
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The arguments that are the same for each of its models."""
+        fixed = {**ANY, **_PLAIN, **self.own}
+        return {name: value for name, value in fixed.items() if name not in self.settings}
+
+
+_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_SOME_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+FAMILIES = (
+    Family("LLaMA", "llama", "LlamaForCausalLM", required=_NO_BIAS),
+    Family(
+        "Qwen2",
+        "qwen2",
+        "Qwen2ForCausalLM",
+        own={"add_qkv_bias": True},
+        defaults=_SOME_DEFAULTS,
+        windows="switched",
+    ),
+    Family(
+        "Qwen3",
+        "qwen3",
+        "Qwen3ForCausalLM",
+        own={"qk_layernorm": True},
+        defaults={**_SOME_DEFAULTS, "head_dim": 128},
+        required={"attention_bias": False},
+        windows="switched",
+    ),
+    Family(
+        "Mistral",
+        "mistral",
+        "MistralForCausalLM",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        windows="always",
+    ),
+    Family(
+        "OLMo-2",
+        "olmo2",
+        "Olmo2ForCausalLM",
+        own={
+            "qk_layernorm": True,
+            "qk_layernorm_across_heads": True,
+            "reordered_norm": True,
+        },
+        defaults={"rms_norm_eps": 1e-5},
+        required={"attention_bias": False},
+    ),
+    Family(
+        "Phi-3",
+        "phi3",
+        "Phi3ForCausalLM",
+        settings={"rotary_percent": "partial_rotary_factor"},
+        defaults={"rms_norm_eps": 1e-5},
+        required={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        windows="always",
+        scalings=("default",),
+        fused_projections=True,
+    ),
+    Family(
+        "Granite",
+        "granite",
+        "GraniteForCausalLM",
+        settings={
+            "softmax_scale": "attention_multiplier",
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "logits_scaling": "logits_scaling",
+        },
+        required=_NO_BIAS,
+    ),
+)
+"""In the order in which an export looks for the one that its flags describe."""
+
+BY_TYPE: Mapping[str, Family] = {family.model_type: family for family in FAMILIES}
+
+
+def names_of_all() -> str:
+    *names, last = (family.name for family in FAMILIES)
+    return f"{', '.join(names)} and {last}"
