@@ -72,7 +72,10 @@ class LauncherRendezvous:
         settings: RendezvousSettings,
         parameters: RendezvousParameters,
         on_joined: Callable[[RendezvousInfo], None],
+        *,
+        check_abort: Callable[[], None],
     ) -> None:
+        """`check_abort` is called before this node joins, and may raise to prevent it."""
         self._settings = settings
         self._parameters = RendezvousParameters(
             settings.backend,
@@ -84,7 +87,7 @@ class LauncherRendezvous:
             **parameters.config,
             **({"rank": settings.node_rank} if settings.backend == "static" else {}),
         )
-        self._on_joined = on_joined
+        self._on_joined, self._check_abort = on_joined, check_abort
         if settings.backend == "static" and settings.nodes > 1:
             self._node_store = self._open_node_store()  # kept: node 0 hosts it
             nodes = PrefixStore("hetero/nodes", self._node_store)
@@ -103,6 +106,7 @@ class LauncherRendezvous:
         self._handler = self._create_handler()
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._check_abort()
         settings = self._settings
         with self._reporting(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
             try:
