@@ -65,6 +65,7 @@ DEPARTURES = {
     "--yaml-cfg": "Megatron's replaces the command line; here the file's flags come before it",
     "--transformer-impl": "the default is local, which exists for every vendor",
     "--attention-backend": "chooses among torch's kernels with --transformer-impl local",
+    "--exit-signal-handler": "Megatron's handles --exit-signal alone, SIGTERM by default",
     "--padded-vocab-size": "checked against the tokenizer and the tensor-parallel size",
     "--eval-interval": "the default of Megatron up to core 0.15; None, no evaluation, since",
     "--rampup-batch-size": (

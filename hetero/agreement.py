@@ -23,6 +23,7 @@ from torch.distributed import DistNetworkError
 from hetero.errors import HeteroError, StoreLost, UserError
 from hetero.formatting import name_ranks
 from hetero.liveness.liveness import Liveness
+from hetero.liveness.local_ranks import LocalRanks
 from hetero.monitor import Monitor, MonitorThread
 from hetero.phase import Phase, error_text, failure, raise_failure
 from hetero.records import Record, errors_by_text, fold, unfold
@@ -49,10 +50,12 @@ class Agreement:
         timeout: float,
         liveness: Liveness | None = None,
         endpoint: str = "",
+        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`store` is one of torch's; `endpoint` is the address of the rendezvous.
 
-        Without `liveness`, a rank that ends is noticed only at the timeout.
+        Without `liveness`, a rank that ends is noticed only at the timeout, and without
+        `local_ranks` one of this host that ends before it joins.
         """
         self._at = f" at {endpoint}" if endpoint else ""
         self._rank = rank
@@ -63,7 +66,12 @@ class Agreement:
         self._wait_store = store
         self._store = BoundedStore(store.clone(), seconds=min(timeout, ANSWER_SECONDS))
         self._monitor = Monitor(
-            liveness, rank=rank, world_size=world_size, timeout=timeout, at=self._at
+            liveness,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            at=self._at,
+            local_ranks=local_ranks,
         )
 
     def exchange(

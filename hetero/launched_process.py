@@ -28,12 +28,17 @@ def end_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def is_launched() -> bool:
+    """Whether `hetero.run` itself has started this process."""
+    return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
+
+
 def serve_launcher() -> None:
     """End with `hetero.run`, and tell it of an exception that ends this process.
 
     A no-op in any process but those that `hetero.run` itself has started.
     """
-    if os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid()):
+    if not is_launched():
         return
     end_with_parent(signal.SIGTERM)
     previous = sys.excepthook

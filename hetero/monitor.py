@@ -15,6 +15,7 @@ from torch.distributed import DistError
 from hetero.errors import HeteroError
 from hetero.formatting import name_ranks
 from hetero.liveness.liveness import Liveness
+from hetero.liveness.local_ranks import LocalRanks, ended_early
 from hetero.phase import Phase, failure, raise_failure
 from hetero.wait_reporter import WaitReporter
 
@@ -40,10 +41,11 @@ class Monitor:
         world_size: int,
         timeout: float,
         at: str,
+        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`at` is the address of the rendezvous, as ` at host:port`, or empty."""
         self.rank, self.world_size, self.timeout, self.at = rank, world_size, timeout, at
-        self._liveness = liveness
+        self._liveness, self._local_ranks = liveness, local_ranks
 
     def unreachable(self, phase: Phase) -> str | None:
         """In the first phase: why this rank cannot reach rank 0. In the second it reports it."""
@@ -66,6 +68,10 @@ class Monitor:
                 f"{min(silent.values()):.0f} s; see its log"
             )
             return failure(text, agreed=0 not in silent, code=1)
+        if self._local_ranks is not None and phase.number == 1:
+            ended = self._local_ranks.ended(phase.absent())
+            if ended:
+                return failure(ended_early(ended), agreed=0 not in ended, code=1)
         lost = self._liveness.never_connected(_CONNECT_SECONDS) if phase.number < 3 else set()
         if lost and (lost := lost & set(phase.absent())):
             text = (

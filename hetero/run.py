@@ -30,12 +30,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from hetero.errors import Faults, UserError, print_error, print_line
 from hetero.formatting import counted
-from hetero.launch.exec_script import exec_script_if_rank
+from hetero.launch.exec_script import end_at_once_by_signals, exec_script_if_rank
 from hetero.megatron_imports import exit_unless_installed
 
 if __name__ == "__main__":
@@ -43,10 +42,8 @@ if __name__ == "__main__":
     # PyTorch reads it when imported. Otherwise it logs a stack trace when a store's host ends.
     _QUIETED_CPP_LOG = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # Importing torch takes seconds. Until then Ctrl-C has nothing to clean up.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        text = b"error: interrupted; nothing was started\n"
-        signal.signal(signal.SIGINT, lambda *_: (os.write(2, text), os._exit(128 + signal.SIGINT)))
+    # Importing torch takes seconds. Until then a signal has nothing to clean up.
+    end_at_once_by_signals()
     exit_unless_installed("torch", "psutil")
     if not {"-h", "--help"} & set(sys.argv[1:2]):
         asked = re.search(r"--nproc[-_]per[-_]node[= ](\d+)", " ".join(sys.argv[1:]))
@@ -71,6 +68,7 @@ from hetero.environment import unknown_variables
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import NodeFailures
+from hetero.launch.signal_forwarder import SignalForwarder, kill_all
 from hetero.launched_process import LAUNCHER_VARIABLE
 from hetero.open_files import allow_open_files
 
@@ -91,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = _checked(options)
             for sentence in unknown_variables(os.environ):
                 print_line(f"hetero.run: warning: {sentence}")
-            return _Launcher(settings).run(options)
+            with SignalForwarder(options) as forwarder:
+                return _Launcher(settings, forwarder).run(options)
     except UserError as error:
         print_error(str(error))
         return error.exit_code
@@ -104,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Launcher:
     """One run of torchelastic's agent, and the line that explains its end."""
 
-    def __init__(self, settings: RendezvousSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RendezvousSettings, forwarder: SignalForwarder) -> None:
+        self._settings, self._forwarder = settings, forwarder
         self._node_failures: NodeFailures | None = None
         self._starts = 0
         """How often this node's processes were to start: once, and after each end or new node."""
@@ -136,10 +135,17 @@ class _Launcher:
                 f"the launchers lost their rendezvous at {self._settings.endpoint} "
                 f"({str(error).splitlines()[0]}); see what the launcher of node 0 says"
             ) from error
+        if self._node_failures is not None and self._node_failures.remote_cause is not None:
+            return self._stopped(signal.SIGTERM)
         return 0
 
     def _rendezvous(self, parameters: RendezvousParameters) -> Any:
-        return LauncherRendezvous(self._settings, parameters, self._on_joined)
+        return LauncherRendezvous(
+            self._settings,
+            parameters,
+            self._on_joined,
+            check_abort=self._forwarder.raise_first,
+        )
 
     def _on_joined(self, info: RendezvousInfo) -> None:
         self._starts += 1
@@ -156,6 +162,8 @@ class _Launcher:
         host = socket.gethostname()
         exits = [exit_of(rank, host, failure) for rank, failure in failed.failures.items()]
         cause = find_cause(exits)
+        if self._forwarder.first is not None and not (cause.is_cause and cause.text):
+            return self._stopped(self._forwarder.first)
         if self._node_failures is not None:
             cause = self._node_failures.exchange(cause)
         if not is_printed(cause, exits):
@@ -388,25 +396,12 @@ def _own_log_folder(options: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def _pass_on(number: int, _: FrameType | None) -> None:
-    """Send a signal to this node's processes; by default it would end the launcher alone."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.send_signal(number)
-
-
 def _end_children() -> None:
     """Kill the remaining processes of this node, as after a second Ctrl-C."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    kill_all(psutil.Process().children(recursive=True))
 
 
 if __name__ == "__main__":
     if _QUIETED_CPP_LOG:  # Child processes log as usual.
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, _pass_on)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

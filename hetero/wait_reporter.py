@@ -31,11 +31,17 @@ class WaitReporter:
 
 
 def await_listener(
-    host: str, port: int, *, seconds: float, who: Callable[[OSError], str | None]
+    host: str,
+    port: int,
+    *,
+    seconds: float,
+    who: Callable[[OSError], str | None],
+    check_abort: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until the port accepts connections: TCPStore's own retries would flood the log.
 
     Reports `who` is waited for, given why it is not there. Raises the last error after `seconds`.
+    `check_abort` is called after each try, and may raise to end the wait.
     """
     waiting, deadline = WaitReporter(), time.monotonic() + seconds
     while True:
@@ -46,4 +52,5 @@ def await_listener(
             waiting.report(partial(who, error))
             if time.monotonic() > deadline:
                 raise
+        check_abort()
         time.sleep(_PAUSE_SECONDS)

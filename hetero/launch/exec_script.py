@@ -10,12 +10,26 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 
 from hetero.collectives.autoload import replace_nccl
 from hetero.launched_process import end_with_parent
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """What DeepSpeed and torch.distributed.launch put before the words of what they start."""
+
+
+def end_at_once_by_signals() -> None:
+    """Have signals end this process with a sentence: it has started nothing yet."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end_at_once)
+
+
+def _end_at_once(number: int, _: FrameType | None) -> None:
+    what = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    os.write(2, f"error: {what}; nothing was started\n".encode())
+    os._exit(128 + number)
 
 
 def exec_script_if_rank() -> None:

@@ -83,7 +83,10 @@ class LauncherRendezvous:
         settings: RendezvousSettings,
         parameters: RendezvousParameters,
         on_joined: Callable[[RendezvousInfo], None],
+        *,
+        check_abort: Callable[[], None],
     ) -> None:
+        """`check_abort` is called before this node joins, and may raise to prevent it."""
         self._settings = settings
         self._parameters = RendezvousParameters(
             settings.backend,
@@ -95,7 +98,7 @@ class LauncherRendezvous:
             **parameters.config,
             **({"rank": settings.node_rank} if settings.backend == "static" else {}),
         )
-        self._on_joined = on_joined
+        self._on_joined, self._check_abort = on_joined, check_abort
         self._refusals: BoundedStore | None = None
         """Where the nodes of c10d's rendezvous refuse a job; static's do so before they meet."""
         if settings.backend == "static" and settings.nodes > 1:
@@ -124,6 +127,7 @@ class LauncherRendezvous:
             self._require_common_flags(self._refusals)
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._check_abort()
         settings = self._settings
         with self._reporting(f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"):
             try:

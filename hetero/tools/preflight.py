@@ -34,6 +34,7 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
+from hetero.liveness.local_ranks import LocalRanks
 from hetero.liveness.open_liveness import open_liveness
 from hetero.tools import tool_command_line
 from hetero.tools.preflight_checks.cluster_file import cluster_text
@@ -113,7 +114,8 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         report = check_alone(settings)
         _tell(report, options)
         return report
-    store = open_store(rank, world_size, _PATIENCE)
+    local_ranks = LocalRanks()
+    store = open_store(rank, world_size, _PATIENCE, local_ranks)
     liveness = open_liveness(
         store, rank=rank, world_size=world_size, master=os.environ["MASTER_ADDR"]
     )
@@ -126,6 +128,7 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
         timeout=_PATIENCE,
         liveness=liveness,
         endpoint=store_endpoint(),
+        local_ranks=local_ranks,
     )
     try:
         report = ClusterCheck(settings, rank=rank, store=store, agreement=agreement).check()

@@ -31,7 +31,9 @@ from hetero.errors import (
     write_error_file,
 )
 from hetero.groups import build_groups, joins_meshes
+from hetero.launched_process import is_launched
 from hetero.liveness.liveness import Liveness
+from hetero.liveness.local_ranks import LocalRanks
 from hetero.liveness.open_liveness import open_liveness
 from hetero.new_group import open_world
 from hetero.pipeline.links import LinkOptions, open_links
@@ -132,7 +134,8 @@ class Initializer:
     An error on any rank ends the initialization of all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, local_ranks: LocalRanks) -> None:
+        self._local_ranks = local_ranks
         self.rank, self.world_size, self.local_rank = 0, 1, 0
         self._agreement: Agreement  # since `initialize`
         self.liveness: Liveness | None = None
@@ -162,7 +165,7 @@ class Initializer:
         if problem is not None and self.world_size == 1:
             raise problem
         timeout = 60.0 * (args.distributed_timeout_minutes if args is not None else 10)
-        store = open_store(self.rank, self.world_size, timeout)
+        store = open_store(self.rank, self.world_size, timeout, self._local_ranks)
         if self.world_size > 1:
             self.liveness = open_liveness(
                 store,
@@ -178,6 +181,7 @@ class Initializer:
             timeout=timeout,
             liveness=self.liveness,
             endpoint=store_endpoint(),
+            local_ranks=self._local_ranks,
         )
         identities, device = self._exchange_identities(args, plan, problem)
         if args is None or plan is None:
@@ -349,6 +353,28 @@ class Initializer:
         """Which other rank has ended or hangs, as the likely cause of this rank's failure."""
         self._is_exiting = True
         return self.liveness.cause() if self.liveness is not None else None
+
+    def unresponsive_rank(self) -> str | None:
+        """Which other rank does not respond, in a sentence, while none has ended."""
+        if self.liveness is None or self.liveness.failure is not None:
+            return None
+        return self.liveness.cause(0)
+
+    def report_signal(self, reason: str) -> None:
+        """Tell the others, the launcher and the user that a signal ends this rank.
+
+        Silent after a failure, of which the launcher's signal may be the consequence.
+        """
+        if self._is_exiting:
+            return
+        self._is_exiting = True
+        consequence = self.liveness is not None and self.liveness.failure is not None
+        printed = not (is_launched() or consequence)  # else by the launcher
+        self.announce_failure(reason)
+        if printed:
+            print_error(reason if self.world_size == 1 else f"rank {self.rank}: {reason}")
+        write_error_file(reason, printed=printed, consequence=consequence)
+        self.close()
 
     def announce_failure(self, reason: str) -> None:
         """Tell all other ranks why this one ends, unless they know of an earlier failure."""

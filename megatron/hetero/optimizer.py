@@ -38,8 +38,8 @@ class StepResult:
     link_bytes: int
     """Tensor bytes sent over boundaries so far, summed over all ranks."""
     num_zeros: float | None = None
-    stop_requested: bool = False
-    """Whether any rank had received the exit signal when it contributed to this step."""
+    stop_signal: int = 0
+    """The exit signal that a rank had received when it contributed to this step, or 0."""
 
     @property
     def loss(self) -> float:
@@ -149,7 +149,7 @@ class TrainingOptimizer:
         tokens: torch.Tensor,
         link_bytes: int = 0,
         check_links: Callable[[], None] | None = None,
-        stop_requested: bool = False,
+        stop_signal: int = 0,
     ) -> StepResult:
         """Update the weights, unless gradients overflowed (fp16) or the loss or norm is not finite.
 
@@ -162,7 +162,7 @@ class TrainingOptimizer:
             link_bytes: tensor bytes that this rank has sent over boundaries so far.
             check_links: raises if data that came over a link in this step is invalid. Called after
                 the norm has been computed and before it is shared.
-            stop_requested: whether this rank has received the exit signal.
+            stop_signal: the exit signal that this rank has received, or 0.
         """
         overflowed = self.inner.prepare_grads()
         local = torch.zeros(6, dtype=torch.float64, device=self._device)
@@ -172,7 +172,7 @@ class TrainingOptimizer:
             if self.config.log_num_zeros_in_grad:
                 with self._timers("optimizer-count-zeros"):
                     local[5] = self._num_zeros()
-        local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_requested
+        local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_signal
         with self._timers("grad-norm-all-gather"):
             rows = self._statistics.gather(local, check=check_links)
         outcome = StepResult(
@@ -181,7 +181,7 @@ class TrainingOptimizer:
             loss_sum=math.fsum(row[1] for row in rows),
             tokens=math.fsum(row[2] for row in rows),
             link_bytes=int(sum(row[3] for row in rows)),
-            stop_requested=any(row[4] for row in rows),
+            stop_signal=int(max(row[4] for row in rows)),
             num_zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):

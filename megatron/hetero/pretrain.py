@@ -20,12 +20,14 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.launched_process import end_with_parent
+from hetero.launched_process import end_with_parent, is_launched
+from hetero.liveness.local_ranks import LocalRanks
 from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
 from megatron.hetero.command_line import read_command_line
 from megatron.hetero.import_core import import_megatron_core
 from megatron.hetero.output_folders import remove_unused_folders
 from megatron.hetero.rendezvous import environment_rank
+from megatron.hetero.stop_signals import SignalEnd, StopSignals
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,10 +45,19 @@ _IN_WORKER = re.compile(r"Caught \w+ (in DataLoader worker process \d+)\.\nOrigi
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code: 0 success, 2 bad input, 1 failure.
 
-    Errors of the command line are printed before torch and megatron-core are imported, which takes
-    seconds. After a failure the process exits with `os._exit`, without waiting for blocked threads.
+    128 plus the number of a signal that ended it before it could save, or without
+    --exit-signal-handler. Errors of the command line are printed before torch and megatron-core are
+    imported, which takes seconds. After a failure the process exits with `os._exit`, without
+    waiting for blocked threads.
     """
     began = time.monotonic()
+    with StopSignals() as signals:
+        code = _pretrain(argv, signals, began=began)
+        _kill_workers()
+        return code
+
+
+def _pretrain(argv: Sequence[str] | None, signals: StopSignals, *, began: float) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # With --exit-signal-handler the run saves first. A shell's job may outlive its shell.
         end_with_parent(signal.SIGTERM)
@@ -61,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _may_exit_alone():
             write_error_file(str(refused), printed=True)
             return _exit(refused.exit_code)
-    return _pretrain(args, refused, printed=printed, began=began)
+    return _initialize_and_run(args, refused, signals, printed=printed, began=began)
 
 
 def _local_rank() -> int:
@@ -81,23 +92,45 @@ def _may_exit_alone() -> bool:
     return world_size == 1 or (has_all and "TORCHELASTIC_RUN_ID" in os.environ)
 
 
-def _pretrain(
-    args: Namespace | None, refused: UserError | None, *, printed: bool, began: float
+def _initialize_and_run(
+    args: Namespace | None,
+    refused: UserError | None,
+    signals: StopSignals,
+    *,
+    printed: bool,
+    began: float,
 ) -> int:
-    import_megatron_core()
-    from megatron.hetero.initialize import Initializer
+    initializer: Initializer | None = None
 
-    initializer = Initializer()
+    def end(number: signal.Signals, reason: str) -> int:
+        _report_signal(initializer, reason)
+        return _exit(128 + number)
+
+    def unresponsive() -> str | None:
+        return None if initializer is None else initializer.unresponsive_rank()
+
     try:
-        _run(initializer, args, refused, printed=printed, began=began)
+        chosen = args.exit_signal if args is not None and args.exit_signal_handler else None
+        signals.serve(chosen=chosen, end=end, unresponsive=unresponsive)
+        # Before torch is imported, which takes seconds in which a rank may be killed.
+        local_ranks = LocalRanks()
+        local_ranks.look()
+        import_megatron_core()
+        from megatron.hetero.initialize import Initializer
+
+        local_ranks.look()
+        initializer = Initializer(local_ranks)
+        _run(initializer, args, refused, signals, printed=printed, began=began)
+    except SignalEnd as ended:
+        return end(ended.number, str(ended))
     except HeteroError as error:
+        if initializer is None:
+            raise
         initializer.report(error)
         return _exit(error.exit_code)
-    except KeyboardInterrupt:
-        # They may be of a node whose user pressed nothing.
-        initializer.announce_failure("it was interrupted (SIGINT)")
-        return _exit(130)
     except Exception as error:
+        if initializer is None:
+            raise
         _report_exception(initializer, error)
         return _exit(1)
     return 0
@@ -107,6 +140,7 @@ def _run(
     initializer: Initializer,
     args: Namespace | None,
     refused: UserError | None,
+    signals: StopSignals,
     *,
     printed: bool,
     began: float,
@@ -116,8 +150,18 @@ def _run(
 
     with cpu_shim(), remove_unused_folders(args), contextlib.closing(initializer):
         job = initializer.initialize(args, refused, printed=printed)
-        run_job(job, began=began)
+        run_job(job, began=began, signals=signals)
         job.close()
+
+
+def _report_signal(initializer: Initializer | None, reason: str) -> None:
+    if initializer is not None:
+        initializer.report_signal(reason)
+        return
+    printed = not is_launched()  # else the launcher prints it
+    if printed:
+        print_error(f"rank {os.environ.get('RANK', '0')}: {reason}")
+    write_error_file(reason, printed=printed)
 
 
 def _report_exception(initializer: Initializer, error: Exception) -> None:
@@ -175,10 +219,14 @@ def _short_cause(text: str) -> str:
     return re.sub(r"\[[^]]*\]\s*", "", text.splitlines()[0])[:200]
 
 
-def _exit(code: int) -> int:
-    # A data loader worker blocked on file I/O would outlive this process.
+def _kill_workers() -> None:
+    """Data workers whose rank has ended: one may be blocked on file I/O, and none obeys SIGTERM."""
     for worker in multiprocessing.active_children():
         worker.kill()
+
+
+def _exit(code: int) -> int:
+    _kill_workers()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

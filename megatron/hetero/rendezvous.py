@@ -8,8 +8,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hetero.addresses import interface_with, reachable_address, unusable_interfaces
-from hetero.errors import AgreedError, UserError
+from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.formatting import counted
+from hetero.liveness.local_ranks import LocalRanks, ended_early
 from hetero.open_files import allow_open_files
 from hetero.wait_reporter import await_listener
 
@@ -45,7 +46,9 @@ def store_endpoint() -> str:
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
-def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
+def open_store(
+    rank: int, world_size: int, timeout: float, local_ranks: LocalRanks | None = None
+) -> dist.Store:
     """Connect to the TCPStore that the environment names; rank 0 hosts it without torchrun.
 
     Does not wait for other ranks: `Agreement` does, and names those that are missing.
@@ -67,7 +70,7 @@ def open_store(rank: int, world_size: int, timeout: float) -> dist.Store:
     is_host = rank == 0 and not hosted
     allow_open_files()
     if not is_host:
-        _await_listener(host, port, rank, timeout)
+        _await_listener(host, port, rank, timeout, local_ranks)
     try:
         store: dist.Store = dist.TCPStore(
             host,
@@ -139,8 +142,10 @@ def _check_gloo_interfaces(unusable: Sequence[Sequence[str]], liveness: Liveness
         )
 
 
-def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
-    """Wait for rank 0. Raises UserError."""
+def _await_listener(
+    host: str, port: int, rank: int, timeout: float, local_ranks: LocalRanks | None
+) -> None:
+    """Wait for rank 0. Raises UserError, or AgreedFailure if it has ended on this host."""
 
     def who(error: OSError) -> str | None:
         # One rank per node logs.
@@ -148,8 +153,13 @@ def _await_listener(host: str, port: int, rank: int, timeout: float) -> None:
             return None
         return f"rank 0 at {host}:{port} ({error.strerror or error}; this is rank {rank})"
 
+    def check_abort() -> None:
+        ended = {} if local_ranks is None else local_ranks.ended([0])
+        if ended:
+            raise AgreedFailure(ended_early(ended), known_to_all=False)
+
     try:
-        await_listener(host, port, seconds=timeout, who=who)
+        await_listener(host, port, seconds=timeout, who=who, check_abort=check_abort)
     except OSError as error:
         raise UserError(
             f"nobody listens at {host}:{port}, where rank {rank} was told to meet the others "

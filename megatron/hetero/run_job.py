@@ -12,7 +12,6 @@ from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from megatron.hetero.arguments.flags_hetero import MEASURED
 from megatron.hetero.auto_data_shares import measure_data_shares
 from megatron.hetero.checkpoint.checkpointer import Checkpointer
-from megatron.hetero.checkpoint.signals import StopSignal
 from megatron.hetero.console import Console
 from megatron.hetero.core_private import gather_parameters
 from megatron.hetero.data import build_data_iterators
@@ -28,24 +27,23 @@ from megatron.hetero.overview import (
     write_report,
 )
 from megatron.hetero.schedule import Schedule
+from megatron.hetero.stop_check import StopCheck
+from megatron.hetero.stop_signals import StopSignals
 from megatron.hetero.timing.clocks import clock_of
 from megatron.hetero.timing.timers import Timers
 from megatron.hetero.trainer import Evaluator, Trainer
 
 
-def run_job(job: Job, *, began: float) -> None:
+def run_job(job: Job, *, began: float, signals: StopSignals) -> None:
     """Train to the end of the run, or until the exit signal.
 
     `began` is when the program did, by `time.monotonic`, for --exit-duration-in-mins.
     """
     with ExitStack() as stack:
-        stop_signal = None
-        if job.args.exit_signal_handler:
-            stop_signal = stack.enter_context(StopSignal(job.args.exit_signal))
-        _run(job, stack, stop_signal, began)
+        _run(job, stack, signals, began)
 
 
-def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: float) -> None:
+def _run(job: Job, stack: ExitStack, signals: StopSignals, began: float) -> None:
     args = job.args
     start = job.checkpoint.train_state.iteration
     console = Console(is_logger=job.rank == 0, total_iterations=args.train_iters, start=start)
@@ -99,6 +97,12 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
         job, model=model, optimizer=optimizer, scheduler=scheduler, console=console
     )
     stack.callback(checkpointer.close)
+    stop = StopCheck(
+        args,
+        statistics=job.statistics,
+        signals=signals if args.exit_signal_handler else None,
+        began=began,
+    )
     trainer = Trainer(
         job,
         model=model,
@@ -110,12 +114,16 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
         report_memory=lambda iteration: print_peak_memory(job, console, iteration=iteration),
         checkpointer=checkpointer,
         progress=checkpointer.resume(),
-        stop_signal=stop_signal,
+        stop=stop,
         timers=timers,
-        began=began,
     )
     evaluator = Evaluator(
-        job, model=model, schedule=schedule, console=console, metrics_logger=metrics_logger
+        job,
+        model=model,
+        schedule=schedule,
+        console=console,
+        metrics_logger=metrics_logger,
+        stop=stop,
     )
     validate = _validation(job, trainer, evaluator)
     if not args.skip_train:
@@ -126,12 +134,15 @@ def _run(job: Job, stack: ExitStack, stop_signal: StopSignal | None, began: floa
             consumed=trainer.consumed_samples,
         )
         return_freed_memory()  # of building, loading and describing the model
+        signals.begin()
         trainer.train(iterators, validate)
+    signals.begin()
     checkpointer.finish()
     if not trainer.stopped_early:
         if validate is not None:
             validate(" on validation set")
-        _test(job, trainer, evaluator)
+        if stop.reason is None:
+            _test(job, trainer, evaluator)
     # Collective: not decided by this rank's own flag, which nodes may lack.
     if "hetero_report" in job.outputs.named:
         gather_parameters(model.chunks)

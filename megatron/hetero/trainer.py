@@ -19,7 +19,6 @@ from hetero.errors import TrainingError
 from megatron.hetero.arguments.batch_sizes import batch_size_at
 from megatron.hetero.checkpoint.checkpointer import Checkpointer
 from megatron.hetero.checkpoint.save_timings import SaveTimings
-from megatron.hetero.checkpoint.signals import StopSignal
 from megatron.hetero.checkpoint.train_state import TrainState
 from megatron.hetero.console import Console
 from megatron.hetero.core_private import gather_parameters
@@ -37,6 +36,7 @@ from megatron.hetero.optimizer import StepResult, TrainingOptimizer
 from megatron.hetero.param_hashes import check_param_hashes_across_dp_replicas
 from megatron.hetero.profiling import StepProfiler
 from megatron.hetero.schedule import Schedule
+from megatron.hetero.stop_check import StopCheck
 from megatron.hetero.timing.report import Interval, TimingLog
 from megatron.hetero.timing.timers import Timers
 
@@ -67,11 +67,9 @@ class Trainer:
         report_memory: Callable[[int], None],
         checkpointer: Checkpointer,
         progress: TrainState,
-        stop_signal: StopSignal | None,
+        stop: StopCheck,
         timers: Timers,
-        began: float,
     ) -> None:
-        """`began` is when the program did, by `time.monotonic`."""
         self._report_memory = report_memory
         self.job = job
         self.args: argparse.Namespace = job.args
@@ -85,10 +83,9 @@ class Trainer:
         self.consumed_samples = progress.consumed_train_samples
         self.consumed_valid_samples = progress.consumed_valid_samples
         self.skipped = progress.skipped_iterations
-        self.interrupted = False
         self.stopped_early = False
         """Whether training ended before its last iteration; final evaluations are then skipped."""
-        self._checkpointer, self._stop_signal = checkpointer, stop_signal
+        self._checkpointer, self._stop = checkpointer, stop
         self.steps = 0
         """Iterations of this launch."""
         self.last_record: IterationRecord | None = None
@@ -104,7 +101,6 @@ class Trainer:
             console=console,
             metrics_logger=metrics_logger,
         )
-        self._began = began
         self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
 
     def train(self, iterators: list[Iterator[Any]], evaluate: Callable[[], None] | None) -> None:
@@ -122,13 +118,18 @@ class Trainer:
                 self._report_memory(self.iteration)
             self._collect_garbage()
             interval = self.args.eval_interval
-            if evaluate is not None and interval and self.iteration % interval == 0:
+            is_due = bool(interval) and self.iteration % interval == 0
+            if evaluate is not None and is_due and self._stop.reason is None:
                 evaluate()
                 self.model.train()
             stops = self._should_stop()
-            self._save_if_due(last=stops or self._is_finished())
+            saved = self._save_if_due(last=stops or self._is_finished())
+            if not stops and saved and self._stop.agree():
+                # During the save, after which another step and save may take too long.
+                self._print_stop()
+                stops = True
             if stops:
-                self.stopped_early = self.interrupted or not self._is_finished()
+                self.stopped_early = self._stop.reason is not None or not self._is_finished()
                 break
         if not self.steps and self.args.save != self.args.load:
             # No iterations left: save the loaded checkpoint in this run's layout.
@@ -158,9 +159,11 @@ class Trainer:
     def save_timings(self) -> SaveTimings:
         return self._checkpointer.timings
 
-    def _save_if_due(self, *, last: bool) -> None:
+    def _save_if_due(self, *, last: bool) -> bool:
+        """Whether a save was due."""
         self._checkpointer.poll()
-        if last or self._checkpointer.due(self.iteration):
+        due = last or self._checkpointer.due(self.iteration)
+        if due:
             self._checkpointer.save(
                 TrainState(
                     iteration=self.iteration,
@@ -169,25 +172,21 @@ class Trainer:
                     skipped_iterations=self.skipped,
                 )
             )
+        return due
 
     def _should_stop(self) -> bool:
-        if self.interrupted:
-            self.console.line(
-                f"stopping at iteration {self.iteration}, as {self.args.exit_signal} asks"
-            )
+        if self.args.exit_duration_in_mins:
+            self._stop.agree()
+        if self._stop.reason is not None:
+            self._print_stop()
             return True
         if self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
             self.console.line(f"stopping at iteration {self.iteration}, as --exit-interval asks")
             return True
-        if self.args.exit_duration_in_mins:
-            minutes = torch.tensor([(time.monotonic() - self._began) / 60], dtype=torch.float64)
-            # All ranks must use the same clock: rank 0's.
-            if self.job.statistics.gather(minutes)[0][0] > self.args.exit_duration_in_mins:
-                self.console.line(
-                    f"stopping at iteration {self.iteration}, as --exit-duration-in-mins asks"
-                )
-                return True
         return False
+
+    def _print_stop(self) -> None:
+        self.console.line(f"stopping at iteration {self.iteration}, as {self._stop.reason} asks")
 
     def _train_step(self, iterators: list[Iterator[Any]]) -> None:
         began = time.perf_counter()
@@ -215,9 +214,9 @@ class Trainer:
                 tokens=tokens,
                 link_bytes=self._boundary_bytes(),
                 check_links=self.job.check_links,
-                stop_requested=self._stop_signal is not None and self._stop_signal.seen,
+                stop_signal=self._stop.own_signal,
             )
-        self.interrupted = self.interrupted or outcome.stop_requested
+        self._stop.accept_signal(outcome.stop_signal)
         self.iteration += 1
         self.consumed_samples += batch_size
         self._require_finite(outcome, batch_size)
@@ -340,17 +339,27 @@ class Evaluator:
         schedule: Schedule,
         console: Console,
         metrics_logger: MetricsLogger,
+        stop: StopCheck,
     ) -> None:
         self._job, self._model, self._schedule = job, model, schedule
-        self._console, self._metrics_logger = console, metrics_logger
+        self._console, self._metrics_logger, self._stop = console, metrics_logger, stop
 
-    def run(self, iterators: list[Iterator[Any]], *, name: str, iteration: int, when: str) -> float:
-        """Mean token loss over --eval-iters global batches, the same on every rank. Collective."""
+    def run(self, iterators: list[Iterator[Any]], *, name: str, iteration: int, when: str) -> None:
+        """Log the mean token loss over --eval-iters global batches. Collective.
+
+        A signal, or the end of the run's time, ends it without a result.
+        """
         args = self._job.args
         self._model.train(False)
         total = torch.zeros(2, dtype=torch.float64, device=self._job.device)
         with torch.no_grad():
-            for _ in range(args.eval_iters):
+            for batch in range(args.eval_iters):
+                if self._stop.agree():
+                    self._console.line(
+                        f"evaluation {when} ended after {batch} of {args.eval_iters} batches, as "
+                        f"{self._stop.reason} asks"
+                    )
+                    return
                 total += self._schedule.run(
                     iterators,
                     batch_size=args.eval_global_batch_size,
@@ -366,4 +375,3 @@ class Evaluator:
             f" validation loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
         )
         self._metrics_logger.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)
-        return loss

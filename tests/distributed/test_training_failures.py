@@ -49,8 +49,8 @@ def start_faulty(
         (1, "gloo", signal.SIGKILL, "has ended without a word (last heard at "),
         (0, "shm", signal.SIGKILL, "has ended without a word (last heard at "),
         (1, "tcp", signal.SIGKILL, "has ended without a word (last heard at "),
-        (0, "tcp", signal.SIGINT, "failed: it was interrupted (SIGINT)"),
-        (1, "shm", signal.SIGINT, "failed: it was interrupted (SIGINT)"),
+        (0, "tcp", signal.SIGINT, "failed: ended by SIGINT"),
+        (1, "shm", signal.SIGTERM, "failed: ended by SIGTERM"),
     ],
 )
 def test_a_rank_that_a_signal_ends_ends_the_others_within_seconds(

@@ -18,6 +18,7 @@ from hetero.errors import TrainingError
 from hetero.plan import Mesh, Plan
 from megatron.hetero import overview, pretrain, run_job
 from megatron.hetero.arguments import build_parser, parse_args
+from megatron.hetero.stop_check import StopCheck
 from megatron.hetero.trainer import Trainer
 from tests.commands import PRESETS
 from tests.distributed.harness import launch_well, read_rows
@@ -170,15 +171,22 @@ def test_garbage_is_collected_by_hand(flags: str, iteration: int, collected: boo
 @pytest.mark.parametrize(("minutes", "stops"), [(1, True), (3, False)])
 def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
     """--exit-duration-in-mins, two minutes into the run by rank 0's clock."""
-    statistics = SimpleNamespace(gather=lambda values: [[2.0], [9.0]])
-    trainer = _trainer(
-        f"--exit-duration-in-mins {minutes}",
-        iteration=5,
-        interrupted=False,
-        job=SimpleNamespace(statistics=statistics),
-        _began=0.0,
-    )
+    statistics: Any = SimpleNamespace(gather=lambda values: [[0.0, 2.0], [0.0, 9.0]])
+    trainer = _trainer(f"--exit-duration-in-mins {minutes}", iteration=5, _print_stop=mock.Mock())
+    trainer._stop = StopCheck(trainer.args, statistics=statistics, signals=None, began=0.0)
     assert bool(Trainer._should_stop(trainer)) is stops
+    assert trainer._stop.reason == ("--exit-duration-in-mins" if stops else None)
+
+
+def test_a_run_stops_by_the_signal_of_any_rank() -> None:
+    statistics: Any = SimpleNamespace(gather=lambda values: [[0.0, 1.0], [float(15), 1.0]])
+    signals: Any = SimpleNamespace(seen=None)
+    args = build_parser().parse_args([])
+    assert not StopCheck(args, statistics=statistics, signals=None, began=0.0).agree()
+    stop = StopCheck(args, statistics=statistics, signals=signals, began=0.0)
+    assert stop.own_signal == 0
+    assert stop.agree()
+    assert stop.reason == "SIGTERM"
 
 
 def test_the_time_of_a_run_begins_with_its_program() -> None:

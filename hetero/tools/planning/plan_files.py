@@ -89,7 +89,7 @@ class _Start:
 
 
 def node_commands(placement: Placement, request: PlanningRequest, folder: Path) -> list[str]:
-    """The command for each node, in the order of the ranks. `folder` has the files to train from."""
+    """The command for each node, in the order of the ranks. `folder` has the written files."""
     starts = _starts(placement, request.problem.cluster)
     first = starts[0]
     master = first.kind.addresses[first.node] if first.kind.addresses else "$HOST"

@@ -4,7 +4,7 @@ import argparse
 
 from hetero.converters import integer, interval, text
 
-EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +41,18 @@ def _add_save_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--exit-signal-handler",
         action="store_true",
-        help="on --exit-signal finish the step, save, and exit with 0",
+        help="on SIGTERM, SIGINT, SIGHUP and --exit-signal finish the step, save, exit with 0",
     )
     group.add_argument(
         "--exit-signal",
         choices=EXIT_SIGNALS,
         default="SIGTERM",
-        help="the signal of --exit-signal-handler",
+        help="a further signal of --exit-signal-handler",
+    )
+    group.add_argument(
+        "--exit-signal-handler-for-dataloader",
+        action="store_true",
+        help="data workers leave these signals to their rank; they do so without it too",
     )
 
 

@@ -24,7 +24,7 @@ def launcher(endpoint: str) -> LauncherRendezvous:
     )
     limits = {"last_call_timeout": 1, "read_timeout": 10}
     parameters = RendezvousParameters(BACKEND, endpoint, "a job", 1, 2, "127.0.0.1", **limits)
-    return LauncherRendezvous(settings, parameters, lambda info: None)
+    return LauncherRendezvous(settings, parameters, lambda info: None, check_abort=lambda: None)
 
 
 @mock.patch.dict(os.environ)

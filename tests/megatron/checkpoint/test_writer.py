@@ -1,9 +1,7 @@
-"""A checkpoint that a tool wrote is one like any other; a run that is asked to stop notices."""
+"""A checkpoint that a tool wrote is one like any other."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from megatron.hetero.checkpoint.index import DamagedCheckpoint
 from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
-from megatron.hetero.checkpoint.signals import StopSignal
 from megatron.hetero.checkpoint.writer import write_release
 
 ARGS = {"num_layers": 1, "untie_embeddings_and_output_weights": False}
@@ -65,17 +62,3 @@ def test_what_is_no_whole_model_is_no_checkpoint(
     with pytest.raises(DamagedCheckpoint, match=problem):
         write_release(tmp_path, [write_items], args=ARGS)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_signal_is_noticed_and_obeyed_by_a_forked_process_alone() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with StopSignal("SIGUSR1") as stop:
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR1
-        assert not stop.seen
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.seen
-    assert signal.getsignal(signal.SIGUSR1) == before

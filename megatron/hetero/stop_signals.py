@@ -1,0 +1,174 @@
+"""The signals that end a run: SIGTERM, SIGINT, SIGHUP and the one of --exit-signal.
+
+With --exit-signal-handler a rank notes them, and the ranks save and end together (`StopCheck`).
+Without it they end this rank, which tells the others. Data workers leave them to their rank.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from hetero.forked_children import call_in_children
+
+_ALWAYS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_NOT_IN_WORKERS = {*_ALWAYS, signal.SIGUSR1, signal.SIGUSR2}
+_SAME_SECONDS = 3.0
+"""A signal that comes again within so long is the same one. Schedulers send it to every process of
+a job, and the launcher passes on its own."""
+_START_UP_SECONDS = 20.0
+"""For the first step to begin, of the 30 s that schedulers give."""
+_UNRESPONSIVE_SECONDS = 5.0
+"""For a rank that does not respond to do so, beyond the missed heartbeats."""
+_UNWINDING_SECONDS = 3.0
+"""For the main thread to end the run in order."""
+_POLL_SECONDS = 1.0
+
+
+class SignalEnd(BaseException):
+    """A signal ends this rank: as KeyboardInterrupt does, and no `except Exception` catches it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"ended by {number.name}")
+        self.number = number
+
+
+class StopSignals:
+    """A context manager in which these signals end the run in order.
+
+    A thread watches for them. The main thread, where Python's handlers run, may wait in a library
+    for minutes.
+    """
+
+    def __init__(self) -> None:
+        self.seen: signal.Signals | None = None
+        """The first signal on which this run is to save and end."""
+        self._came: dict[signal.Signals, float] = {}
+        self._before: dict[signal.Signals, Any] = {}
+        self._saves: bool | None = None
+        """Whether a signal has the run save; None until `serve`."""
+        self._early: signal.Signals | None = None
+        self._is_ending = False
+        self._end: Callable[[signal.Signals, str], None]  # since `serve`
+        self._unresponsive: Callable[[], str | None]
+        self._unresponsive_since: float | None = None
+        self._has_begun = threading.Event()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> StopSignals:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.settimeout(_POLL_SECONDS)
+        self._sender.setblocking(False)
+        # Python's C handler writes the number of each signal into it at once, in any thread.
+        self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        call_in_children(self, StopSignals._leave_to_parent)
+        for number in _ALWAYS:
+            # What a launcher or nohup ignores stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handle(number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        signal.set_wakeup_fd(self._fd_before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def serve(
+        self,
+        *,
+        chosen: str | None,
+        end: Callable[[signal.Signals, str], None],
+        unresponsive: Callable[[], str | None],
+    ) -> None:
+        """Act on signals from now on, and on those that have come.
+
+        Args:
+            chosen: --exit-signal, which is handled even if it is ignored; None without
+                --exit-signal-handler.
+            end: ends this process, for the reason that it is given. Called from a thread.
+            unresponsive: says which rank does not respond, if one does not.
+
+        Raises SignalEnd, now and in the main thread later, if a signal is to end the run at once.
+        """
+        self._end, self._unresponsive = end, unresponsive
+        self._saves = chosen is not None
+        if chosen is not None:
+            self._handle(signal.Signals[chosen])
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        if self._early is not None:
+            self._on_signal(self._early, None)
+
+    def begin(self) -> None:
+        """From now on the ranks look at `seen`, and there is something to save."""
+        self._has_begun.set()
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._before.setdefault(number, signal.signal(number, self._on_signal))
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._saves is None:
+            self._early = self._early or signal.Signals(number)
+        elif not (self._saves or self._is_ending):
+            self._is_ending = True
+            raise SignalEnd(signal.Signals(number))
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process, such as a data worker: its parent ends it, and may need it first.
+
+        Blocked rather than ignored: PyTorch sets a handler of its own in data workers.
+        """
+        if self._closed.is_set():
+            return
+        with suppress(ValueError):  # forked by another thread
+            signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_IN_WORKERS)
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            received = b""
+            with suppress(TimeoutError):
+                received = self._receiver.recv(64)
+            for byte in received:
+                # Others have handlers too, such as SIGCHLD.
+                if (number := signal.Signals(byte)) in self._before:
+                    self._note(number)
+            if self.seen is not None:
+                self._look(self.seen)
+
+    def _note(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        first = self._came.setdefault(number, now)
+        if not self._saves:
+            # The main thread raises SignalEnd as soon as it runs Python.
+            if not self._closed.wait(_UNWINDING_SECONDS):
+                self._end(number, f"ended by {number.name}")
+        elif self.seen is None:
+            self.seen = number
+        elif now - first >= _SAME_SECONDS:
+            self._end(number, f"ended by a second {number.name}; nothing more was saved")
+
+    def _look(self, number: signal.Signals) -> None:
+        """End this rank if the run will not save in time."""
+        now = time.monotonic()
+        if not self._has_begun.is_set():
+            if now - self._came[number] >= _START_UP_SECONDS:
+                self._end(
+                    number,
+                    f"ended by {number.name} before the first step, which did not begin within "
+                    f"{_START_UP_SECONDS:.0f} s of it; there is nothing to save",
+                )
+            return
+        who = self._unresponsive()
+        if who is None:
+            self._unresponsive_since = None
+            return
+        self._unresponsive_since = self._unresponsive_since or now
+        if now - self._unresponsive_since >= _UNRESPONSIVE_SECONDS:
+            self._end(number, f"ended by {number.name}; nothing was saved, because {who}")

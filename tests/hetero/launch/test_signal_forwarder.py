@@ -1,0 +1,123 @@
+"""The launcher's signals: passed on to its processes, whose end it waits for and tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hetero.launch.signal_forwarder import _exit_signal
+from tests.commands import ROOT
+
+SCRIPT = """
+import signal, sys, time
+how = sys.argv[1]
+if how == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if how == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "chosen":
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit(0))
+print("ready", flush=True)
+time.sleep(300)
+"""
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def start(how: str, *words: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "hetero.run", "--nproc-per-node", "1", *flags]
+        process = subprocess.Popen(
+            [*command, str(script), how, *words],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # as nohup
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    return start
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    _, errors = process.communicate(timeout=200)
+    return process.returncode, errors.splitlines()
+
+
+def test_processes_that_end_well_on_a_signal_end_the_launcher_well(launch: Launch) -> None:
+    process = launch("saves")
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (0, [])
+
+
+def test_processes_that_stay_are_killed_after_the_deadline(launch: Launch) -> None:
+    process = launch("deaf", flags=("--shutdown-timeout", "1"))
+    process.send_signal(signal.SIGTERM)
+    code, errors = end(process)
+    assert code == 143
+    assert errors[0].startswith("hetero.run: processes still run 1 s after SIGTERM and are killed")
+    assert errors[-1].startswith("error: ended by SIGTERM; so are the processes of ")
+
+
+def test_a_second_signal_kills_the_processes_and_none_starts_again(launch: Launch) -> None:
+    process = launch("deaf", flags=("--max-restarts", "3"))
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.send_signal(signal.SIGTERM)
+    code, errors = end(process)
+    assert code == 143
+    assert errors[0] == "hetero.run: a second SIGTERM; the processes are killed"
+    assert errors[-1].startswith("error: ended by SIGTERM; so are the processes of ")
+
+
+def test_an_ignored_signal_stays_ignored(launch: Launch) -> None:
+    process = launch("waits")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.send_signal(signal.SIGTERM)
+    code, errors = end(process)
+    assert code == 143
+    assert errors == [f"error: ended by SIGTERM; so are the processes of {os.uname().nodename}"]
+
+
+def test_an_ignored_signal_that_the_script_handles_is_passed_on(launch: Launch) -> None:
+    process = launch("chosen", "--exit-signal=SIGHUP")
+    process.send_signal(signal.SIGHUP)
+    assert end(process) == (0, [])
+
+
+def test_a_suspended_process_is_continued(launch: Launch) -> None:
+    process = launch("saves")
+    (rank,) = psutil.Process(process.pid).children()
+    rank.suspend()
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", None),
+        ("--exit-signal", None),
+        ("--lr 1 --exit-signal SIGUSR1", signal.SIGUSR1),
+        ("--exit-signal=SIGHUP --lr 1", signal.SIGHUP),
+        ("--exit-signal SIGNOTHING", None),
+    ],
+)
+def test_the_signal_of_the_script_is_read(words: str, found: signal.Signals | None) -> None:
+    assert _exit_signal(words.split()) == found
