@@ -381,7 +381,8 @@ def _found(options: argparse.Namespace) -> dict[str, Any] | None:
         found = None if found is None else found | {"collectives": record}
     # Rank 0 may host the store.
     _leave_together(store, rank, size)
-    return found if options.pair.index(rank) == 0 or options.what == "rail" else None
+    has_word = found is not None and (found["end"] == 0 or options.what == "rail")
+    return found if has_word else None
 
 
 def _leave_together(store: dist.Store, rank: int, size: int) -> None:
