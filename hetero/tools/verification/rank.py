@@ -285,7 +285,8 @@ def lose_a_rail(end: End) -> dict[str, Any]:
         "rails": rails,
         "changed": changed,
         "lost": [text for _, text in lost],
-        "seconds": lost[0][0] - cut_at if lost else None,
+        # The other end may hear of it before it is as far itself.
+        "seconds": max(0.0, lost[0][0] - cut_at) if lost else None,
     }
 
 

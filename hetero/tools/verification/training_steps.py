@@ -228,6 +228,7 @@ def _kill(rank: int) -> None:
 
 def judge_faults(job: Job, said: Sequence[Mapping[str, Any]]) -> Verdict:
     failures, results, figures = [], {}, {}
+    notes = ["a rail over RDMA cannot be cut by itself: pull a cable in a run to see it"]
     ends = {one["end"]: one for payload in said for one in payload["rails"]}
     for number, end in sorted(ends.items()):
         rank = job.pair[number]
@@ -235,7 +236,7 @@ def judge_faults(job: Job, said: Sequence[Mapping[str, Any]]) -> Verdict:
         problem = _rail_problem(end)
         results[f"a rail is cut, end of {rank.vendor}"] = problem or "named, and all arrived"
         if end["seconds"] is not None:
-            figures[f"a rail is cut, end of {rank.vendor}: seconds to say so"] = end["seconds"]
+            notes.append(f"{who} named the rail that was cut after {end['seconds']:.2f} s")
         if problem:
             failures.append(
                 Failure(
@@ -269,7 +270,7 @@ def judge_faults(job: Job, said: Sequence[Mapping[str, Any]]) -> Verdict:
         passed="a cut rail and a killed rank were named, in time",
         results=results,
         figures=figures,
-        notes=["a rail over RDMA cannot be cut by itself: pull a cable in a run to see it"],
+        notes=notes,
     )
 
 
