@@ -75,6 +75,12 @@ COMMANDS = {
         # Its ranks wait for each other in slices. PyTorch would report the end of each one.
         environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
     ),
+    "verify": Command(
+        module="hetero.tools.verify",
+        help="verify nodes of two vendors before the first run, and write a report to send",
+        needs_core=False,  # another megatron-core is a finding
+        environment={"TORCH_CPP_LOG_LEVEL": "ERROR"},
+    ),
     "perf": Command(
         module="hetero.tools.perf",
         help="measure links and collectives beside gloo, NCCL and the bare paths",

@@ -43,7 +43,7 @@ class SignalForwarder:
         chosen = _exit_signal(options.training_script_args)
         listed = {getattr(signal, name.strip(), None) for name in _listed(options).split(",")}
         self._ending = frozenset(number for number in listed if isinstance(number, signal.Signals))
-        self._chosen = frozenset({chosen} - {None})
+        self._chosen = frozenset(() if chosen is None else (chosen,))
         options.signals_to_handle = _UNUSED.name
         self._seconds = _shutdown_seconds(options)
         self._came: dict[signal.Signals, float] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -84,6 +84,9 @@ class Link(ABC):
     """Why each faster path of a family was not taken; None where a single path was named."""
     device: torch.device | None = None
     """Where its tensors are; None for any."""
+    cut_rail: Callable[[int], None] | None = None
+    """Ends one of several rails, as a cable that is pulled does, to see the link go on over the
+    others; None where a rail cannot be ended alone."""
     receives_ahead: bool = True
     """Whether a receive may be posted long before its tensor arrives, at no cost meanwhile."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -43,4 +44,6 @@ def open_tcp(
         carrier.start()
         control = Control(*connections.control, ack_timeout=silence)
         ends = make_ends(rendezvous, options, memory, carrier, control, rails=names, stack=stack)
-    return RingLink(rendezvous.description, options, ends)
+    link = RingLink(rendezvous.description, options, ends)
+    link.cut_rail = lambda index: connections.rails[index].shutdown(socket.SHUT_RDWR)
+    return link

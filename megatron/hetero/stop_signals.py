@@ -55,7 +55,7 @@ class StopSignals:
         """Whether a signal has the run save; None until `serve`."""
         self._early: signal.Signals | None = None
         self._is_ending = False
-        self._end: Callable[[signal.Signals, str], None]  # since `serve`
+        self._end: Callable[[signal.Signals, str], object]  # since `serve`
         self._unresponsive: Callable[[], str | None]
         self._unresponsive_since: float | None = None
         self._has_begun = threading.Event()
@@ -84,7 +84,7 @@ class StopSignals:
         self,
         *,
         chosen: str | None,
-        end: Callable[[signal.Signals, str], None],
+        end: Callable[[signal.Signals, str], object],
         unresponsive: Callable[[], str | None],
     ) -> None:
         """Act on signals from now on, and on those that have come.

@@ -118,6 +118,7 @@ STARTING = {
     "--lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100",
     "reproduce_table": f"{TINY} {OUT}",
     "train_public_commands": OUT,
+    "verify": OUT,
 }
 
 ALONE = {

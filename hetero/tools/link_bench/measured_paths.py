@@ -169,19 +169,26 @@ class SocketPath(Path):
 
 
 def open_sockets(
-    name: str, *, rank: int, connections: int, store: dist.Store, timeout: float
+    name: str,
+    *,
+    rank: int,
+    connections: int,
+    store: dist.Store,
+    timeout: float,
+    address: str = "127.0.0.1",
 ) -> SocketPath:
-    """Connect the two processes over the loopback interface. Collective between them."""
+    """Connect the two processes, to an address of rank 0's. Collective between them."""
     if rank == 0:
-        with socket.create_server(("127.0.0.1", 0), backlog=connections) as listener:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=connections) as listener:
             listener.settimeout(timeout)
             store.set("port", str(listener.getsockname()[1]))
             opened = [listener.accept()[0] for _ in range(connections)]
     else:
         store.wait(["port"], timedelta(seconds=timeout))
-        address = ("127.0.0.1", int(store.get("port")))
+        there = (address, int(store.get("port")))
         # In turn, so that both ends hold them in one order.
-        opened = [socket.create_connection(address, timeout) for _ in range(connections)]
+        opened = [socket.create_connection(there, timeout) for _ in range(connections)]
     for connection in opened:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

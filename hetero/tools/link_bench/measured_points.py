@@ -110,7 +110,7 @@ class Meter:
             else None,
         )
 
-    def rates(self, path: LinkPath, small: Messages, large: Messages) -> Rates:
+    def rates(self, path: Path, small: Messages, large: Messages) -> Rates:
         """Latency of one size, bandwidth of another, between two hosts as well.
 
         The watch is rank 0's alone: two hosts share no clock. Raises StepFailed in both alike.

@@ -95,7 +95,7 @@ def node_commands(placement: Placement, request: PlanningRequest, folder: Path) 
     master = first.kind.addresses[first.node] if first.kind.addresses else "$HOST"
     model = folder / "model.yaml"
     if request.model_yaml is None:
-        model = _short(model_file(request.model_name))
+        model = Path(_short(model_file(request.model_name)))
     lines = [f"# every node needs {folder}, at the same path"]
     if master == "$HOST":
         lines.append(f"# HOST is the address of node 0, the first node of {first.kind.name}")

@@ -1,5 +1,7 @@
 """Two real processes, each with one end of a link, for the contract that transports keep.
 
+The clauses that `hetero verify` plays too are in hetero/tools/verification/contract.py.
+
 A test gives a scenario: a module-level function of one `Side`, run by both processes. What it
 returns, or the exception it ends with, comes back as that side's `Outcome`. A process that does not
 answer in time is killed and its outcome says so, so that a hang is a failure and not a wait.
@@ -12,8 +14,8 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +24,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hetero.link.base import Link, LinkDescription, as_bytes, sendable
+from hetero.link.base import LinkDescription
+from hetero.tools.verification import contract
 from tests.forked_ranks import ForkedRanks, Outcome
 from tests.gpus import gpu_of, take_gpu
 from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
@@ -30,57 +33,15 @@ from tests.hetero.link.transports import PATIENCE, SLOWNESS, Transport
 SECRET = "contract"
 # Not the ranks' numbers, so that an error that confuses a rank with a stage is seen.
 STAGES = (4, 5)
+GRACE = 8.0 * SLOWNESS
+"""Within this after the deadline a failure must be known."""
 
 
-@dataclass
-class Side:
-    """What a scenario has: one end of the link, and a store to meet the other end."""
+@dataclass(kw_only=True)
+class Side(contract.Side):
+    """One end of a link over a transport of the tests."""
 
-    rank: int
-    number: int
-    """Which scenario of these processes it is."""
     transport: Transport
-    store: dist.Store
-    timeout: float
-    options: Mapping[str, Any]
-    links: list[Link] = field(default_factory=list)
-
-    @property
-    def peer(self) -> int:
-        return 1 - self.rank
-
-    @property
-    def device(self) -> torch.device:
-        on_gpu = self.transport.device == "cuda"
-        return gpu_of(self.rank) if on_gpu else torch.device("cpu")
-
-    @property
-    def link(self) -> Link:
-        """The link of this side, opened when it is first asked for."""
-        return self.links[-1] if self.links else self.open()
-
-    def open(self) -> Link:
-        description = LinkDescription(
-            rank=self.rank,
-            peer=self.peer,
-            stage=STAGES[self.rank],
-            peer_stage=STAGES[self.peer],
-            secret=SECRET,
-            timeout=self.timeout,
-        )
-        self.links.append(self.transport.open(description, self.store, self.device))
-        return self.links[-1]
-
-    def say(self, what: str) -> None:
-        self.store.set(f"{self.number}/{what}", "1")
-
-    def hear(self, what: str, seconds: float = PATIENCE) -> None:
-        self.store.wait([f"{self.number}/{what}"], timedelta(seconds=seconds))
-
-    def meet(self, where: str) -> None:
-        """Go on when the other side is here too."""
-        self.say(f"{where}/{self.rank}")
-        self.hear(f"{where}/{self.peer}")
 
 
 Scenario = Callable[[Side], Any]
@@ -149,7 +110,7 @@ def _live(rank: int, on_gpu: bool, store_path: str, asked: Connection) -> None:
     store = _join(rank, on_gpu, store_path)
     while True:
         scenario, number, transport, timeout, opened, options = asked.recv()
-        side = Side(rank, number, transport, store, timeout, options)
+        side = _side(rank, number, transport, store, timeout, options)
         try:
             if opened:
                 side.open()
@@ -159,8 +120,41 @@ def _live(rank: int, on_gpu: bool, store_path: str, asked: Connection) -> None:
             # The other side may have ended well, and would wait to the end of its patience.
             side.say(f"end/{rank}")
             asked.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        for link in side.links:
-            link.close()
+        side.close()
+
+
+def _side(
+    rank: int,
+    number: int,
+    transport: Transport,
+    store: dist.Store,
+    timeout: float,
+    options: dict[str, Any],
+) -> Side:
+    """The end of scenario `number`. Links of one pair are numbered over all scenarios."""
+    peer = 1 - rank
+    device = gpu_of(rank) if transport.device == "cuda" else torch.device("cpu")
+    description = LinkDescription(
+        rank=rank,
+        peer=peer,
+        stage=STAGES[rank],
+        peer_stage=STAGES[peer],
+        secret=SECRET,
+        timeout=timeout,
+    )
+    return Side(
+        rank=rank,
+        peer=peer,
+        store=dist.PrefixStore(str(number), store),
+        device=device,
+        opener=lambda: transport.open(description, store, device),
+        sends=rank == 0,
+        timeout=timeout,
+        grace=GRACE,
+        patience=PATIENCE,
+        options=options,
+        transport=transport,
+    )
 
 
 def _join(rank: int, on_gpu: bool, store_path: str) -> dist.Store:
@@ -177,34 +171,6 @@ def _join(rank: int, on_gpu: bool, store_path: str) -> dist.Store:
         timeout=timedelta(seconds=PATIENCE),
     )
     return dist.PrefixStore("side", store)
-
-
-# What scenarios share.
-
-
-def make(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, seed: int
-) -> torch.Tensor:
-    """A tensor of random bits, NaNs and all, the same for one seed in every process."""
-    itemsize = torch.empty((), dtype=dtype).element_size()
-    count = itemsize * int(torch.Size(shape).numel())
-    high = 2 if dtype is torch.bool else 256
-    generator = torch.Generator().manual_seed(seed)
-    content = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
-    return content.view(dtype).reshape(shape).to(device)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    left, right = (as_bytes(sendable(tensor).cpu()) for tensor in (one, other))
-    return torch.equal(left, right)
-
-
-def blank(like: torch.Tensor) -> torch.Tensor:
-    """Where `like` can be received: contiguous, and visibly not yet received."""
-    target = torch.zeros(like.numel() * like.itemsize, dtype=torch.uint8, device=like.device)
-    return target.view(like.dtype).reshape(like.shape)
 
 
 @dataclass(frozen=True)

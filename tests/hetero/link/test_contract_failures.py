@@ -8,89 +8,37 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from hetero.errors import LinkError
-from hetero.link.base import Link
+from hetero.tools.verification import contract
+from hetero.tools.verification.contract import failure_of, make
 from tests.forked_ranks import Outcome, values
-from tests.hetero.link.contract import Pair, Resources, Side, make, names_the_link
+from tests.hetero.link.contract import GRACE, Pair, Resources, Side, names_the_link
 from tests.hetero.link.transports import SLOWNESS, Transport
 
 SHORT = max(1.0, 0.25 * SLOWNESS)
 """The deadline of links whose transfers must fail."""
-GRACE = 8.0 * SLOWNESS
-"""Within this after the deadline the failure must be known."""
 AMPLE = 8.0 * SLOWNESS
 """The deadline where a message crosses before the failure is known, on a busy machine too."""
 IDLE_SHARE = 0.01 * SLOWNESS
 """Of a processor: what a link may use that is open and idle."""
 
 
-def _fails(action: Any) -> tuple[str, float]:
-    """The LinkError of an action, and after how many seconds it came."""
-    begin = time.monotonic()
-    try:
-        action()
-    except LinkError as error:
-        return str(error), time.monotonic() - begin
-    return "nothing was raised", time.monotonic() - begin
-
-
-class Message(NamedTuple):
-    shape: tuple[int, ...] = (4, 3)
-    dtype: torch.dtype = torch.float32
-    tag: int = 0
-
-
-DIFFERENCES = {
-    "dtype": (Message(), Message(dtype=torch.int32), "torch.float32 instead of torch.int32"),
-    "width": (Message(), Message(dtype=torch.bfloat16), "torch.float32 instead of torch.bfloat16"),
-    "shape": (Message(), Message((3, 4)), "(4, 3) instead of (3, 4)"),
-    "dimensions": (Message(), Message((12,)), "(4, 3) instead of (12,)"),
-    "larger": (Message(), Message((2, 3)), "(4, 3) instead of (2, 3)"),
-    "smaller": (Message(), Message((8, 3)), "(4, 3) instead of (8, 3)"),
-    "tag": (Message(tag=2**32 - 1), Message(tag=7), "tag 4294967295 instead of 7"),
-}
-
-
-def _receive(link: Link, tensor: torch.Tensor, *, tag: int) -> None:
-    link.recv(tensor, tag=tag).wait()
-
-
-def differing(side: Side) -> dict[str, tuple[str, float]]:
-    """What the receiver is told, over a link for each difference: a link fails but once."""
-    told = {}
-    for what, (*sides, _) in DIFFERENCES.items():
-        shape, dtype, tag = sides[side.rank]
-        tensor = torch.ones(shape, dtype=dtype, device=side.device)
-        link = side.open()
-        if side.rank == 0:
-            link.send(tensor, tag=tag)
-        else:
-            told[what] = _fails(partial(_receive, link, tensor, tag=tag))
-        side.meet(what)
-    return told
-
-
 def test_a_receiver_that_expects_something_else_is_told_what_differed(
     header_pair: Pair,
 ) -> None:
-    _, told = values(header_pair.run(differing, timeout=AMPLE, opened=False))
-    for what, (_, _, difference) in DIFFERENCES.items():
-        text, seconds = told[what]
-        assert names_the_link(text, rank=1), text
-        assert difference in text
-        assert seconds < AMPLE
+    scenario = contract.a_receiver_is_told_what_differs
+    assert values(header_pair.run(scenario, timeout=AMPLE, opened=False)) == [[], []]
 
 
 def refused(side: Side) -> tuple[str, float]:
     tensor = torch.ones((4, 3) if side.rank == 0 else (3, 4), device=side.device)
     side.meet("ready")
     if side.rank == 1:
-        return _fails(lambda: side.link.recv(tensor).wait())
+        return failure_of(lambda: side.link.recv(tensor).wait())
 
     def send_until_told() -> None:
         deadline = time.monotonic() + SHORT + 2 * GRACE
@@ -100,7 +48,7 @@ def refused(side: Side) -> tuple[str, float]:
             while not work.is_completed() and time.monotonic() < deadline:
                 time.sleep(0.01)
 
-    return _fails(send_until_told)
+    return failure_of(send_until_told)
 
 
 def test_the_sender_of_a_message_that_was_refused_is_told_too(header_pair: Pair) -> None:
@@ -110,17 +58,6 @@ def test_the_sender_of_a_message_that_was_refused_is_told_too(header_pair: Pair)
     assert seconds < SHORT + GRACE
 
 
-def never_sent(side: Side) -> list[tuple[str, float]]:
-    if side.rank == 0:
-        side.hear("gave up")
-        return []
-    tensor = torch.zeros(4, device=side.device)
-    first = _fails(lambda: side.link.recv(tensor).wait())
-    later = _fails(lambda: side.link.recv(tensor).wait())
-    side.say("gave up")
-    return [first, later]
-
-
 def _needs_deadlines(transport: Transport) -> None:
     if not transport.has_deadlines:
         pytest.skip(f"the library of {transport} ends the process when a wait lasts too long")
@@ -128,11 +65,13 @@ def _needs_deadlines(transport: Transport) -> None:
 
 def test_a_message_that_never_comes_is_an_error_in_time(transport: Transport, pair: Pair) -> None:
     _needs_deadlines(transport)
-    outcomes = pair.run(never_sent, timeout=SHORT)
-    (text, seconds), (later, _) = values(outcomes)[1]
-    assert names_the_link(text, rank=1), text
-    assert SHORT * 0.9 <= seconds < SHORT + GRACE
-    assert "rank 1 (stage 5)" in later, "a link that failed once has to stay failed"
+    scenario = contract.a_message_that_never_comes_is_an_error_in_time
+    assert values(pair.run(scenario, timeout=SHORT)) == [[], []]
+
+
+def test_a_peer_that_closes_is_an_error_within_seconds(header_pair: Pair) -> None:
+    scenario = contract.a_peer_that_closes_is_an_error_within_seconds
+    assert values(header_pair.run(scenario)) == [[], []]
 
 
 def never_taken(side: Side) -> tuple[str, float]:
@@ -141,7 +80,7 @@ def never_taken(side: Side) -> tuple[str, float]:
         return "", 0.0
     tensor = torch.zeros(32 << 20, dtype=torch.uint8)
     works = [side.link.send(tensor) for _ in range(2)]
-    result = _fails(lambda: [work.wait() for work in works])
+    result = failure_of(lambda: [work.wait() for work in works])
     side.say("gave up")
     return result
 
@@ -164,7 +103,7 @@ def killed(side: Side) -> tuple[str, float]:
         os._exit(7)
     side.link.recv(tensor).wait()
     side.say("received")
-    result = _fails(lambda: side.link.recv(tensor).wait())
+    result = failure_of(lambda: side.link.recv(tensor).wait())
     side.say("end/0")
     return result
 
@@ -217,7 +156,7 @@ def closed(side: Side) -> list[str]:
     for _ in range(3):
         side.link.close()
     side.meet("closed")
-    return [_fails(partial(request, tensor))[0] for request in (side.link.send, side.link.recv)]
+    return [failure_of(partial(request, tensor))[0] for request in (side.link.send, side.link.recv)]
 
 
 def test_a_closed_link_refuses_and_may_be_closed_again(pair: Pair) -> None:
@@ -258,7 +197,7 @@ def closed_under_way(side: Side) -> dict[str, Any]:
     begin = time.monotonic()
     side.link.close()
     seconds = time.monotonic() - begin
-    text, waited = _fails(work.wait)
+    text, waited = failure_of(work.wait)
     side.say("closed")
     return {"close": seconds, "wait": waited, "text": text}
 

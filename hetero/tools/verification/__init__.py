@@ -1,0 +1,1 @@
+"""What `hetero verify` checks, step by step, and the report that it writes."""
