@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hetero.errors import UserError, print_error, write_error_file
-from hetero.version import MEGATRON_CORE
+from hetero.version import MEGATRON_CORES, newest_core
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +28,7 @@ def core_version() -> str:
     if spec is None or spec.origin is None:
         raise UserError(
             f"megatron-core is not installed for {sys.executable}; "
-            f"pip install megatron-core=={MEGATRON_CORE}"
+            f"pip install megatron-core=={newest_core()}"
         )
     info = Path(spec.origin).with_name("package_info.py")
     return str(runpy.run_path(str(info))["__version__"]) if info.exists() else "of no version"
@@ -55,13 +55,17 @@ def require_own_package() -> None:
 
 
 def require_supported_core() -> None:
-    """Refuse any megatron-core but the one whose private API is used. Raises UserError."""
+    """Refuse a megatron-core that the tests have not run on: private API is used.
+
+    Raises UserError.
+    """
     version = core_version()
-    if version != MEGATRON_CORE:
+    if version not in MEGATRON_CORES:
         found = _file(find_spec("megatron.core"))
+        *others, last = MEGATRON_CORES
         raise UserError(
-            f"megatron.core is {found}, version {version}, and this project is written for "
-            f"{MEGATRON_CORE}; {_remedy(found)}"
+            f"megatron.core is {found}, version {version}, and this project supports "
+            f"{', '.join(others)} and {last}; {_remedy(found)}"
         )
 
 
@@ -104,4 +108,4 @@ def _remedy(found: Path | None) -> str:
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if found is not None and found.is_relative_to(Path(entry).resolve()):
             return f"take {entry} out of PYTHONPATH, and see that megatron-core is installed"
-    return f"pip install megatron-core=={MEGATRON_CORE}, in a virtual environment of its own"
+    return f"pip install megatron-core=={newest_core()}, in a virtual environment of its own"

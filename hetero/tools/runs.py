@@ -36,6 +36,7 @@ class Launch:
     """Seconds from the start of the launcher to its end; None for no limit."""
     entry: Path = ENTRY
     """The script of every rank."""
+    python: str = sys.executable
 
     @property
     def metrics(self) -> Path:
@@ -50,7 +51,7 @@ class Launch:
         return self.folder / f"{self.name}.log"
 
     def command(self) -> tuple[str, ...]:
-        launcher = (sys.executable, "-m", "hetero.run", "--standalone")
+        launcher = (self.python, "-m", "hetero.run", "--standalone")
         written = ("--metrics-file", str(self.metrics), "--hetero-report", str(self.report))
         return (*launcher, f"--nproc-per-node={self.nproc}", str(self.entry), *self.flags, *written)
 
