@@ -66,13 +66,14 @@ class Numbers:
     """The SHA-256 of the last."""
 
     def difference(self, other: Numbers) -> float | None:
-        """The largest relative difference of a loss or norm; None if all bits are equal."""
+        """The largest relative difference of a loss or norm; None if all bits are equal, also of
+        the weights."""
         if self == other:
             return None
         pairs = zip(
             (*self.losses, *self.grad_norms), (*other.losses, *other.grad_norms), strict=True
         )
-        return max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
+        return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if a != b), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +157,9 @@ def _equality(mine: Numbers | None, theirs: Numbers | None) -> str:
     if mine is None or theirs is None:
         return "failed"
     difference = mine.difference(theirs)
-    return "equal" if difference is None else f"differs by {difference:.1e}"
+    if difference is None:
+        return "equal"
+    return f"differs by {difference:.1e}" if difference else "weights differ"
 
 
 def render(trained: Sequence[Trained]) -> str:
