@@ -22,7 +22,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 def core_version() -> str:
     """The version of the megatron-core that Python would import, whatever pip has installed.
 
-    Raises UserError if there is none.
+    From 0.18 on it appends the commit of the git checkout around its folder, which says nothing of
+    megatron-core (0.18.2+689b8256) and is left out. Raises UserError if it is not installed.
     """
     spec = find_spec("megatron.core")
     if spec is None or spec.origin is None:
@@ -31,7 +32,9 @@ def core_version() -> str:
             f"pip install megatron-core=={newest_core()}"
         )
     info = Path(spec.origin).with_name("package_info.py")
-    return str(runpy.run_path(str(info))["__version__"]) if info.exists() else "of no version"
+    if not info.exists():
+        return "of no version"
+    return str(runpy.run_path(str(info))["__version__"]).partition("+")[0]
 
 
 def require_own_package() -> None:
@@ -106,6 +109,7 @@ def _file(spec: ModuleSpec | None) -> Path | None:
 def _remedy(found: Path | None) -> str:
     """How to remove the folder of `found` from Python's path."""
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        if found is not None and found.is_relative_to(Path(entry).resolve()):
+        # Not `entry` alone: an environment below a checkout that is on the path is not at fault.
+        if found is not None and found.is_relative_to(Path(entry).resolve() / "megatron"):
             return f"take {entry} out of PYTHONPATH, and see that megatron-core is installed"
     return f"pip install megatron-core=={newest_core()}, in a virtual environment of its own"

@@ -142,7 +142,10 @@ def _pip(pip: Path, target: Path, words: Sequence[str]) -> None:
     """Install into the environment of `target` with the pip of `pip`. Raises PipError."""
     command = [str(pip), "-m", "pip", "--python", str(target), "--disable-pip-version-check"]
     done = subprocess.run(
-        [*command, "install", "--quiet", *words], capture_output=True, text=True, check=False
+        [*command, "install", "--quiet", "--no-compile", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,28 @@ def test_a_supported_core_is_accepted_and_is_in_the_requirements(
     assert requirement("megatron-core").specifier.contains(version)
 
 
+def test_an_environment_below_a_folder_on_the_path_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = checkout(tmp_path / ".venv/site-packages", core="0.15.0") / "megatron/core/__init__.py"
+    monkeypatch.setattr(
+        megatron_imports, "find_spec", lambda _: ModuleSpec("core", None, origin=str(core))
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"0\.15\.0, and .*; pip install megatron-core=="):
+        megatron_imports.require_supported_core()
+
+
+def test_the_commit_that_a_release_appends_to_its_version_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = checkout(tmp_path, core="0.18.2+689b8256") / "megatron/core/__init__.py"
+    monkeypatch.setattr(
+        megatron_imports, "find_spec", lambda _: ModuleSpec("core", None, origin=str(core))
+    )
+    assert megatron_imports.core_version() == "0.18.2"
+
+
 @pytest.mark.parametrize("version", ["0.16.0", "0.17.0rc1", "0.18.1", "0.19.1", "0.20.0"])
 def test_a_withdrawn_or_unknown_core_is_refused_and_out_of_the_requirements(
     monkeypatch: pytest.MonkeyPatch, version: str
@@ -166,7 +189,7 @@ def test_a_withdrawn_or_unknown_core_is_refused_and_out_of_the_requirements(
     remedy = f"pip install megatron-core=={newest_core()}, in a virtual environment of its own"
     with pytest.raises(UserError, match=rf", version {version}, .* 0\.19\.0; {remedy}$"):
         megatron_imports.require_supported_core()
-    assert not requirement("megatron-core").specifier.contains(version)
+    assert not requirement("megatron-core").specifier.contains(version, prereleases=False)
 
 
 @pytest.mark.parametrize(
