@@ -160,9 +160,11 @@ def reason_of(errors: Sequence[str]) -> str:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a command prints last. Raises HeteroError if it fails."""
+    """What a command prints. Raises HeteroError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip() or f"it exited with code {done.returncode}").splitlines()[-1]
-        raise HeteroError(f"{Path(command[0]).name}: {last}")
+        said = (done.stderr.strip() or f"it exited with code {done.returncode}").splitlines()
+        # A traceback tells the reason last, a command such as pyenv's first.
+        reason = said[-1] if said[0].startswith("Traceback") else said[0]
+        raise HeteroError(f"{Path(command[0]).name}: {reason}")
     return done.stdout.strip()
