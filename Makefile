@@ -28,12 +28,13 @@ PIP_INSTALL = pip_install() { { $(BIN)/python -m pip install --disable-pip-versi
 EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
+VERSIONS ?=
 # How many processes run test files side by side; 0: none do. Tests on GPUs have them to themselves.
 TEST_WORKERS ?= $(if $(GPU_DRIVER),0,logical)
 # A file's tests stay together, because they share runs. The longest come first in the order of their names.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all test-gpu test-rdma lint docs wheel clean
+.PHONY: setup demo test test-all test-gpu test-rdma test-versions lint docs wheel clean
 
 setup: $(STAMP)
 
@@ -78,6 +79,11 @@ test-gpu: setup
 # needs root on Debian; anywhere else it says that it was skipped.
 test-rdma: setup
 	$(BIN)/python -m tests.rdma.machine.boot --minutes $(RDMA_MINUTES) $(RDMA_FLAGS)
+
+# The fast tests on every release of megatron-core and every Python that is found, in environments below .cache/versions
+# (5 GB for each Python). VERSIONS chooses: VERSIONS="--releases 0.19.0 --pythons python3.12 -- tests/megatron".
+test-versions: setup
+	$(BIN)/python bench/run_versions.py $(VERSIONS)
 
 # The variable silences an advertisement that the theme prints at every build.
 docs: setup

@@ -19,7 +19,7 @@ from hetero.errors import Faults, UserError
 from hetero.formatting import counted, ranks_on_hosts
 from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
-from hetero.version import __version__, sources
+from hetero.version import __version__, newest_core, sources
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 PLAN = "plan"
@@ -151,7 +151,13 @@ def release_of(version: str) -> str:
         return version.partition("+")[0]
 
 
-def require_equal(hosts: Mapping[int, str], values: Sequence[str], *, what: str) -> None:
+def require_equal(
+    hosts: Mapping[int, str],
+    values: Sequence[str],
+    *,
+    what: str,
+    remedy: str = "install the same on every node",
+) -> None:
     """Refuse ranks, given with their hosts, that run different versions of something.
 
     Raises UserError. `values` are in the order of `hosts`.
@@ -163,7 +169,7 @@ def require_equal(hosts: Mapping[int, str], values: Sequence[str], *, what: str)
         sides = "; ".join(
             f"{ranks_on_hosts(same, hosts)}: {value}" for value, same in by_value.items()
         )
-        raise UserError(f"the ranks run different {what}: {sides}; install the same on every node")
+        raise UserError(f"the ranks run different {what}: {sides}; {remedy}")
 
 
 def check_identities(
@@ -180,7 +186,12 @@ def check_identities(
     hosts = {identity.rank: identity.host for identity in identities}
     require_equal(hosts, [i.project_version for i in identities], what="versions of this project")
     require_equal(hosts, [release_of(i.torch_version) for i in identities], what="PyTorch releases")
-    require_equal(hosts, [i.core_version for i in identities], what="megatron-core versions")
+    require_equal(
+        hosts,
+        [i.core_version for i in identities],
+        what="megatron-core versions",
+        remedy=f"install the same on every node (Python 3.11 has {newest_core((3, 11))} only)",
+    )
     _check_flags(identities)
     _check_vendors(identities, plan, mixed=boundary_transport is not None)
     if boundary_transport == "nccl":

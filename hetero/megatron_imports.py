@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hetero.errors import UserError, print_error, write_error_file
-from hetero.version import MEGATRON_CORE
+from hetero.version import MEGATRON_CORES, newest_core
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,16 +22,19 @@ _ROOT = Path(__file__).resolve().parents[1]
 def core_version() -> str:
     """The version of the megatron-core that Python would import, whatever pip has installed.
 
-    Raises UserError if there is none.
+    From 0.18 on it appends the commit of the git checkout around its folder, which says nothing of
+    megatron-core (0.18.2+689b8256) and is left out. Raises UserError if it is not installed.
     """
     spec = find_spec("megatron.core")
     if spec is None or spec.origin is None:
         raise UserError(
             f"megatron-core is not installed for {sys.executable}; "
-            f"pip install megatron-core=={MEGATRON_CORE}"
+            f"pip install megatron-core=={newest_core()}"
         )
     info = Path(spec.origin).with_name("package_info.py")
-    return str(runpy.run_path(str(info))["__version__"]) if info.exists() else "of no version"
+    if not info.exists():
+        return "of no version"
+    return str(runpy.run_path(str(info))["__version__"]).partition("+")[0]
 
 
 def require_own_package() -> None:
@@ -55,13 +58,17 @@ def require_own_package() -> None:
 
 
 def require_supported_core() -> None:
-    """Refuse any megatron-core but the one whose private API is used. Raises UserError."""
+    """Refuse a megatron-core that the tests have not run on: private API is used.
+
+    Raises UserError.
+    """
     version = core_version()
-    if version != MEGATRON_CORE:
+    if version not in MEGATRON_CORES:
         found = _file(find_spec("megatron.core"))
+        *others, last = MEGATRON_CORES
         raise UserError(
-            f"megatron.core is {found}, version {version}, and this project is written for "
-            f"{MEGATRON_CORE}; {_remedy(found)}"
+            f"megatron.core is {found}, version {version}, and this project supports "
+            f"{', '.join(others)} and {last}; {_remedy(found)}"
         )
 
 
@@ -102,6 +109,7 @@ def _file(spec: ModuleSpec | None) -> Path | None:
 def _remedy(found: Path | None) -> str:
     """How to remove the folder of `found` from Python's path."""
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        if found is not None and found.is_relative_to(Path(entry).resolve()):
+        # Not `entry` alone: an environment below a checkout that is on the path is not at fault.
+        if found is not None and found.is_relative_to(Path(entry).resolve() / "megatron"):
             return f"take {entry} out of PYTHONPATH, and see that megatron-core is installed"
-    return f"pip install megatron-core=={MEGATRON_CORE}, in a virtual environment of its own"
+    return f"pip install megatron-core=={newest_core()}, in a virtual environment of its own"

@@ -1,7 +1,7 @@
 """megatron-core's pipeline p2p over links.
 
 Every call of megatron-core's schedules ends in one private method of `P2PCommunicator` (see
-`megatron/core/pipeline_parallel/p2p_communication.py`, 0.16.1), which is replaced here. This one
+`megatron/core/pipeline_parallel/p2p_communication.py`), which is replaced here. This one
 differs from theirs in two ways that matter:
 
 - each edge of the pipeline has its own link, so that activations and gradients between the same two

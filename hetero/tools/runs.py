@@ -35,6 +35,7 @@ class Launch:
     """Seconds from the start of the launcher to its end; None for no limit."""
     entry: tuple[str, ...] = cli.rank_command("pretrain")
     """What hetero.run starts as every rank: a script, or `-m` and a module."""
+    python: str = sys.executable
 
     @property
     def metrics(self) -> Path:
@@ -49,7 +50,7 @@ class Launch:
         return self.folder / f"{self.name}.log"
 
     def command(self) -> tuple[str, ...]:
-        launcher = (sys.executable, "-m", "hetero.run", "--standalone")
+        launcher = (self.python, "-m", "hetero.run", "--standalone")
         written = ("--metrics-file", str(self.metrics), "--hetero-report", str(self.report))
         return (*launcher, f"--nproc-per-node={self.nproc}", *self.entry, *self.flags, *written)
 

@@ -1,13 +1,16 @@
-"""All access to private state of megatron-core, in one place.
+"""All access to private state of megatron-core, and all that differs between its releases.
 
 megatron-core reads some process groups from module globals (cross entropy: the tensor-parallel
 group; layer offsets: the pipeline rank). `initialize_model_parallel` sets them only for a uniform
 layout, with groups that span vendors, so `register_groups` sets them from the plan's groups.
-tests/megatron/test_core_private.py checks this against the pinned version.
+tests/megatron/test_core_private.py checks this against the installed release.
+
+What differs between releases is asked for by the feature, never by the version.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,11 +31,25 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
+from megatron.core.tokenizers.text.libraries import NullTokenizer
+from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
 from megatron.core.transformer import attention
 
 from hetero.errors import HeteroError
 from hetero.groups import Groups, StageOrder
 from hetero.plan import Plan
+
+_DATA_GROUPS_BESIDE_SHARDED_WEIGHTS = (
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
+)
+"""Data-parallel groups that include ranks which shard weights (`gtp_remat`, from 0.19 on).
+
+megatron-core asks for these by default. Without such sharding they are the data-parallel group.
+"""
 
 
 def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
@@ -62,6 +79,9 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
     state._EXPERT_TENSOR_PARALLEL_GROUP = groups.tensor
     state._EXPERT_DATA_PARALLEL_GROUP = groups.data
     state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = groups.world
+    for name in _DATA_GROUPS_BESIDE_SHARDED_WEIGHTS:
+        if hasattr(state, name):
+            setattr(state, name, groups.data)
     state.set_pipeline_model_parallel_rank(coordinate.stage)
     state.set_pipeline_model_parallel_world_size(plan.stages)
     state.set_virtual_pipeline_model_parallel_world_size(plan.chunks if plan.chunks > 1 else None)
@@ -101,7 +121,13 @@ def clear_groups() -> None:
 
 def group_collection(groups: Groups) -> ProcessGroupCollection:
     """The same groups as the `pg_collection` argument of megatron-core's newer interfaces."""
+    given = {
+        name: groups.data
+        for name in ("dp_cp_gtp_remat", "expt_dp_gtp_remat")
+        if name in ProcessGroupCollection.__dataclass_fields__
+    }
     return ProcessGroupCollection(
+        **given,
         tp=groups.tensor,
         pp=groups.pipeline,
         mp=groups.model,
@@ -278,6 +304,25 @@ def _param_group(shard: OptimizerShard) -> dict[str, Any]:
             found: dict[str, Any] = group
             return found
     raise RuntimeError("a tensor is in no parameter group of the optimizer that updates it")
+
+
+def grads_for_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    """Main gradients without duplicates on other tensor-parallel ranks or of a tied embedding."""
+    # Renamed in 0.19.
+    renamed = getattr(optimizer, "get_grads_for_grad_norm", None)
+    found: list[torch.Tensor] = (renamed or optimizer.get_main_grads_for_grad_norm)()
+    return found
+
+
+def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, int]]:
+    """The library and the options of a NullTokenizer in which `vocab_size` ends a document.
+
+    Its ids are 0 to `vocab_size`. From 0.18 on megatron-core counts the last of them in the size.
+    """
+    library = "null-text" if "null-text" in TOKENIZER_MAPPING_LIBRARIES else "null"
+    if "eod_id" in inspect.signature(NullTokenizer).parameters:
+        return library, {"vocab_size": vocab_size + 1, "eod_id": vocab_size}
+    return library, {"vocab_size": vocab_size}
 
 
 def install_weight_gradient(kernels: object) -> None:

@@ -1,6 +1,6 @@
 """Lets megatron-core run without an accelerator, by mapping `cuda` to the CPU.
 
-megatron-core 0.16.1 names `cuda` devices explicitly and compares tensor type names. Without a GPU,
+megatron-core names `cuda` devices explicitly and compares tensor type names. Without a GPU,
 `cpu_shim` redirects such devices to the CPU and replaces the few `torch.cuda` functions that
 megatron-core calls. With a GPU it does nothing.
 """
@@ -63,6 +63,7 @@ def _replacements() -> dict[str, Callable[..., Any]]:
 
     return {
         "torch.cuda.current_device": lambda: _CPU,
+        "torch.cuda.current_stream": lambda device=None: torch.cpu.current_stream(),
         "torch.cuda.synchronize": no_op,
         "torch.cuda.empty_cache": no_op,
         "torch.cuda.set_device": no_op,

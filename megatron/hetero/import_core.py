@@ -1,4 +1,4 @@
-"""Imports megatron-core without its startup warnings and, on CPU, without torch's compiler."""
+"""Imports megatron-core without its startup warnings and, where no GPU is, torch's compiler."""
 
 import logging
 import os
@@ -23,16 +23,17 @@ def import_megatron_core() -> None:
 
 
 def _import_uncompiled() -> None:
-    """Import megatron-core; with a CPU-only torch, make `torch.compile` a no-op meanwhile.
+    """Import megatron-core; without a GPU, make `torch.compile` a no-op meanwhile.
 
     megatron-core decorates small functions with `torch.compile`. Importing the compiler takes a
-    fifth of the startup time, and compiling for a CPU needs a C++ compiler. With a GPU build of
-    torch the few functions are compiled in this process: Inductor would otherwise start a pool of
-    one process per core in each rank, and wait for it at exit.
+    fifth of the startup time, compiling for a CPU needs a C++ compiler, and the compiler cannot
+    trace what `cpu_shim` replaces. With a GPU the few functions are compiled in this process:
+    Inductor would otherwise start a pool of one process per core in each rank, and wait for it at
+    exit.
     """
     import torch
 
-    if torch.version.cuda is None and torch.version.hip is None:
+    if not torch.cuda.is_available():
         with mock.patch("torch.compile", _identity_compile):
             import megatron.core
     else:

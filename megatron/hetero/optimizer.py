@@ -20,6 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.plan import Plan
+from megatron.hetero.core_private import grads_for_norm
 from megatron.hetero.fused import adam
 from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.model import StageModel, torch_dtype
@@ -226,7 +227,7 @@ class TrainingOptimizer:
         """Main gradients per optimizer, without duplicates on other tensor-parallel ranks or of a
         tied embedding."""
         for optimizer in self.inner.chained_optimizers:
-            if grads := optimizer.get_main_grads_for_grad_norm():
+            if grads := grads_for_norm(optimizer):
                 yield grads
 
     def _clip(self, norm: float) -> None:

@@ -51,10 +51,9 @@ class TextDataset(GPTDataset):
     def _key_config_attributes() -> list[str]:
         return [*GPTDataset._key_config_attributes(), "digest"]
 
-    def _query_document_sample_shuffle_indices(
-        self, idx: int
-    ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        sample, documents = super()._query_document_sample_shuffle_indices(idx)
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[numpy.ndarray, ...]:
+        # Later releases also return the documents' lengths.
+        sample, *others = super()._query_document_sample_shuffle_indices(idx)
         if self.config.transform is not None:
             sample = self.config.transform(sample, int(idx))
-        return sample, documents
+        return sample, *others

@@ -152,6 +152,7 @@ def test_different_versions_are_refused_with_both_and_their_ranks(
     assert f"different {what}" in sentence
     assert "ranks 0-2 on node: " in sentence
     assert f"rank 3 on mi325-7: {value.split('+')[0]}" in sentence
+    assert "; install the same on every node" in sentence
 
 
 @pytest.mark.parametrize(

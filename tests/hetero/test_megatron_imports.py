@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from hetero.megatron_imports import (
-    exit_unless_installed,
-)
-from hetero.version import MEGATRON_CORE
+from hetero import megatron_imports
+from hetero.errors import UserError
+from hetero.megatron_imports import exit_unless_installed
+from hetero.version import MEGATRON_CORES, newest_core
 
 ROOT = Path(__file__).resolve().parents[2]
 INSPECT = ROOT / "tools" / "inspect_data.py"
@@ -88,10 +89,11 @@ def test_it_wins_in_processes_that_ours_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("contents", "words"),
     [
-        ({"core": "0.18.0"}, ("core/__init__.py, version 0.18.0", f"for {MEGATRON_CORE}")),
+        ({"core": "0.16.0"}, ("core/__init__.py, version 0.16.0", "supports 0.16.1, 0.17.0, ")),
+        ({"core": "0.19.1"}, ("core/__init__.py, version 0.19.1", "0.18.2 and 0.19.0; ")),
         ({"one_package": True}, ("megatron/__init__.py, which hides", "")),
     ],
-    ids=["another core", "Megatron-LM before 2024"],
+    ids=["an older core", "a withdrawn core", "Megatron-LM before 2024"],
 )
 def test_another_megatron_that_wins_is_named_once_with_exit_code_2(
     tmp_path: Path, script: Path, contents: dict, words: tuple[str, ...]
@@ -145,7 +147,58 @@ def test_no_megatron_core_at_all_is_said(tmp_path: Path) -> None:
     )
     assert outcome.returncode == 2, outcome.stderr
     assert "megatron-core is not installed" in outcome.stderr
-    assert f"pip install megatron-core=={MEGATRON_CORE}" in outcome.stderr
+    assert f"pip install megatron-core=={newest_core()}" in outcome.stderr
+
+
+@pytest.mark.parametrize("version", MEGATRON_CORES)
+def test_a_supported_core_is_accepted_and_is_in_the_requirements(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(megatron_imports, "core_version", lambda: version)
+    megatron_imports.require_supported_core()
+    assert requirement("megatron-core").specifier.contains(version)
+
+
+def test_an_environment_below_a_folder_on_the_path_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = checkout(tmp_path / ".venv/site-packages", core="0.15.0") / "megatron/core/__init__.py"
+    monkeypatch.setattr(
+        megatron_imports, "find_spec", lambda _: ModuleSpec("core", None, origin=str(core))
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"0\.15\.0, and .*; pip install megatron-core=="):
+        megatron_imports.require_supported_core()
+
+
+def test_the_commit_that_a_release_appends_to_its_version_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = checkout(tmp_path, core="0.18.2+689b8256") / "megatron/core/__init__.py"
+    monkeypatch.setattr(
+        megatron_imports, "find_spec", lambda _: ModuleSpec("core", None, origin=str(core))
+    )
+    assert megatron_imports.core_version() == "0.18.2"
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.17.0rc1", "0.18.1", "0.19.1", "0.20.0"])
+def test_a_withdrawn_or_unknown_core_is_refused_and_out_of_the_requirements(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(megatron_imports, "core_version", lambda: version)
+    remedy = f"pip install megatron-core=={newest_core()}, in a virtual environment of its own"
+    with pytest.raises(UserError, match=rf", version {version}, .* 0\.19\.0; {remedy}$"):
+        megatron_imports.require_supported_core()
+    assert not requirement("megatron-core").specifier.contains(version, prereleases=False)
+
+
+@pytest.mark.parametrize(
+    ("python", "release"), [((3, 11), "0.16.1"), ((3, 12), "0.19.0"), ((3, 13), "0.19.0")]
+)
+def test_the_core_to_install_is_one_that_this_python_can_have(
+    python: tuple[int, int], release: str
+) -> None:
+    assert newest_core(python) == release
 
 
 # PyTorch as the vendors' images bring it.
@@ -153,16 +206,16 @@ def test_no_megatron_core_at_all_is_said(tmp_path: Path) -> None:
 VENDORS_OWN = ["2.11.0a0+git1a2b3c4.nv25.8", "2.12.0a0+0123abcd", "2.11.0+rocm6.4.gitabc", "2.13.0"]
 
 
-def torch_requirement() -> str:
+def requirement(name: str) -> Requirement:
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith("torch"))
+    return Requirement(next(line for line in lines if line.startswith(name)))
 
 
 @pytest.mark.parametrize("version", VENDORS_OWN)
 def test_a_vendors_pytorch_satisfies_the_requirement(version: str) -> None:
-    assert Requirement(torch_requirement()).specifier.contains(version)
+    assert requirement("torch").specifier.contains(version)
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.14.0a0+git1", "2.14.0"])
 def test_a_release_out_of_range_does_not(version: str) -> None:
-    assert not Requirement(torch_requirement()).specifier.contains(version, prereleases=True)
+    assert not requirement("torch").specifier.contains(version, prereleases=True)

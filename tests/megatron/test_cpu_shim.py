@@ -26,6 +26,7 @@ CORE_FILE = "/somewhere/megatron/core/optimizer.py"
 def _patched() -> list[Any]:
     return [
         torch.cuda.current_device,
+        torch.cuda.current_stream,
         torch.cuda.synchronize,
         torch.cuda.empty_cache,
         torch.cuda.set_device,
@@ -113,6 +114,14 @@ def test_the_random_state_of_the_gpu_is_that_of_the_cpu() -> None:
         first = torch.rand(3)
         torch.cuda.set_rng_state(state)
         assert torch.equal(torch.rand(3), first)
+
+
+def test_a_stream_of_the_cpu_has_nothing_to_wait_for() -> None:
+    """megatron-core 0.19 asks for the stream whenever it reduces gradients."""
+    with cpu_shim():
+        stream = torch.cuda.current_stream()
+        stream.wait_event(None)
+        stream.wait_stream(torch.cuda.current_stream(CPU))
 
 
 def test_only_megatron_core_sees_type_names_of_cuda() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import sentencepiece
 
 from hetero.errors import UserError
+from megatron.hetero.core_private import null_tokenizer
 from megatron.hetero.tokenizer.core import load_core_tokenizer, wrap_core_tokenizer
 from megatron.hetero.tokenizer.files import (
     first_line,
@@ -221,8 +222,8 @@ def _tiktoken_size(path: str) -> int:
 
 
 def _build_null(args: argparse.Namespace) -> Tokenizer:
-    vocab_size = required_flag(args, "vocab_size")
-    core = load_core_tokenizer(args, "null", None, vocab_size=vocab_size)
+    library, options = null_tokenizer(required_flag(args, "vocab_size"))
+    core = load_core_tokenizer(args, library, None, **options)
     return wrap_core_tokenizer(core, "NullTokenizer")
 
 
