@@ -314,7 +314,7 @@ def grads_for_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     return found
 
 
-def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, int]]:
+def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, Any]]:
     """The library and the options of a NullTokenizer in which `vocab_size` ends a document.
 
     Its ids are 0 to `vocab_size`. From 0.18 on megatron-core counts the last of them in the size.
