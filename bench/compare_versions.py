@@ -12,7 +12,6 @@ homogeneous one. One machine plays both vendors. The exit code is 1 if anything 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -178,10 +177,7 @@ def render(trained: Sequence[Trained]) -> str:
 
 def compare(argv: Sequence[str]) -> str:
     """Train and compare everything. Returns the line for the end."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     add_environment_flags(parser)
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="what to train"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -38,9 +37,11 @@ from bench.versions.environments import (
 )
 from hetero.errors import HeteroError
 from hetero.tools import tool_command_line
+from hetero.tools.launching.processes import Step, StepFailure, run_step
 from hetero.tools.reports.page import write_whole
 
 FAST = ("-m", "not slow", "-q", "tests")
+_OF_OTHER_PYTHONS = ("PYTHONPATH", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +69,18 @@ def run_suite(environment: Environment, words: Sequence[str], *, folder: Path) -
     name = f"core{environment.release}-python{environment.python}"
     report, log = folder / f"{name}.xml", folder / f"{name}.log"
     report.unlink(missing_ok=True)
-    began = time.monotonic()
-    with log.open("w") as out:
-        done = subprocess.run(
-            [str(environment.executable), "-m", "pytest", f"--junitxml={report}", *words],
-            cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+    step = Step(
+        name=name,
+        command=(str(environment.executable), "-m", "pytest", f"--junitxml={report}", *words),
+        log=log,
+        directory=ROOT,
+        environment={k: v for k, v in os.environ.items() if k not in _OF_OTHER_PYTHONS},
+    )
+    began, code = time.monotonic(), 0
+    try:
+        run_step(step)
+    except StepFailure as failure:
+        code = failure.code
     result = read_report(
         report,
         Result(
@@ -87,9 +90,9 @@ def run_suite(environment: Environment, words: Sequence[str], *, folder: Path) -
             seconds=round(time.monotonic() - began),
         ),
     )
-    if done.returncode == 0 or (done.returncode == 1 and result.failed):
+    if code == 0 or (code == 1 and result.failed):
         return result
-    return replace(result, note=f"pytest ended with exit code {done.returncode}; see {log}")
+    return replace(result, note=f"pytest ended with exit code {code}; see {log}")
 
 
 def read_report(report: Path, result: Result) -> Result:
@@ -175,10 +178,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if "--" in own:
         at = own.index("--")
         own, words = own[:at], own[at + 1 :]
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     add_environment_flags(parser)
     return parser.parse_args(own), words or list(FAST)
 

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
@@ -39,6 +40,8 @@ if __name__ == "__main__":
 
 import psutil
 
+from hetero.converters import integer, number
+from hetero.formatting import counted
 from hetero.tools.tool_command_line import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,14 +115,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file")
     parser.add_argument("--markdown", action="store_true", help="only print the table of FILE")
-    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
-    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=SIGNALS)
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
-    parser.add_argument("--workers", nargs="+", type=int, choices=WORKERS, default=WORKERS)
-    parser.add_argument("--jobs", type=int, default=1, help="how many runs at a time; default 1")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so long")
+    for flag, choices, what in (
+        ("--moments", MOMENTS, "when the signal is sent"),
+        ("--signals", SIGNALS, "which signal is sent"),
+        ("--targets", TARGETS, "which processes get the signal"),
+    ):
+        parser.add_argument(flag, nargs="+", choices=choices, default=choices, help=what)
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        type=integer(0),
+        choices=WORKERS,
+        default=WORKERS,
+        help="number of data workers of each rank",
+    )
+    parser.add_argument(
+        "--jobs", type=integer(1), default=1, help="number of runs at the same time"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=number(above=0),
+        help="start no run after so many seconds; without it there is no limit",
+    )
     options = parser.parse_args(argv)
-    return run(lambda: _measure(options))
+    return run(
+        lambda: _measure(options),
+        interrupted=f"the cells that were running are not in {options.out}",
+    )
 
 
 def _measure(options: argparse.Namespace) -> str:
@@ -133,16 +155,32 @@ def _measure(options: argparse.Namespace) -> str:
             for workers, number, target, moment in product
             if (cell := Cell(moment, number, target, workers)) not in done
         ]
-        deadline = time.monotonic() + options.seconds
+        deadline = time.monotonic() + (options.seconds or math.inf)
         with ThreadPoolExecutor(options.jobs) as pool:
-            for cell, outcome in zip(
-                cells, pool.map(partial(_run_before, deadline), cells), strict=True
-            ):
-                if outcome is not None:
-                    done[cell] = outcome
-                    _write(options.out, done)
-                    print(cell, outcome, "right" if outcome.is_right(cell) else "WRONG", flush=True)
+            runs = {cell: pool.submit(_run_before, deadline, cell) for cell in cells}
+            try:
+                for cell, run_of_cell in runs.items():
+                    if (outcome := run_of_cell.result()) is not None:
+                        done[cell] = outcome
+                        _write(options.out, done)
+                        right = "right" if outcome.is_right(cell) else "WRONG"
+                        print(cell, outcome, right, flush=True)
+            except BaseException:
+                _end_runs(tuple(runs.values()))
+                raise
     return markdown(done)
+
+
+def _end_runs(runs: Sequence[Future[Outcome | None]]) -> None:
+    """End all runs early. They have sessions of their own, so Ctrl-C has not reached them."""
+    for one in runs:
+        one.cancel()
+    while not all(one.done() for one in runs):
+        # Repeated, because a thread may be about to start its launcher.
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        wait(runs, timeout=0.1)
 
 
 def _run_before(deadline: float, cell: Cell) -> Outcome | None:
@@ -311,7 +349,7 @@ def _write(file: Path, done: dict[Cell, Outcome]) -> None:
     head = {
         "command": "python bench/signal_table.py --out FILE",
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work",
+        "machine": f"{platform.machine()}, {counted(os.cpu_count() or 1, 'core')}, shared with other work",
         "simulated": True,
     }
     temporary = file.with_suffix(".tmp")
@@ -333,11 +371,11 @@ def markdown(done: dict[Cell, Outcome]) -> str:
 
 
 def _rows(done: dict[Cell, Outcome]) -> Iterator[str]:
-    for number, target, moment in itertools.product(SIGNALS, TARGETS, MOMENTS):
-        found = [done.get(Cell(moment, number, target, workers)) for workers in WORKERS]
+    for sent, target, moment in itertools.product(SIGNALS, TARGETS, MOMENTS):
+        found = [done.get(Cell(moment, sent, target, workers)) for workers in WORKERS]
         if any(found):
             cells = " | ".join("" if o is None else _words(o) for o in found)
-            yield f"| {number} | {target} | {moment} | {cells} |"
+            yield f"| {sent} | {target} | {moment} | {cells} |"
 
 
 def _words(outcome: Outcome) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hetero.errors import UserError
+
+
+def without_time(text: str) -> str:
+    """A log without the time with which its lines begin."""
+    return re.sub(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] ", "", text, flags=re.MULTILINE)
 
 
 def sentence_of(refuses: Callable[..., object], *arguments: Any, **named: Any) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hetero.formatting import counted
 from hetero.link.base import start_thread
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control, PathsLost
@@ -224,7 +225,8 @@ class RailMonitor:
             return f"{what} is lost: {lost.loss}; {left} go on"
         count = sum(rail.name == lost.name for rail in self._rails)
         number = sum(rail.name == lost.name for rail in self._rails[:index])
-        connections = f"{sum(rail.live for rail in self._rails)} of {len(self._rails)} connections"
+        live_count = sum(rail.live for rail in self._rails)
+        connections = f"{live_count} of {counted(len(self._rails), 'connection')}"
         return (
             f"connection {number + 1} of the {count} of {what} is lost: {lost.loss}; "
             f"{connections} go on, over {left}"
@@ -233,7 +235,8 @@ class RailMonitor:
     def _retransmit(self, index: int) -> None:
         count = self._carrier.retransmit(index)
         if count:
-            _log.warning("%s: %d entries of rail %d are sent again", self._name, count, index)
+            entries = f"{counted(count, 'entry', 'entries')} of rail {index}"
+            _log.warning("%s: %s sent again", self._name, entries)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:

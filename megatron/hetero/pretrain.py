@@ -221,15 +221,19 @@ def _short_cause(text: str) -> str:
 
 def _kill_workers() -> None:
     """Data workers whose rank has ended: one may be blocked on file I/O, and none obeys SIGTERM."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    if workers := multiprocessing.active_children():
+        # PyTorch's handler raises an exception in the main thread for every worker that is killed.
+        with contextlib.suppress(ValueError):  # called by another thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in workers:
+            worker.kill()
 
 
 def _exit(code: int) -> int:
-    _kill_workers()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
+    _kill_workers()
     os._exit(code)
 
 

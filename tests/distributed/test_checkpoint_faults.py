@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
     spoken = "".join(outcome.stderr for outcome in outcomes)
     sentence = "the checkpoint of iteration 4 could not be written"
     assert "Traceback" not in spoken
-    names = sorted(path.name for path in folder.iterdir())
+    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("tokenizer-"))
     if ends:
         assert [outcome.code for outcome in outcomes] == [1, 1]
         assert spoken.count(sentence) == 1
@@ -158,7 +158,8 @@ def test_memory_for_copies_is_made_before_a_save_is_due_and_its_lack_ends_nothin
     reason = "no host memory for a copy of the weights (the driver pins nothing)"
     assert f"warning: the checkpoint of iteration 3 could not be written to {folder}" in log
     assert reason in log
-    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000004", TRACKER]
+    assert [path.name for path in sorted(folder.glob("iter_*"))] == ["iter_0000004"]
+    assert (folder / TRACKER).exists()
 
 
 @slow

@@ -198,7 +198,7 @@ def test_a_plan_file_that_differs_is_told_by_the_mesh(tmp_path: Path) -> None:
         flags[node] = [*MOCK, "--hetero-pipeline", "--hetero-plan", str(plan)]
     outcomes = _launch(flags)
     assert [outcome.code for outcome in outcomes] == [2, 2]
-    assert "has mesh 0 as vendor: amd, layers: [2]" in outcomes[0].stderr
+    assert "has mesh 0 as vendor: amd, stages: 1, layers: [2]" in outcomes[0].stderr
     assert f"rank 1 on {gethostname()} has mesh 0 as" in outcomes[0].stderr
 
 

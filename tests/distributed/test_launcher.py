@@ -55,7 +55,7 @@ def test_it_trains_beside_another_megatron(corpus, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "iteration        4/" in out
-    assert "hetero.run" not in err
+    assert "hetero.run" not in err.partition("importing PyTorch ...")[2]
 
 
 def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_a_rank_that_hangs_before_the_groups_is_named_while_the_others_wait(
     processes = start(flags, 2, environ=SIMULATED, scripts=scripts)
     try:
         assert processes[0].stderr is not None
-        words = "waiting for rank 1 to come to the process groups at 127.0.0.1:"
-        assert any(line.startswith(words) for line in processes[0].stderr)
+        words = "] waiting for rank 1 to come to the process groups at 127.0.0.1:"
+        assert any(words in line for line in processes[0].stderr)
     finally:
         for process in processes:
             process.kill()

@@ -26,6 +26,7 @@ from tests.distributed.harness import (
     start,
     wait_for_steps,
 )
+from tests.sentences import without_time
 
 HOST = socket.gethostname()
 EVALUATES = "--eval-interval 2 --eval-iters 2000 --train-iters 4".split()
@@ -115,7 +116,8 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once(tmp_path: Path, victi
     try:
         waits = processes[1 - victim]
         assert waits.stderr is not None
-        assert waits.stderr.readline().startswith(f"waiting for rank {victim} ")
+        line = without_time(waits.stderr.readline())
+        assert line.startswith(f"waiting for rank {victim} ")
         processes[victim].kill()
         assert waits.wait(timeout=120) == 1
         said = f"rank {victim} on {HOST} (pid {processes[victim].pid}) ended before it joined"

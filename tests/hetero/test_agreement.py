@@ -10,6 +10,7 @@ import pytest
 from bench.start_up.counting import DictStore, count_phase
 from hetero.agreement import Agreement
 from hetero.errors import AgreedError, UserError
+from tests.sentences import without_time
 
 Side = Callable[[Agreement], Any]
 
@@ -145,7 +146,7 @@ def test_who_is_missing_is_said_by_the_first_who_came_and_named_at_the_end(
     second = _member(store, 1)
     with ThreadPoolExecutor() as pool:
         ended = [pool.submit(m.exchange, "flags") for m in (second, _member(store, 2))]
-    said = capfd.readouterr().err.splitlines()
+    said = without_time(capfd.readouterr().err).splitlines()
     assert {line.rpartition(",")[0] for line in said} == {"waiting for ranks 0, 3 at host:29500"}, (
         said
     )

@@ -42,7 +42,7 @@ def _show(folder: Path, on_terminal: list[str], size: tuple[int, int]) -> termin
 def _lines(text: str) -> list[str]:
     """The lines of a text as an eye sees them: what a bar writes over is gone."""
     shown = [line.rsplit("\r", 1)[-1].strip() for line in text.replace("\r\n", "\n").split("\n")]
-    return [line.split(" | ")[0].split("] ")[-1] for line in shown if line]
+    return [line.split(" | ")[0].split("] ")[-1].strip() for line in shown if line]
 
 
 WANTED = [

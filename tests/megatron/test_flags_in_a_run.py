@@ -201,7 +201,7 @@ def test_the_time_of_a_run_begins_with_its_program() -> None:
         mock.patch.object(pretrain, "import_megatron_core"),
         mock.patch.object(pretrain, "_run") as run,
     ):
-        assert pretrain.pretrain([]) == 0
+        assert pretrain.main([]) == 0
     assert run.call_args.kwargs["began"] <= read_at[0]
 
 

@@ -11,6 +11,7 @@ from hetero.link.base import LinkError
 from hetero.liveness.liveness import ServerAddress
 from hetero.liveness.liveness_client import LivenessClient
 from hetero.liveness.liveness_server import LivenessServer
+from hetero.liveness.local_ranks import LocalRanks
 from megatron.hetero.initialize import Initializer
 from megatron.hetero.pretrain import _report_exception
 
@@ -44,7 +45,7 @@ def other(server: LivenessServer) -> Iterator[LivenessClient]:
 
 @pytest.fixture
 def initializer(server: LivenessServer) -> Initializer:
-    made = Initializer()
+    made = Initializer(LocalRanks())
     made.world_size, made.liveness = 3, server
     return made
 

@@ -77,7 +77,7 @@ def test_the_copy_to_the_device_is_not_the_loaders(clock: list[float]) -> None:
 @pytest.mark.parametrize("token", [5, -1])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     batches = MicroBatches([batch(1, token)], device=CPU, vocab_size=5)
-    with pytest.raises(HeteroError, match=f"the data holds token {token} but the tokenizer has 5"):
+    with pytest.raises(HeteroError, match=f"the data holds token {token} but the model knows 5"):
         next(batches)
 
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from hetero.link.base import Work
+from hetero.tools.verification.contract import make, same_bits
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Pair, Side, make, same_bits
+from tests.hetero.link.contract import Pair, Side
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import verbs_over
 from tests.rdma.rails import Rail

@@ -13,8 +13,9 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link.base import Work
+from hetero.tools.verification.contract import make, same_bits
 from tests.forked_ranks import values
-from tests.hetero.link.contract import Pair, Side, make, names_the_link, same_bits
+from tests.hetero.link.contract import Pair, Side, names_the_link
 from tests.hetero.link.transports import SLOWNESS
 from tests.rdma.links import Heard, verbs_over
 from tests.rdma.rails import Rail

@@ -13,8 +13,9 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link.base import Link
+from hetero.tools.verification.contract import make
 from tests.forked_ranks import values
-from tests.hetero.link.contract import SECRET, Pair, Side, make
+from tests.hetero.link.contract import SECRET, Pair, Side
 from tests.hetero.link.transports import SLOWNESS, next_name
 from tests.rdma.links import verbs_over
 from tests.rdma.pyverbs_peer import Peer

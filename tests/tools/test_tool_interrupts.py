@@ -107,6 +107,7 @@ STARTING = {
     "bench_meshes": f"{TINY} --meshes TP2xDP1/TP1xDP2 {OUT}",
     "bench_splits": f"{TINY} {OUT}",
     "benchmark_parity": OUT,
+    "compare_versions": "--pythons python3 --folder {folder}",
     "count_start_up": f"--counted 8 --timed 64 {OUT}",
     "demo": OUT,
     "measure_overlap": f"{TINY} {OUT}",
@@ -117,6 +118,8 @@ STARTING = {
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 "
     "--lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100",
     "reproduce_table": f"{TINY} {OUT}",
+    "run_versions": "--pythons python3 --folder {folder}",
+    "signal_table": OUT,
     "train_public_commands": OUT,
     "verify": OUT,
 }

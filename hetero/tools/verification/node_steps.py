@@ -218,10 +218,11 @@ def judge_operators(job: Job, said: Sequence[Mapping[str, Any]]) -> Verdict:
                             "backend or PyTorch release",
                         )
                     )
+    operators = counted(count, "operator")
     return judged(
         "operators",
         failures,
-        passed=f"all {count} operators within rounding of float64, in {', '.join(DTYPES)}",
+        passed=f"all {operators} within rounding of float64, in {', '.join(DTYPES)}",
         results=results,
         figures=figures,
     )

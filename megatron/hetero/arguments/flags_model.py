@@ -188,9 +188,9 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         "as OLMo-2",
     )
     for flag, what in (
-        ("--embedding-multiplier", "multiply the embedding's output, as Granite"),
-        ("--residual-multiplier", "multiply what attention and MLP add to the residual"),
-        ("--logits-scaling", "divide the logits"),
+        ("--embedding-multiplier", "factor for the output of the embedding, as in Granite"),
+        ("--residual-multiplier", "factor for what attention and MLP add to the residual"),
+        ("--logits-scaling", "factor that the logits are divided by"),
     ):
         group.add_argument(flag, type=number(above=0), default=1.0, help=what)
     group.add_argument("--swiglu", action="store_true", help="gated SiLU in the MLP")

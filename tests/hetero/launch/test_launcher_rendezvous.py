@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.utils import get_socket_with_port
 
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
@@ -27,6 +28,17 @@ def launcher(endpoint: str) -> LauncherRendezvous:
     return LauncherRendezvous(settings, parameters, lambda info: None, check_abort=lambda: None)
 
 
+def join_other(node: LauncherRendezvous) -> RendezvousInfo:
+    """As torchelastic's agent does: anew while this node is alone and another waits.
+
+    Each may be alone for a round, where the other has not looked before the last call has ended.
+    """
+    while (info := node.next_rendezvous()).world_size == 1:
+        while not node.num_nodes_waiting():
+            time.sleep(0.1)
+    return info
+
+
 @mock.patch.dict(os.environ)
 def test_a_node_that_joins_a_running_job_learns_where_the_ranks_meet():
     with get_socket_with_port() as free:
@@ -35,12 +47,10 @@ def test_a_node_that_joins_a_running_job_learns_where_the_ranks_meet():
     assert first.next_rendezvous().world_size == 1
     second = launcher(endpoint)
     with ThreadPoolExecutor() as threads:
-        joining = threads.submit(second.next_rendezvous)
-        # More than once, where the first is alone again before the other has looked.
-        while not joining.done():
-            if first.num_nodes_waiting():
-                joined = first.next_rendezvous()
-        infos = [joined, joining.result()]
+        joining = threads.submit(join_other, second)
+        while not first.num_nodes_waiting():
+            time.sleep(0.1)
+        infos = [join_other(first), joining.result()]
     assert [info.world_size for info in infos] == [2, 2]
     meeting_points = {info.bootstrap_store_info.master_port for info in infos}
     assert len(meeting_points) == 1

@@ -14,6 +14,7 @@ import pytest
 
 from hetero.launch.signal_forwarder import _exit_signal
 from tests.commands import ROOT
+from tests.sentences import without_time
 
 SCRIPT = """
 import signal, sys, time
@@ -54,7 +55,9 @@ def launch(tmp_path: Path) -> Launch:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     _, errors = process.communicate(timeout=200)
-    return process.returncode, errors.splitlines()
+    started, *lines = without_time(errors).splitlines()
+    assert started.startswith("hetero.run: starting 1 rank on ")
+    return process.returncode, lines
 
 
 def test_processes_that_end_well_on_a_signal_end_the_launcher_well(launch: Launch) -> None:

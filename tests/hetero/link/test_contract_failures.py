@@ -69,7 +69,11 @@ def test_a_message_that_never_comes_is_an_error_in_time(transport: Transport, pa
     assert values(pair.run(scenario, timeout=SHORT)) == [[], []]
 
 
-def test_a_peer_that_closes_is_an_error_within_seconds(header_pair: Pair) -> None:
+def test_a_peer_that_closes_is_an_error_within_seconds(
+    transport: Transport, header_pair: Pair
+) -> None:
+    if transport.name == "gloo":
+        pytest.skip("gloo learns that a peer has closed its link at the timeout only")
     scenario = contract.a_peer_that_closes_is_an_error_within_seconds
     assert values(header_pair.run(scenario)) == [[], []]
 

@@ -223,7 +223,7 @@ def test_a_folder_without_an_index_says_whose_it_is(tmp_path: Path) -> None:
     assert _damaged(tmp_path) == "it has no index.json"
     (tmp_path / "mp_rank_00").mkdir()
     assert "written by Megatron-LM" in _damaged(tmp_path)
-    assert f"convert_checkpoint.py import-megatron {tmp_path.parent}" in _damaged(tmp_path)
+    assert f"hetero convert import-megatron {tmp_path.parent}" in _damaged(tmp_path)
 
 
 NAMES = [

@@ -71,7 +71,7 @@ def _log(flags: str) -> SimpleNamespace:
             for vendor in ("nvidia", "amd", "amd")
         ],
         statistics=found.statistics,
-        console=SimpleNamespace(line=found.lines.append),
+        console=SimpleNamespace(line=found.lines.append, table=found.lines.append),
         metrics_logger=SimpleNamespace(
             timers=lambda values, step: found.points.append((step, values))
         ),
