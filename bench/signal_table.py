@@ -346,10 +346,11 @@ def _write(file: Path, done: dict[Cell, Outcome]) -> None:
         }
         for cell, outcome in done.items()
     ]
+    cores = counted(os.cpu_count() or 1, "core")
     head = {
         "command": "python bench/signal_table.py --out FILE",
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {counted(os.cpu_count() or 1, 'core')}, shared with other work",
+        "machine": f"{platform.machine()}, {cores}, shared with other work",
         "simulated": True,
     }
     temporary = file.with_suffix(".tmp")
