@@ -88,6 +88,7 @@ def test_throughput_bytes_and_losses_stand_beside_the_homogeneous_runs() -> None
     assert "| 0.950, below 0.97 | 1.003 |" in render([one])
 
 
+@pytest.mark.slow
 def test_meshes_of_a_tiny_model_on_this_machines_cpu(tmp_path: Path) -> None:
     words = f"--model {TINY} --meshes TP2xDP1/TP1xDP1 --transports shm --iterations 2 --warmup 1"
     assert bench_meshes.main([*words.split(), "--out", str(tmp_path)]) == 0

@@ -82,6 +82,7 @@ def test_curves_are_of_what_has_been_measured() -> None:
     assert notes[-1] == "16-16-amd-x1: no memory"
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_tiny_model_on_this_machines_cpu(tmp_path: Path) -> None:
     words = f"--model {TINY} --first-layers 1 --factors 3 --iterations 4 --warmup 1"
     assert bench_splits.main([*words.split(), "--out", str(tmp_path)]) == 0

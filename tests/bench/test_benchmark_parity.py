@@ -83,6 +83,7 @@ def benchmark(out: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_compares_and_goes_on_without_a_run_that_fails(
     tmp_path: Path,
 ) -> None:

@@ -287,6 +287,7 @@ def test_a_long_run_is_told_by_its_ends_and_its_spread() -> None:
     assert steadiness.draw([Attempt("gloo", 2, long_run)], title="a title").startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_table_of_a_tiny_model_on_this_machines_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def paste(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_complete_command_for_two_nodes_trains(network: Network, tmp_path: Path) -> None:
     """On the files that the lines above it make."""
