@@ -42,8 +42,9 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def meet(side: Side) -> Peer:
     """The peer of the link that the other side opens."""
     rail: Rail = side.options["rail"]
-    name, device = next_name(side.rank, side.store), rail.devices[side.rank]
-    return Peer(side.store, name, SECRET, device=device, ring=RING, chunk=CHUNK)
+    store = side.store.underlying_store  # ends of links meet in that of the pair
+    name, device = next_name(side.rank, store), rail.devices[side.rank]
+    return Peer(store, name, SECRET, device=device, ring=RING, chunk=CHUNK)
 
 
 def exchanged(side: Side) -> int:
