@@ -49,12 +49,12 @@ class Side:
     store: dist.Store
     """Of this clause alone."""
     device: torch.device
-    opener: Callable[[], Link]
-    """Opens one more link to the other end. Collective between the two."""
+    opener: Callable[[float], Link]
+    """Opens one more link of this timeout to the other end. Collective between the two."""
     sends: bool
     """Whether this end sends where one end sends and the other receives."""
     timeout: float
-    """Of the links."""
+    """Of the links that are opened from now on."""
     grace: float = 8.0
     """Seconds after the timeout within which an error must be known."""
     patience: float = 60.0
@@ -67,7 +67,7 @@ class Side:
         return self.links[-1] if self.links else self.open()
 
     def open(self) -> Link:
-        self.links.append(self.opener())
+        self.links.append(self.opener(self.timeout))
         return self.links[-1]
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ def _play(
                 peer=end.peer,
                 store=end.store_of(f"words/{place}"),
                 device=device,
-                opener=lambda place=place, timeout=timeout: end.connect(  # type: ignore[misc]
+                opener=lambda timeout, place=place: end.connect(  # type: ignore[misc]
                     place, path, device=device, timeout=timeout, options=options
                 ),
                 sends=end.pair.rank == sender,

@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from hetero.link.base import LinkDescription
+from hetero.link.base import Link, LinkDescription
 from hetero.tools.verification import contract
 from tests.forked_ranks import ForkedRanks, Outcome
 from tests.gpus import gpu_of, take_gpu
@@ -134,20 +134,24 @@ def _side(
     """The end of scenario `number`. Links of one pair are numbered over all scenarios."""
     peer = 1 - rank
     device = gpu_of(rank) if transport.device == "cuda" else torch.device("cpu")
-    description = LinkDescription(
-        rank=rank,
-        peer=peer,
-        stage=STAGES[rank],
-        peer_stage=STAGES[peer],
-        secret=SECRET,
-        timeout=timeout,
-    )
+
+    def open_link(seconds: float) -> Link:
+        description = LinkDescription(
+            rank=rank,
+            peer=peer,
+            stage=STAGES[rank],
+            peer_stage=STAGES[peer],
+            secret=SECRET,
+            timeout=seconds,
+        )
+        return transport.open(description, store, device)
+
     return Side(
         rank=rank,
         peer=peer,
         store=dist.PrefixStore(str(number), store),
         device=device,
-        opener=lambda: transport.open(description, store, device),
+        opener=open_link,
         sends=rank == 0,
         timeout=timeout,
         grace=GRACE,
