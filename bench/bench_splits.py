@@ -40,9 +40,9 @@ from bench.reproduction.run_options import (
 from bench.reproduction.settings import VENDORS
 from bench.reproduction.split_sweep import SweepOptions, planned_runs
 from bench.reproduction.training_runs import device_of, record_of, run_all
-from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
+from hetero.text import integer, number
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole
 

@@ -35,7 +35,7 @@ from bench.parity_benchmark.parity_runs import PAIR, Run, run_flags
 from bench.parity_benchmark.side_by_side import Outcome, places, run_side_by_side
 from bench.real_text.data_set import RealText, build_from_documents
 from bench.real_text.text_sources import source_documents
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools import tool_command_line
 from hetero.tools.runs import SIMULATED, Launch
 

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     begin_script(core=False, needs="numpy")
 
 from bench.planner_validation.peer_comparison import compare, table
-from hetero.converters import number
+from hetero.text import number
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.progress_bar import progress_bar
 

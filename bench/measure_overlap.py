@@ -43,8 +43,8 @@ from bench.reproduction.run_options import (
 )
 from bench.reproduction.settings import HOMOGENEOUS, LLAMA3_8B, model_setting
 from bench.reproduction.table_rows import Options, parsed_row, planned_run
-from hetero.converters import integer, number
 from hetero.errors import UserError
+from hetero.text import integer, number
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import markdown

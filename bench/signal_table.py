@@ -40,8 +40,7 @@ if __name__ == "__main__":
 
 import psutil
 
-from hetero.converters import integer, number
-from hetero.formatting import counted
+from hetero.text import counted, integer, number
 from hetero.tools.tool_command_line import Parser, run
 
 ROOT = Path(__file__).resolve().parents[1]

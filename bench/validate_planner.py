@@ -32,7 +32,7 @@ if __name__ == "__main__":
 from bench.planner_validation.recorded_runs import Record, find_records
 from bench.planner_validation.replayed_run import Replay
 from bench.planner_validation.scores import Score, score
-from hetero.converters import number
+from hetero.text import number
 from hetero.tools.reports.text_table import aligned
 from hetero.tools.tool_command_line import Parser, run
 

@@ -56,7 +56,7 @@ refuse_faults() {
     case ${#FAULTS[@]} in
     0) ;;
     1) refuse "${FAULTS[0]}" ;;
-    *) refuse "${#FAULTS[@]} things have to be put right:$(printf '\n  %s' "${FAULTS[@]}")" ;;
+    *) refuse "${#FAULTS[@]} errors:$(printf '\n  %s' "${FAULTS[@]}")" ;;
     esac
 }
 

@@ -19,9 +19,8 @@ from importlib import import_module
 from pathlib import Path
 
 from hetero.errors import UserError, print_error
-from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
 from hetero.tools.tool_command_line import leave_on_interrupt
-from hetero.version import __version__
+from hetero.version import __version__, exit_if_other_megatron, exit_unless_installed
 
 _ROOT = Path(__file__).resolve().parents[1]
 

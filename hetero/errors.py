@@ -29,7 +29,7 @@ class UserError(HeteroError):
         self.sentences = sentences
         text = sentences[0]
         if len(sentences) > 1:
-            text = "\n  ".join([f"{len(sentences)} things have to be put right:", *sentences])
+            text = "\n  ".join([f"{len(sentences)} errors:", *sentences])
         super().__init__(text)
 
 

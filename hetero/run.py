@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero.errors import Faults, UserError, print_error, print_line
-from hetero.formatting import counted
 from hetero.launch.exec_script import end_at_once_by_signals, exec_script_if_rank
-from hetero.megatron_imports import exit_unless_installed
+from hetero.text import counted
+from hetero.version import exit_unless_installed
 
 if __name__ == "__main__":
     exec_script_if_rank()
@@ -62,15 +62,13 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.addresses import address_leading_to
 from hetero.collectives.autoload import replace_nccl
-from hetero.environment import unknown_variables
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import NodeFailures
 from hetero.launch.signal_forwarder import SignalForwarder, kill_all
-from hetero.launched_process import LAUNCHER_VARIABLE
-from hetero.open_files import allow_open_files
+from hetero.startup.addresses import address_leading_to
+from hetero.startup.process import LAUNCHER_VARIABLE, allow_open_files, unknown_variables
 
 T = TypeVar("T")
 

@@ -18,7 +18,12 @@ from tests import preloaded
 
 IMPORTED = [
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"),
-    *("hetero.collectives.process_group", "hetero.cluster", "hetero.data", "hetero.link.open"),
+    *(
+        "hetero.collectives.process_group",
+        "hetero.startup.identity",
+        "hetero.data",
+        "hetero.link.open",
+    ),
     "hetero.link.torch_links",
 ]
 """What processes have imported. All of a test session come from one, whoever asks first."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.overlap.phases import MEASURED, Phase, from_variable, phase_of
-from hetero.megatron_imports import exit_if_other_megatron
+from hetero.version import exit_if_other_megatron
 
 
 def slow_links(phases: Sequence[Phase]) -> list[Any]:

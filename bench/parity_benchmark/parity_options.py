@@ -20,9 +20,9 @@ from bench.parity_benchmark.parity_runs import (
 )
 from bench.parity_benchmark.side_by_side import VISIBLE, gpu_names
 from bench.reproduction.run_options import MODEL_SIZES
-from hetero.converters import integer, number
 from hetero.errors import UserError
 from hetero.link.names import TRANSPORTS
+from hetero.text import integer, number
 from hetero.tools import tool_command_line
 from megatron.hetero.model_size import model_shape
 

@@ -15,8 +15,8 @@ from bench.planner_validation.measured_run import MeasuredRun
 from bench.planner_validation.own_bench import OwnBench
 from bench.planner_validation.own_cases import EVEN, FACTORS, PLANNED, Case
 from bench.planner_validation.scores import score_of, separable_kendall_tau
-from hetero.formatting import counted
 from hetero.planner.prediction import Prediction
+from hetero.text import counted
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
 from megatron.hetero.import_core import import_megatron_core

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hetero.formatting import counted
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.prediction import simulate_pipelines
 from hetero.planner.search_space import Problem
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.step_costs import CostModel
+from hetero.text import counted
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.reproduction.settings import HOMOGENEOUS, ModelSetting, Published, published_of
 from hetero.errors import HeteroError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.run_comparison.curves import Curve, curve_of
 from hetero.tools.runs import Finished
 

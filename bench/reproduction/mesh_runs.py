@@ -14,7 +14,7 @@ from bench.reproduction.measurement import Attempt, Measurement
 from bench.reproduction.run_options import RunOptions, parsed
 from bench.reproduction.settings import VENDORS
 from bench.reproduction.training_runs import PlannedRun
-from hetero.formatting import size_text
+from hetero.text import size_text
 from hetero.tools.reports.text_table import markdown
 from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
 from hetero.tools.runs import SIMULATED, homogeneous_flags, mixed_flags

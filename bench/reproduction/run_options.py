@@ -19,9 +19,8 @@ from bench.reproduction.settings import (
     ModelSetting,
     model_setting,
 )
-from hetero.converters import integer, number
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted, integer, number
 from hetero.tools import tool_command_line
 from hetero.tools.runs import mixed_flags
 from megatron.hetero.arguments import build_parser, parse_args

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from bench.reproduction.measurement import Attempt, RowResult, Spread
 from bench.reproduction.settings import SOURCE, SOURCE_SETTING
-from hetero.formatting import size_text
+from hetero.text import size_text
 from hetero.tools.reports.text_table import markdown
 from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
 

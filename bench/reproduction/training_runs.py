@@ -20,7 +20,7 @@ from bench.real_text.data_set import build_real_text
 from bench.reproduction.measurement import Attempt, measure
 from bench.reproduction.run_options import RunOptions, all_flags, require_memory
 from hetero.errors import HeteroError, UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools import tool_command_line
 from hetero.tools.runs import Launch, failure_text, run_to_end
 

@@ -15,12 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from hetero.agreement import Agreement
-from hetero.groups import planned_groups
-from hetero.phase import Phase
+from hetero.pipeline.groups import planned_groups
 from hetero.plan import Mesh, Plan
-from hetero.records import Record
-from hetero.store import BoundedStore
+from hetero.startup.exchange import Agreement, Phase, Record
+from hetero.startup.store import BoundedStore
 
 _PATIENCE = 300.0
 _COUNTED = "hetero/phase"

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from bench.start_up.counting import Payloads
-from hetero.agreement import Agreement
-from hetero.groups import build_groups
-from hetero.liveness.open_liveness import open_liveness
-from hetero.new_group import open_world
+from hetero.pipeline.groups import build_groups, open_world
 from hetero.plan import Plan
+from hetero.startup.exchange import Agreement
+from hetero.startup.liveness import open_liveness
 from hetero.tools.launching.interrupts import children_ignore_interrupts
 
 _TIMEOUT = timedelta(minutes=5)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from hetero import converters
+from hetero import text
 from hetero.tools import tool_command_line
 from hetero.tools.runs import SIMULATED, Finished, Launch, mixed_flags, run_to_end
 
@@ -161,13 +161,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the results")
     parser.add_argument("--preset", type=Path, default=Path("examples/presets/llama3.2_1b.yaml"))
-    parser.add_argument("--iterations", type=converters.integer(1), default=24)
-    parser.add_argument("--interval", type=converters.integer(1), default=8)
-    parser.add_argument("--nproc", type=converters.integer(2), default=2)
+    parser.add_argument("--iterations", type=text.integer(1), default=24)
+    parser.add_argument("--interval", type=text.integer(1), default=8)
+    parser.add_argument("--nproc", type=text.integer(2), default=2)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--transport", default="auto")
     parser.add_argument(
-        "--deadline", type=converters.number(above=0), default=300.0, help="seconds for each run"
+        "--deadline", type=text.number(above=0), default=300.0, help="seconds for each run"
     )
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])

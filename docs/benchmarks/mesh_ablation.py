@@ -20,8 +20,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.overlap.phases import MEASURED, Phase, as_variable
-from hetero.converters import integer
 from hetero.errors import UserError
+from hetero.text import integer
 from hetero.tools import tool_command_line
 from tests.hosts.network import Host, Network, why_impossible
 from tests.hosts.runs import Run, rendezvous_flags

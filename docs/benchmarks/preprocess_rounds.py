@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hetero.converters import integer
 from hetero.errors import HeteroError, UserError
+from hetero.text import integer
 from hetero.tools import tool_command_line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hetero import converters
+from hetero import text
 from hetero.errors import UserError
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import Cluster, cluster_from_mapping, load_cluster
@@ -317,17 +317,17 @@ def parse() -> argparse.Namespace:
     grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")
     besides = commands.add_parser("beside", description="The search beside scipy's.")
     besides.add_argument("--out", type=Path, required=True, help="JSON; a row is added to it")
-    besides.add_argument("--seconds", type=converters.number(above=0), default=600)
-    besides.add_argument("--gpus", type=converters.integer(8), default=128)
+    besides.add_argument("--seconds", type=text.number(above=0), default=600)
+    besides.add_argument("--gpus", type=text.integer(8), default=128)
     kinds = range(1, len(KINDS) + 1)
     besides.add_argument("--kinds", type=int, choices=kinds, default=3)
     for size, default in (("layers", 48), ("batch", 256)):
-        besides.add_argument(f"--{size}", type=converters.integer(1), default=default)
+        besides.add_argument(f"--{size}", type=text.integer(1), default=default)
     adds = commands.add_parser("sum", description="Kinds together and alone.")
     adds.add_argument("--out", type=Path, required=True, help="JSON")
     estimates = commands.add_parser("estimate", description="The estimate and the simulation.")
     estimates.add_argument("--out", type=Path, required=True, help="JSON")
-    estimates.add_argument("--pipelines", type=converters.integer(1), default=1500, help="a row")
+    estimates.add_argument("--pipelines", type=text.integer(1), default=1500, help="a row")
     return parser.parse_args()
 
 

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from hetero.converters import integer
 from hetero.errors import UserError
+from hetero.text import integer
 from hetero.tools import tool_command_line
 
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256

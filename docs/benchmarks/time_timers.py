@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hetero.converters import integer, number
+from hetero.text import integer, number
 from hetero.tools import tool_command_line
 from hetero.tools.runs import SIMULATED, Launch, homogeneous_flags, mixed_flags, run_to_end
 

@@ -30,7 +30,7 @@ from examples.quickstart import outcome, steps
 from examples.quickstart.outcome import Outcome
 from examples.quickstart.source_text import SourceText, builtin_text, read_text
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.launching.processes import run_step
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, run

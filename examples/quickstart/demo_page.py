@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from examples.quickstart.outcome import TITLE, Outcome, Trained, versions
-from hetero.formatting import size_text
+from hetero.text import size_text
 from hetero.tools.reports.page import (
     Bar,
     Bars,

@@ -16,7 +16,7 @@ from typing import Any
 from examples.quickstart import steps
 from examples.quickstart.source_text import SourceText
 from hetero.errors import HeteroError
-from hetero.formatting import counted, size_text
+from hetero.text import counted, size_text
 from hetero.tools.run_comparison.alignment import align
 from hetero.tools.run_comparison.bitwise_comparison import BitwiseComparison, compare_bitwise
 from hetero.tools.run_comparison.criteria import parse_criterion

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.launching.processes import Step, run_step
 
 ROOT = Path(__file__).resolve().parents[2]

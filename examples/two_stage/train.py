@@ -30,7 +30,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hetero
-from hetero.converters import integer
+from hetero.text import integer
 from hetero.tools.tool_command_line import Parser
 
 CONTEXT, HIDDEN = 32, 128

@@ -13,7 +13,7 @@ from hetero.collectives.memory_segments import (
 )
 from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
 from hetero.errors import LinkError
-from hetero.formatting import counted
+from hetero.text import counted
 
 
 def all_to_all(

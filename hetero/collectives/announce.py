@@ -9,13 +9,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hetero.cluster import VENDOR_VARIABLE, own_vendor
 from hetero.collectives.vendor_layout import Layout
-from hetero.environment import unknown_variables
 from hetero.errors import print_line
-from hetero.formatting import counted
-from hetero.launched_process import LAUNCHER_VARIABLE
 from hetero.link.base import Link
+from hetero.startup.identity import VENDOR_VARIABLE, own_vendor
+from hetero.startup.process import LAUNCHER_VARIABLE, unknown_variables
+from hetero.text import counted
 
 _OWN = "hetero vendor"
 

@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import entry_points
 from typing import Any
 
-from hetero.launched_process import serve_launcher
+from hetero.startup.process import serve_launcher
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 """A comma-separated list of backends that `hetero` replaces."""
@@ -92,7 +92,7 @@ def replace_backends() -> None:
 
     @functools.cache
     def lead_to_rank_0() -> None:
-        from hetero.addresses import lead_gloo_towards
+        from hetero.startup.addresses import lead_gloo_towards
 
         if "MASTER_ADDR" in os.environ:
             lead_gloo_towards(os.environ["MASTER_ADDR"])

@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hetero.formatting import counted
+from hetero.text import counted
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

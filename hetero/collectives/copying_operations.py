@@ -34,7 +34,7 @@ from hetero.collectives.memory_segments import (
 from hetero.collectives.p2p_batch import CallContext, Schedule
 from hetero.collectives.process_group_base import HeteroProcessGroupBase, finished_work
 from hetero.collectives.skip_dynamo import skip_dynamo
-from hetero.formatting import counted
+from hetero.text import counted
 
 Tensors = Sequence[torch.Tensor]
 

@@ -23,8 +23,8 @@ from hetero.collectives.own_messages import OwnMessages
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
-from hetero.formatting import counted
-from hetero.store import BoundedStore
+from hetero.startup.store import BoundedStore
+from hetero.text import counted
 
 _ENVELOPE_LENGTH = 2
 _JOIN_SECONDS = 2.0

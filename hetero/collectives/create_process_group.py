@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from hetero.cluster import identify, require_equal
 from hetero.collectives.announce import announce_group
 from hetero.collectives.group_links import Link, address_for_gloo, clone, host_of, own_address
 from hetero.collectives.presence import Presence
 from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError, UserError
-from hetero.formatting import spans
-from hetero.store import BoundedStore
+from hetero.startup.identity import identify, require_equal
+from hetero.startup.store import BoundedStore
+from hetero.text import spans
 
 
 def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:

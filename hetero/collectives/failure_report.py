@@ -20,8 +20,8 @@ import torch.distributed as dist
 from hetero.collectives.calls import Call
 from hetero.collectives.vendor_layout import Layout, Member
 from hetero.errors import LinkError
-from hetero.formatting import spans
-from hetero.store import BoundedStore, StoreHostEnded
+from hetero.startup.store import BoundedStore, StoreHostEnded
+from hetero.text import spans
 
 POLL_SECONDS = 2.0
 """How often a rank that is in no call polls the failure flag."""

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hetero.addresses import address_towards, is_loopback, reachable_address
 from hetero.collectives.vendor_layout import Layout
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
@@ -24,7 +23,8 @@ from hetero.link.connect import connect, host_of
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions
 from hetero.link.ring_exchange import Message, RingExchange
-from hetero.store import BoundedStore, as_link_error
+from hetero.startup.addresses import address_towards, is_loopback, reachable_address
+from hetero.startup.store import BoundedStore, as_link_error
 
 NICS_VARIABLE = "HETERO_NICS"
 """The NICs that this rank's links use, in the format of --hetero-nics."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hetero.store import BoundedStore
+from hetero.startup.store import BoundedStore
 
 _GRACE_SECONDS = 2.0
 _PASSED, _FAILED = "passed", "failed"

@@ -15,7 +15,7 @@ from hetero.collectives.group_links import as_bytes
 from hetero.collectives.side_stream import SideStream
 from hetero.collectives.work import CollectiveWork
 from hetero.errors import LinkError
-from hetero.formatting import counted
+from hetero.text import counted
 
 OnReceived = Callable[[], None]
 

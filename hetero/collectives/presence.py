@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import socket
 
-from hetero.addresses import (
+from hetero.collectives.vendor_layout import Member
+from hetero.errors import LinkError
+from hetero.startup.addresses import (
     PORT_RANGE,
     interface_with,
     is_loopback,
     listen_everywhere,
 )
-from hetero.collectives.vendor_layout import Member
-from hetero.errors import LinkError
-from hetero.forked_children import close_in_children
+from hetero.startup.process import close_in_children
 
 _LARGEST_BACKLOG = 4096
 _CONNECT_SECONDS = 1.0

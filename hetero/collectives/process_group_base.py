@@ -29,7 +29,7 @@ from hetero.collectives.running_call import Algorithm
 from hetero.collectives.skip_dynamo import skip_dynamo
 from hetero.collectives.vendor_layout import Layout
 from hetero.collectives.work import CoalescedWork, CollectiveWork
-from hetero.formatting import counted, spans
+from hetero.text import counted, spans
 
 BACKEND = "hetero"
 

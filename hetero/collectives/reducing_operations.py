@@ -21,7 +21,7 @@ from hetero.collectives.call_arguments import (
 from hetero.collectives.p2p_batch import CallContext, Schedule
 from hetero.collectives.process_group_base import HeteroProcessGroupBase
 from hetero.collectives.skip_dynamo import skip_dynamo
-from hetero.formatting import counted
+from hetero.text import counted
 
 Tensors = Sequence[torch.Tensor]
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetero.cluster import own_vendor
 from hetero.data.layer_times import (
     HostClock,
     clock_of,
@@ -22,7 +21,8 @@ from hetero.data.layer_times import (
 from hetero.data.sampler import ShareBatchSampler
 from hetero.data.shares import Shares, balanced
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.startup.identity import own_vendor
+from hetero.text import counted
 
 _MAX_CONSECUTIVE = 3
 """Measurements in a row, each after a change of the shares."""

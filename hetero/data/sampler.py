@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from hetero.data.shares import Shares
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 
 
 class ShareBatchSampler(Sampler[list[int]]):

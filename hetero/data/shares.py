@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import index
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 
 
 @dataclass(frozen=True)

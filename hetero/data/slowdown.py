@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.cluster import own_vendor
 from hetero.data.layer_times import (
     GpuClock,
     HostClock,
@@ -23,6 +22,7 @@ from hetero.data.layer_times import (
 )
 from hetero.errors import UserError
 from hetero.plan import VENDORS
+from hetero.startup.identity import own_vendor
 
 SLOWDOWN_VARIABLE = "HETERO_SLOWDOWN"
 """`amd=1.5`, or a comma-separated list: the factor by which each layer takes longer."""

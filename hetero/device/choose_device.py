@@ -7,9 +7,9 @@ import socket
 
 import torch
 
-from hetero.cluster import VENDOR_VARIABLE
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.text import counted
 
 
 def choose_device(local_rank: int, local_size: int) -> torch.device:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from hetero.collectives.autoload import replace_nccl
-from hetero.launched_process import end_with_parent
+from hetero.startup.process import end_with_parent
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """What DeepSpeed and torch.distributed.launch put before the words of what they start."""

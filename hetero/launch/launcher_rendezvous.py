@@ -29,11 +29,11 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.addresses import is_loopback
 from hetero.errors import UserError, print_line
-from hetero.formatting import spans
-from hetero.store import BoundedStore, StoreUnresponsive, in_thread
-from hetero.wait_reporter import WaitReporter, await_listener
+from hetero.startup.addresses import is_loopback
+from hetero.startup.exchange import WaitReporter, await_listener
+from hetero.startup.store import BoundedStore, StoreUnresponsive, in_thread
+from hetero.text import spans
 
 BACKEND = "hetero"
 _PAUSE = 0.1

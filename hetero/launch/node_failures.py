@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from hetero.launch.exits import ProcessExit
-from hetero.store import BoundedStore
+from hetero.startup.store import BoundedStore
 
 _PAUSE = 0.2
 GRACE = 15.0

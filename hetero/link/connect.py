@@ -13,14 +13,14 @@ from numbers import Integral, Real
 import torch
 import torch.distributed as dist
 
-from hetero.addresses import address_towards, family_of, reachable_address
 from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous, exchange
 from hetero.link.names import FAMILIES, PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, open_link
 from hetero.native.binding import native
-from hetero.store import ANSWER_SECONDS, BoundedStore, as_link_error
+from hetero.startup.addresses import address_towards, family_of, reachable_address
+from hetero.startup.store import ANSWER_SECONDS, BoundedStore, as_link_error
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"

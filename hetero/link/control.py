@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hetero.addresses import is_unreachable, keep_alive
 from hetero.link.handshake import send_json
+from hetero.startup.addresses import is_unreachable, keep_alive
 
 _LENGTH = struct.Struct("<I")
 _SEND_TIMEOUT = struct.pack("ll", 5, 0)

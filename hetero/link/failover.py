@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hetero.formatting import counted
 from hetero.link.base import start_thread
 from hetero.link.carrier import Carrier
 from hetero.link.control import Control, PathsLost
 from hetero.link.ring import EndState
+from hetero.text import counted
 
 _log = logging.getLogger(__name__)
 # Longer than the thread's longest step: what it uses is freed after the join.

@@ -21,11 +21,11 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
-from hetero.addresses import family_of
 from hetero.errors import LinkError
-from hetero.forked_children import close_in_children
 from hetero.link.base import LinkDescription
-from hetero.store import BoundedStore, as_link_error
+from hetero.startup.addresses import family_of
+from hetero.startup.process import close_in_children
+from hetero.startup.store import BoundedStore, as_link_error
 
 _TOKEN_BYTES = 32
 _CONFIRMATION = b"\0"

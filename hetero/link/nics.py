@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.addresses import interface_address
 from hetero.device.topology import SYS, rdma_devices
+from hetero.startup.addresses import interface_address
 
 _KINDS = {None: "IP", socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 

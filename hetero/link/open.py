@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from hetero.addresses import is_loopback
 from hetero.device.device import Device
 from hetero.device.gpu import GpuDevice, index_of
 from hetero.device.host import HostDevice
@@ -30,6 +29,7 @@ from hetero.link.tcp import open_tcp
 from hetero.link.verbs import open_verbs
 from hetero.native.binding import native
 from hetero.native.headers import constant
+from hetero.startup.addresses import is_loopback
 
 _log = logging.getLogger(__name__)
 _ON_CPU = "the tensors are on a CPU"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from hetero.device.device import CurrentStream, Word
-from hetero.forked_children import call_in_children
 from hetero.link.base import (
     LinkDescription,
     Work,
@@ -31,6 +30,7 @@ from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
 from hetero.link.ring_options import RingOptions
 from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
 from hetero.native.structures import Transfer
+from hetero.startup.process import call_in_children
 
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0

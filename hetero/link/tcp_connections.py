@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from hetero.addresses import PORT_RANGE, family_of, interface_with, keep_alive
 from hetero.errors import LinkError
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
+from hetero.startup.addresses import PORT_RANGE, family_of, interface_with, keep_alive
 
 # Within a host there is no latency to hide, and data are best received while still in the cache.
 _BUFFER_WITHIN_HOST = 256 << 10

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from hetero.groups import StageOrder
 from hetero.link.base import Work
+from hetero.pipeline.groups import StageOrder
 from hetero.pipeline.links import Neighbour
 
 _PROGRESS_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.open import ChannelOptions, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
-from hetero.new_group import create_group
+from hetero.pipeline.groups import create_group
 from hetero.pipeline.reshard import layout_of
 from hetero.pipeline.resharded_edge import End, ReshardedEdge
 from hetero.plan import Edge, Plan
-from hetero.store import BoundedStore
+from hetero.startup.store import BoundedStore
 
 
 @dataclass(frozen=True)

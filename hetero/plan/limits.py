@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetero.formatting import counted, spans
 from hetero.plan.mesh import Mesh, PlanError
+from hetero.text import counted, spans
 
 NOT_NEGATIVE = "a stage or chunk has 0 layers or more"
 

@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetero.formatting import counted, size_text
 from hetero.pipeline.reshard import layout_of, slabs
 from hetero.plan.mesh import Mesh
 from hetero.plan.plan import Plan
+from hetero.text import counted, size_text
 
 # With more replicas than this, those in the middle are abbreviated.
 _MAX_DRAWN_REPLICAS = 8

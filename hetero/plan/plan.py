@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hetero.formatting import counted
 from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.mesh import OPTIONS, Mesh, PlanError
+from hetero.text import counted
 
 
 @dataclass(frozen=True)

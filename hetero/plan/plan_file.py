@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import Faults
-from hetero.formatting import counted
 from hetero.plan.limits import NOT_NEGATIVE
 from hetero.plan.mesh import VENDORS, Mesh, PlanError
 from hetero.plan.plan import Plan, split_over_chunks
-from hetero.yaml_file import load_yaml
+from hetero.text import counted, load_yaml
 
 # Plan files describe pipelines; shares are for whole replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")

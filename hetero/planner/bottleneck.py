@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetero.formatting import counted
 from hetero.planner.search import Candidate
 from hetero.planner.search_space import Problem
 from hetero.planner.solution import SimulatedPlan
+from hetero.text import counted
 
 
 def explain_bottleneck(problem: Problem, plan: SimulatedPlan) -> list[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from hetero.errors import Faults
-from hetero.formatting import counted
 from hetero.planner.accelerators import (
     Accelerator,
     ClusterError,
@@ -19,7 +18,7 @@ from hetero.planner.accelerators import (
     figure,
     unknown_keys,
 )
-from hetero.yaml_file import load_yaml
+from hetero.text import counted, load_yaml
 
 _RAIL_LATENCY_US = 15.0
 """Latency of a transfer between two nodes where the cluster file gives none."""

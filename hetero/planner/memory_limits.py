@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetero.formatting import counted, size_text
 from hetero.plan import Mesh, Plan, split_over_chunks
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
+from hetero.text import counted, size_text
 
 
 def memory_problems(

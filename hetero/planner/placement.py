@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero.formatting import counted
 from hetero.plan import Plan, PlanError
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.model_shape import ModelShape
+from hetero.text import counted
 
 
 @dataclass(frozen=True)

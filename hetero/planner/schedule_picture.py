@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
-from hetero.formatting import seconds_text
 from hetero.planner.prediction import Prediction
 from hetero.planner.schedule_timeline import REDUCE, UPDATE, Row, rows
 from hetero.planner.step_costs import StepCosts
+from hetero.text import seconds_text
 
 _WIDTH, _LEFT, _ROW, _GAP, _TOP = 1200, 190, 22, 6, 26
 _OTHERS = ("#4c78a8", "#b279a2", "#8d6e63", "#d4a017", "#e08214", "#17a2b8")

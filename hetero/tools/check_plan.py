@@ -22,9 +22,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["check-plan", *sys.argv[1:]]))
 
-from hetero.converters import integer
 from hetero.errors import Faults
-from hetero.formatting import counted, size_text
 from hetero.plan.limits import (
     layer_problems,
     mesh_names,
@@ -40,6 +38,7 @@ from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
+from hetero.text import counted, integer, size_text
 from hetero.tools import tool_command_line
 
 _UNLIMITED = 1 << 30

@@ -24,8 +24,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["compare-loss", *sys.argv[1:]]))
 
-from hetero.converters import integer
 from hetero.errors import Faults, UserError
+from hetero.text import integer
 from hetero.tools.run_comparison.alignment import align
 from hetero.tools.run_comparison.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
 from hetero.tools.run_comparison.curves import Curve, read_curve

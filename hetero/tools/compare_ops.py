@@ -25,8 +25,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["compare-ops", *sys.argv[1:]]))
 
-from hetero.converters import integer
-from hetero.formatting import counted
+from hetero.text import counted, integer
 from hetero.tools.tool_command_line import Parser, require_results_file, run
 from megatron.hetero.import_core import import_megatron_core
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["convert", *sys.argv[1:]]))
 
-from hetero.converters import integer
+from hetero.text import integer
 from hetero.tools.tool_command_line import Parser, run
 
 

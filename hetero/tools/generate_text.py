@@ -19,8 +19,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["generate", *sys.argv[1:]]))
 
-from hetero.converters import integer, number
 from hetero.errors import UserError
+from hetero.text import integer, number
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.arguments.flags_data import add_tokenizer_flags
 from megatron.hetero.import_core import import_megatron_core

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 
 import numpy
 
-from hetero.converters import integer
 from hetero.errors import UserError
+from hetero.text import integer
 from hetero.tools.preprocessing.index_file import BLOCK, HEADER
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.arguments.flags_data import add_tokenizer_flags

@@ -20,9 +20,8 @@ if __name__ == "__main__":
 
 import numpy
 
-from hetero.converters import text
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted, text
 from hetero.tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from hetero.tools.text_input import naming, temporary_name
 from hetero.tools.tool_command_line import Parser, run

@@ -32,13 +32,13 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from hetero.addresses import lead_gloo_towards
-from hetero.cluster import VENDOR_VARIABLE
-from hetero.converters import integer, number
 from hetero.errors import HeteroError, UserError
 from hetero.link.names import FAMILIES, TRANSPORTS
 from hetero.native.headers import constant
 from hetero.plan import VENDORS
+from hetero.startup.addresses import lead_gloo_towards
+from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.text import integer, number
 from hetero.tools.collective_bench import collective_record
 from hetero.tools.collective_bench.collective_files import RESULTS
 from hetero.tools.collective_bench.collective_rank import run_rank as run_collective_rank

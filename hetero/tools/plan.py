@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["plan", *sys.argv[1:]]))
 
-from hetero.converters import integer, number
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.solution import solve
+from hetero.text import integer, number
 from hetero.tools.planning.plan_files import write_solution
 from hetero.tools.planning.planning_request import PlanningRequest, infeasible_error, read_request
 from hetero.tools.planning.solution_table import solution_text

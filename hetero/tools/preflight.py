@@ -27,15 +27,14 @@ if __name__ == "__main__":
 
 from torch.distributed import DistError
 
-from hetero.agreement import Agreement
 from hetero.errors import (
     AgreedFailure,
     HeteroError,
     print_error,
     write_error_file,
 )
-from hetero.liveness.local_ranks import LocalRanks
-from hetero.liveness.open_liveness import open_liveness
+from hetero.startup.exchange import Agreement
+from hetero.startup.liveness import LocalRanks, open_liveness
 from hetero.tools import tool_command_line
 from hetero.tools.preflight_checks.cluster_file import cluster_text
 from hetero.tools.preflight_checks.readiness import ClusterCheck, Report, Settings, check_alone

@@ -17,9 +17,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["preprocess-data", *sys.argv[1:]]))
 
-from hetero.converters import integer, number, text
 from hetero.errors import Faults, UserError
-from hetero.formatting import counted
+from hetero.text import counted, integer, number, text
 from hetero.tools.preprocessing.batches import cut_batches
 from hetero.tools.preprocessing.description import describe_run
 from hetero.tools.preprocessing.encoder import Encoder

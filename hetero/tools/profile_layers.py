@@ -26,15 +26,14 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["profile-layers", *sys.argv[1:]]))
 
-from hetero.converters import integer, number
 from hetero.errors import Faults, UserError
-from hetero.formatting import counted, size_text
 from hetero.plan.mesh import RECOMPUTE
 from hetero.planner.layer_profile import (
     MeasuredProfile,
     load_profile,
 )
 from hetero.planner.model_shape import ModelShape
+from hetero.text import counted, integer, number, size_text
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
 from hetero.tools.tool_command_line import Parser, require_results_file, run

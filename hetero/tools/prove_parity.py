@@ -26,8 +26,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["prove-parity", *sys.argv[1:]]))
 
-from hetero.converters import integer
 from hetero.errors import UserError
+from hetero.text import integer
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole
 from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise

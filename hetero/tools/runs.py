@@ -14,7 +14,7 @@ from typing import Any
 
 from hetero import cli
 from hetero.errors import HeteroError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.launching.processes import Step, StepFailure, log_lines, run_step
 from hetero.tools.run_comparison.curves import Curve, curve_of
 

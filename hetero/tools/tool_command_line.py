@@ -15,10 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hetero.converters import integer, number, seconds
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
-from hetero.help_text import HelpFormatter
-from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
+from hetero.text import HelpFormatter, integer, number, seconds
+from hetero.version import exit_if_other_megatron, exit_unless_installed
 
 INTERRUPTED = 128 + signal.SIGINT
 

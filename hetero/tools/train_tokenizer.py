@@ -22,8 +22,8 @@ if __name__ == "__main__":
 
 import sentencepiece
 
-from hetero.converters import integer, number, text
 from hetero.errors import UserError
+from hetero.text import integer, number, text
 from hetero.tools.text_input import (
     FORMATS,
     Document,

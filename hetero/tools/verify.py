@@ -27,10 +27,10 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["verify", *sys.argv[1:]]))
 
-from hetero.cluster import VENDOR_VARIABLE
-from hetero.converters import integer, number
 from hetero.errors import HeteroError, UserError
 from hetero.plan import VENDORS
+from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.text import integer, number
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, make_results_folder, run
 from hetero.tools.verification.differences import add_expected, differences, read_expected

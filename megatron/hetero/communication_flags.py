@@ -7,12 +7,12 @@ import socket
 
 import torch
 
-from hetero.addresses import family_of
 from hetero.errors import UserError
-from hetero.groups import CROSSING_BACKEND
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
+from hetero.pipeline.groups import CROSSING_BACKEND
 from hetero.plan import Plan
+from hetero.startup.addresses import family_of
 
 
 def group_backends(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:

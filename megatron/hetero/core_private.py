@@ -36,7 +36,7 @@ from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRA
 from megatron.core.transformer import attention
 
 from hetero.errors import HeteroError
-from hetero.groups import Groups, StageOrder
+from hetero.pipeline.groups import Groups, StageOrder
 from hetero.plan import Plan
 
 _DATA_GROUPS_BESIDE_SHARDED_WEIGHTS = (

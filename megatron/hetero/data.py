@@ -20,8 +20,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
 from hetero.errors import HeteroError, UserError
-from hetero.formatting import counted
 from hetero.plan import Coordinate, Plan
+from hetero.text import counted
 from megatron.hetero.arguments.batch_sizes import samples_after
 from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
 from megatron.hetero.core_private import use_whole_reads, without_process_group

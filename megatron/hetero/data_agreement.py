@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.agreement import Agreement
 from hetero.errors import UserError
 from hetero.plan import Plan
+from hetero.startup.exchange import Agreement
 from megatron.hetero.checkpoint.train_state import TrainState
 from megatron.hetero.data import Datasets, SplitSizes, build_datasets, needs_data
 from megatron.hetero.dataset_checks import check_datasets, named_prefixes, require_same_data

@@ -22,7 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import get_blend_from_list
 
 from hetero.errors import AgreedError, UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from megatron.hetero.dataset_description import TokenizerInfo, tokenizer_mismatch
 from megatron.hetero.tokenizer.vocabulary import known_tokens
 

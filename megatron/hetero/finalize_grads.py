@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import finalize_model_grads as finalize_stage
 
-from hetero.groups import Groups
+from hetero.pipeline.groups import Groups
 from hetero.plan import Plan
 from megatron.hetero.core_private import reduced_grad_range, rescale_gradients
 from megatron.hetero.tied_embedding import TiedEmbedding

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.agreement import Agreement
-from hetero.cluster import PLAN, RankIdentity, check_identities, identify, running_vendor
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.collectives.group_links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
@@ -30,14 +28,13 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.groups import build_groups, joins_meshes
-from hetero.launched_process import is_launched
-from hetero.liveness.liveness import Liveness
-from hetero.liveness.local_ranks import LocalRanks
-from hetero.liveness.open_liveness import open_liveness
-from hetero.new_group import open_world
+from hetero.pipeline.groups import build_groups, joins_meshes, open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Plan
+from hetero.startup.exchange import Agreement
+from hetero.startup.identity import PLAN, RankIdentity, check_identities, identify, running_vendor
+from hetero.startup.liveness import Liveness, LocalRanks, open_liveness
+from hetero.startup.process import is_launched
 from megatron.hetero.arguments.batch_sizes import steps_of
 from megatron.hetero.arguments.checks.check_hetero import SHORTHAND
 from megatron.hetero.arguments.installed_layers import ENGINE, engine_is_installed

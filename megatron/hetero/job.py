@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hetero.cluster import RankIdentity
-from hetero.groups import Groups
-from hetero.liveness.liveness import Liveness
+from hetero.pipeline.groups import Groups
 from hetero.pipeline.links import PipelineLinks
 from hetero.plan import Coordinate, Plan
+from hetero.startup.identity import RankIdentity
+from hetero.startup.liveness import Liveness
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint, NoCheckpoint
 from megatron.hetero.checkpoint.lock import SaveLock
 from megatron.hetero.data import Datasets

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from hetero.errors import UserError
-from hetero.formatting import counted
 from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
 from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.plan_file import PlanFile, read_plan_file
+from hetero.text import counted
 from megatron.hetero.arguments.checks.check_model import local_only_problems
 from megatron.hetero.arguments.checks.check_parallel import counted_layers, described_meshes
 from megatron.hetero.arguments.installed_layers import ENGINE, fall_back

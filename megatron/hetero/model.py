@@ -26,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from hetero.groups import Groups, joins_meshes
+from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.hetero import weights
 from megatron.hetero.core_private import group_collection

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hetero.device.choose_device import sharing_warning
-from hetero.formatting import counted, size_text
 from hetero.plan import Edge
+from hetero.text import counted, size_text
 from megatron.hetero import weights
 from megatron.hetero.console import Console, format_table
 from megatron.hetero.job import Job

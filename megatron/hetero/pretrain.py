@@ -20,9 +20,9 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.launched_process import end_with_parent, is_launched
-from hetero.liveness.local_ranks import LocalRanks
-from hetero.megatron_imports import exit_if_other_megatron, exit_unless_installed
+from hetero.startup.liveness import LocalRanks
+from hetero.startup.process import end_with_parent, is_launched
+from hetero.version import exit_if_other_megatron, exit_unless_installed
 from megatron.hetero.command_line import read_command_line
 from megatron.hetero.import_core import import_megatron_core
 from megatron.hetero.output_folders import remove_unused_folders

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from hetero.addresses import interface_with, reachable_address, unusable_interfaces
 from hetero.errors import AgreedError, AgreedFailure, UserError
-from hetero.formatting import counted
-from hetero.liveness.local_ranks import LocalRanks, ended_early
-from hetero.open_files import allow_open_files
-from hetero.wait_reporter import await_listener
+from hetero.startup.addresses import interface_with, reachable_address, unusable_interfaces
+from hetero.startup.exchange import await_listener
+from hetero.startup.liveness import LocalRanks, ended_early
+from hetero.startup.process import allow_open_files
+from hetero.text import counted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hetero.agreement import Agreement
-    from hetero.liveness.liveness import Liveness
+    from hetero.startup.exchange import Agreement
+    from hetero.startup.liveness import Liveness
 
 
 def environment_rank() -> tuple[int, int, int]:

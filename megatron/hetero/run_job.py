@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from hetero.cluster import VENDOR_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
+from hetero.startup.identity import VENDOR_VARIABLE
 from megatron.hetero.arguments.flags_hetero import MEASURED
 from megatron.hetero.auto_data_shares import measure_data_shares
 from megatron.hetero.checkpoint.checkpointer import Checkpointer

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from hetero.groups import Groups, build_groups
+from hetero.pipeline.groups import Groups, build_groups
 from hetero.plan import Mesh, Plan
 from megatron.hetero.core_private import clear_groups, group_collection, register_groups
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from hetero.forked_children import call_in_children
+from hetero.startup.process import call_in_children
 
 _ALWAYS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _NOT_IN_WORKERS = {*_ALWAYS, signal.SIGUSR1, signal.SIGUSR2}

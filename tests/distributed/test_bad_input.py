@@ -51,7 +51,7 @@ def test_a_command_line_that_is_wrong_on_one_rank_alone_ends_all(corpus, rank: i
     flags = [*TINY_LLAMA, *corpus.flags]
     wrong = [*flags, "--num-layer", "4", "--lr", "fast"]
     outcomes = launch(flags, 2, seconds=120, flags_by_rank={rank: wrong})
-    assert_refused(outcomes, "2 things have to be put right" if rank == 0 else "rank 1: 2 things")
+    assert_refused(outcomes, "2 errors" if rank == 0 else "rank 1: 2 errors")
     spoken = "".join(outcome.stderr for outcome in outcomes)
     assert spoken.count("did you mean --num-layers?") == spoken.count("not 'fast'") == 1
 

@@ -22,12 +22,12 @@ from tests.distributed.harness import (
     start,
     wait_for_steps,
 )
-from tests.hetero.test_megatron_imports import checkout
+from tests.hetero.test_version import checkout
 
 IMPATIENT = """
 import time
-from hetero import monitor, wait_reporter
-monitor.Monitor.poll_seconds = wait_reporter.FIRST_SECONDS = wait_reporter.AGAIN_SECONDS = 0.2
+from hetero.startup import exchange
+exchange.Monitor.poll_seconds = exchange.FIRST_SECONDS = exchange.AGAIN_SECONDS = 0.2
 import megatron.hetero.initialize as initialize
 """
 

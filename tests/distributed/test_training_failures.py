@@ -24,7 +24,7 @@ from tests.distributed.harness import (
 STALLED = Path(__file__).with_name("faulty_training.py")
 FAULTY = """
 import os, signal, sys
-import hetero.liveness.liveness as liveness
+import hetero.startup.liveness as liveness
 import megatron.hetero.checkpoint.saver as saver
 import megatron.hetero.initialize as initialize
 liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5

@@ -12,7 +12,7 @@ import torch
 
 from bench.mesh_matrix.cases import all_cases
 from bench.prove_meshes import prove
-from hetero.cluster import running_vendor
+from hetero.startup.identity import running_vendor
 from hetero.tools.runs import SIMULATED
 from tests.commands import printed
 from tests.distributed.harness import Training, train

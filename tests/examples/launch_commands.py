@@ -35,7 +35,7 @@ def refusals(outcome: subprocess.CompletedProcess[str]) -> list[str]:
     first, *sentences = outcome.stderr.splitlines()
     if not sentences:
         return [first.removeprefix("error: ")]
-    assert first == f"error: {len(sentences)} things have to be put right:"
+    assert first == f"error: {len(sentences)} errors:"
     assert all(sentence.startswith("  ") for sentence in sentences)
     return [sentence.strip() for sentence in sentences]
 

@@ -69,11 +69,11 @@ sys.meta_path.insert(0, Hold())
 
 SOON = """
 import sys
-from hetero import wait_reporter
+from hetero.startup import exchange
 from hetero.launch import node_failures
 from hetero.run import main
 if __name__ == "__main__":
-    wait_reporter.FIRST_SECONDS = wait_reporter.AGAIN_SECONDS = 0.2
+    exchange.FIRST_SECONDS = exchange.AGAIN_SECONDS = 0.2
     node_failures.GRACE = 0.5
     sys.exit(main())
 """

@@ -18,7 +18,7 @@ from megatron.core.datasets import indexed_dataset
 from megatron.core.optimizer import MegatronOptimizer
 
 from hetero.errors import HeteroError
-from hetero.groups import Groups, StageOrder, build_groups
+from hetero.pipeline.groups import Groups, StageOrder, build_groups
 from hetero.plan import Mesh, Plan
 from megatron.hetero import core_private
 from megatron.hetero.core_private import (

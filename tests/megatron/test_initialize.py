@@ -8,10 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hetero.link.base import LinkError
-from hetero.liveness.liveness import ServerAddress
-from hetero.liveness.liveness_client import LivenessClient
-from hetero.liveness.liveness_server import LivenessServer
-from hetero.liveness.local_ranks import LocalRanks
+from hetero.startup.liveness import LivenessClient, LivenessServer, LocalRanks, ServerAddress
 from megatron.hetero.initialize import Initializer
 from megatron.hetero.pretrain import _report_exception
 

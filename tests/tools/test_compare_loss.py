@@ -141,7 +141,7 @@ def test_every_file_and_criterion_that_makes_no_sense_is_told_at_once(files, tmp
     words = f"seed1 absent --seeds {tmp_path} {TOOL} --criteria smoothly identical=1".split()
     said = refused(main, [files.get(word, word) for word in words], several=True).splitlines()
     expected = (
-        "error: 5 things have to be put right:",
+        "error: 5 errors:",
         "there is no 'smoothly'",
         "identical takes no bound",
         f"{tmp_path} cannot be read (Is a directory)",

@@ -113,7 +113,7 @@ def test_wrong_nics_on_all_nodes_are_said_once():
 
 KILLED = """
 import os, signal, sys
-from hetero.liveness import liveness
+from hetero.startup import liveness
 from hetero.tools import preflight
 from hetero.tools.preflight_checks import path_bandwidth, readiness
 path_bandwidth._TIMEOUT = 1000.0

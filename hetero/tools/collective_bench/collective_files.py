@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.collective_bench.collective_record import Point, Record
 from hetero.tools.link_bench.bench_table import number, short_size
 from hetero.tools.reports.page import write_whole

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.cluster import VENDOR_VARIABLE, identify
 from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
 from hetero.device.choose_device import choose_device, sharing_warning
-from hetero.formatting import size_text
+from hetero.startup.identity import VENDOR_VARIABLE, identify
+from hetero.text import size_text
 from hetero.tools.collective_bench.all_ranks import AllRanks
 from hetero.tools.collective_bench.boundary_links import BoundaryLinks
 from hetero.tools.collective_bench.collective_files import write_results

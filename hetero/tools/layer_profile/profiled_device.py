@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hetero.cluster import own_vendor
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.errors import UserError
 from hetero.planner.accelerators import built_in_accelerators, match_driver_name
 from hetero.planner.cluster_shape import LinkModel, link_inside_node
+from hetero.startup.identity import own_vendor
 from hetero.tools.preflight_checks.path_bandwidth import PathResult
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.device.topology import rdma_devices
-from hetero.formatting import size_text
+from hetero.text import size_text
 from hetero.tools.link_bench import perftest
 from hetero.tools.link_bench.bare_limits import bare_copies, measure_copy
 from hetero.tools.link_bench.bench_files import share_of_limits, write_report

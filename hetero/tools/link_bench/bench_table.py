@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetero.formatting import counted, size_text
+from hetero.text import counted, size_text
 from hetero.tools.link_bench.bench_record import LinkFacts, Point, Record
 from hetero.tools.reports.text_table import aligned
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hetero.cluster import VENDOR_VARIABLE, running_vendor
-from hetero.formatting import counted
+from hetero.startup.identity import VENDOR_VARIABLE, running_vendor
+from hetero.text import counted
 from hetero.version import __version__
 
 _DRIVER_FILES = {

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from hetero.cluster import running_vendor
 from hetero.errors import UserError
 from hetero.plan import Plan
+from hetero.startup.identity import running_vendor
 from hetero.tools.operators import operator_list
 from hetero.tools.operators.draws import Draws, fill_weights
 from hetero.tools.operators.dump import REFERENCE, Dump, Header, Operator

@@ -13,12 +13,12 @@ from typing import Any
 
 import yaml
 
-from hetero.formatting import seconds_text, spans
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
 from hetero.planner.solution import Solution
 from hetero.presets import model_file
+from hetero.text import seconds_text, spans
 from hetero.tools.planning.plan_page import render_solution
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.planning.training_check import require_accepted

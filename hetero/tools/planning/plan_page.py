@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from hetero.formatting import seconds_text
 from hetero.planner.bottleneck import explain_bottleneck
 from hetero.planner.schedule_picture import colours_of, draw_schedule
 from hetero.planner.solution import SimulatedPlan, Solution
+from hetero.text import seconds_text
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.planning.solution_table import (
     MESH_HEAD,

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hetero.errors import Faults, UserError
-from hetero.formatting import counted
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
 from hetero.planner.layer_profile import (
@@ -33,6 +32,7 @@ from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
 from hetero.presets import model_file
+from hetero.text import counted
 from hetero.tools.planning.model_config import flags_of_config
 from hetero.tools.tool_command_line import require_writable
 from megatron.hetero.arguments.config_file import FLAG, expand_config_files

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetero.formatting import counted, seconds_text
 from hetero.planner.bottleneck import explain_bottleneck
 from hetero.planner.solution import SimulatedPlan, Solution
+from hetero.text import counted, seconds_text
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.reports.text_table import aligned
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hetero.device.topology import Distance
-from hetero.formatting import counted, size_text
+from hetero.text import counted, size_text
 from hetero.tools.preflight_checks.node_facts import NodeFacts
 
 _ROCE_PACKET = 4096

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hetero.addresses import PORT_RANGE
+from hetero.startup.addresses import PORT_RANGE
 from hetero.tools.preflight_checks.advice import Advice, Severity, worst_first
 from hetero.tools.preflight_checks.path_bandwidth import PathResult
 from hetero.tools.preflight_checks.reach import Call

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from hetero.addresses import is_loopback
 from hetero.planner.accelerators import match_driver_name
+from hetero.startup.addresses import is_loopback
 from hetero.tools.preflight_checks.cluster_advice import PairResult
 from hetero.tools.preflight_checks.readiness import NodeReport, Report
 

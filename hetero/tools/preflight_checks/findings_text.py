@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from hetero.formatting import counted, size_text
+from hetero.text import counted, size_text
 from hetero.tools.preflight_checks.advice import Advice, Severity
 from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult
 from hetero.tools.preflight_checks.gpudirect import GpuDirectFacts

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hetero.cluster import VENDOR_VARIABLE, running_vendor
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import PciDevice, pci_device
+from hetero.startup.identity import VENDOR_VARIABLE, running_vendor
 from hetero.tools.preflight_checks.pci import PcieLink, read_pcie_link
 from hetero.tools.preflight_checks.roots import Roots, Tool
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from hetero.addresses import family_of, interface_with
 from hetero.errors import HeteroError, UserError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, connect, exchange_tokens, listen_at, receive_exactly
-from hetero.store import BoundedStore
+from hetero.startup.addresses import family_of, interface_with
+from hetero.startup.store import BoundedStore
 from hetero.tools.preflight_checks.route_lookup import leaving_interface
 
 _TIME = struct.Struct("<d")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hetero.addresses import address_towards, unusable_interfaces
-from hetero.agreement import Agreement
 from hetero.errors import Faults, HeteroError
+from hetero.startup.addresses import address_towards, unusable_interfaces
+from hetero.startup.exchange import Agreement
 from hetero.tools.preflight_checks import findings_text
 from hetero.tools.preflight_checks.advice import Advice, Severity, advise
 from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster

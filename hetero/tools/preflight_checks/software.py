@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hetero.cluster import release_of
 from hetero.errors import UserError
-from hetero.megatron_imports import core_version, require_supported_core
-from hetero.version import __version__, sources
+from hetero.startup.identity import release_of
+from hetero.version import __version__, core_version, require_supported_core, sources
 
 _ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.preprocessing.batches import Batch
 from megatron.hetero.progress_bar import progress_bar
 

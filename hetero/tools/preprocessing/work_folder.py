@@ -25,7 +25,7 @@ from typing import IO, Any
 import numpy
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.preprocessing.batches import Frontier
 from hetero.tools.preprocessing.encoder import Tokens
 from hetero.tools.preprocessing.index_file import (

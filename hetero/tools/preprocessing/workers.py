@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from hetero.errors import HeteroError
-from hetero.launched_process import end_with_parent
+from hetero.startup.process import end_with_parent
 from hetero.tools.launching.interrupts import children_ignore_interrupts
 from hetero.tools.preprocessing.batches import Batch
 from hetero.tools.preprocessing.encoder import Encoder, Tokens

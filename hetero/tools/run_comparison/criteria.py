@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.run_comparison.alignment import SCHEDULE_TOLERANCE, schedule_difference
 from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise, relative_difference
 from hetero.tools.run_comparison.curves import Curve, Floats

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.run_comparison.alignment import Aligned
 from hetero.tools.run_comparison.criteria import (
     DEFAULT_CRITERIA,

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.reports.charts import LIGHT, PAGE, Theme, as_svg, style_axes
 from hetero.tools.run_comparison.bitwise_comparison import relative_difference
 from hetero.tools.run_comparison.curves import Curve, Floats, Integers

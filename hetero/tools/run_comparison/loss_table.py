@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.run_comparison.criteria import Finding
 from hetero.tools.run_comparison.loss_comparison import Comparison
 

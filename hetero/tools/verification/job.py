@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from hetero import cli
-from hetero.cluster import VENDOR_VARIABLE, own_vendor, running_vendor
 from hetero.device.topology import rdma_devices
 from hetero.errors import HeteroError, kind_and_first_line
+from hetero.startup.identity import VENDOR_VARIABLE, own_vendor, running_vendor
 from hetero.tools.launching.processes import Step as Program
 from hetero.tools.launching.processes import StepFailure, run_step
 from hetero.tools.preflight_checks.host_facts import node_identity

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import hetero
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.launching.processes import StepFailure
 from hetero.tools.verification.job import Job, vendor_alone
 from hetero.tools.verification.verdicts import Failure, Verdict, judged

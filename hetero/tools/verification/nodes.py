@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from hetero.errors import HeteroError, UserError
-from hetero.store import BoundedStore
-from hetero.wait_reporter import WaitReporter, await_listener
+from hetero.startup.exchange import WaitReporter, await_listener
+from hetero.startup.store import BoundedStore
 
 PATIENCE = 600.0
 """Seconds for all nodes to have come."""

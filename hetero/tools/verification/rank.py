@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.addresses import address_towards, reachable_address
-from hetero.converters import integer
 from hetero.device.choose_device import choose_device
 from hetero.errors import UnavailableTransport, first_line
 from hetero.link.base import Link
@@ -31,6 +29,8 @@ from hetero.link.connect import host_of
 from hetero.link.names import PATHS
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions
+from hetero.startup.addresses import address_towards, reachable_address
+from hetero.text import integer
 from hetero.tools.collective_bench.collective_rank import CollectiveSession
 from hetero.tools.collective_bench.collective_record import Options as CollectiveOptions
 from hetero.tools.link_bench.bare_limits import bare_copies, rate

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from hetero import cli
-from hetero.formatting import counted
+from hetero.text import counted
 from hetero.tools.launching.processes import StepFailure, log_lines
 from hetero.tools.run_comparison.alignment import align
 from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hetero.errors import UserError
-from hetero.yaml_file import load_yaml
+from hetero.text import load_yaml
 from megatron.hetero.arguments.config_names import OPTIONAL_HEADINGS, SWITCHED_OFF, is_nothing
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-?([^}]*))?\}")

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.converters import integer, interval, text
+from hetero.text import integer, interval, text
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 

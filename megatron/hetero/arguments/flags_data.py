@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.converters import integer, number, text
+from hetero.text import integer, number, text
 
 # The types, and the destinations of the flags that each needs.
 TOKENIZERS = {

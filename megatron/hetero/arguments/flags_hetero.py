@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Callable
 
-from hetero.converters import integer, seconds, text
 from hetero.link.names import TRANSPORTS
 from hetero.native.headers import constant
 from hetero.plan import VENDORS
 from hetero.plan.mesh import RECOMPUTE
+from hetero.text import integer, seconds, text
 
 # Valid in a homogeneous run too: the baseline of a comparison needs a report.
 ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})

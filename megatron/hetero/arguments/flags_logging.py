@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.converters import integer, interval, text
+from hetero.text import integer, interval, text
 
 
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:

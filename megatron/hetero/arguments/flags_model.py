@@ -2,8 +2,8 @@
 
 import argparse
 
-from hetero.converters import integer, number
 from hetero.plan.mesh import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
+from hetero.text import integer, number
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

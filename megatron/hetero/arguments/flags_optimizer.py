@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.converters import integer, number
+from hetero.text import integer, number
 
 
 def add_optimizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.converters import integer
+from hetero.text import integer
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.converters import integer, interval, number
+from hetero.text import integer, interval, number
 from megatron.hetero.arguments.batch_sizes import step_schedule
 
 MOST_SEED = 2**32 - 2**20

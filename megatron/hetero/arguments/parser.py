@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from hetero.errors import UserError
-from hetero.help_text import HelpFormatter
+from hetero.text import HelpFormatter
 from megatron.hetero.arguments.config_file import FLAG as CONFIG_FILE_FLAG
 from megatron.hetero.arguments.config_file import expand_config_files
 from megatron.hetero.arguments.flags_checkpoint import add_checkpoint_flags

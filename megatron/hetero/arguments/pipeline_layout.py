@@ -3,7 +3,7 @@
 import re
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 
 FLAG = "--pipeline-model-parallel-layout"
 # E: embedding; t: transformer layer; L: output layer and loss. | ends a stage.

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 
-from hetero.formatting import counted
+from hetero.text import counted
 from megatron.hetero.arguments.checks.check_checkpoint import check_checkpoints
 from megatron.hetero.arguments.checks.check_data import check_data
 from megatron.hetero.arguments.checks.check_hetero import check_hetero, derive_pipeline_size

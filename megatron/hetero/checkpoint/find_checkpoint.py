@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import AgreedError, UserError
-from hetero.formatting import ranks_on_hosts
+from hetero.text import ranks_on_hosts
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.checkpoint_args import candidates, holdings_of
 from megatron.hetero.checkpoint.compatibility import require_same_model, require_same_schedule

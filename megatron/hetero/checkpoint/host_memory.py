@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from hetero.errors import HeteroError
-from hetero.formatting import size_text
+from hetero.text import size_text
 from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
 
 PART_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import AgreedError, UserError, stamped
-from hetero.formatting import ranks_on_hosts
+from hetero.text import ranks_on_hosts
 from megatron.hetero.checkpoint.find_checkpoint import Exchange, require_visible
 from megatron.hetero.checkpoint.folder import SAVING, folder_name, iterations
 from megatron.hetero.checkpoint.lock import LOCK_FILE, SaveLock

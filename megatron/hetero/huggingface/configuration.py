@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero.errors import UserError
-from hetero.formatting import counted
+from hetero.text import counted
 from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.model_flags import Spelling, completed, spellings
 from megatron.hetero.huggingface.families import BY_TYPE, FAMILIES, Family, names_of_all

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hetero.cluster import RankIdentity
 from hetero.plan import Plan
+from hetero.startup.identity import RankIdentity
 from megatron.hetero.console import Console, format_table
 from megatron.hetero.metrics_logger import MetricsLogger
 from megatron.hetero.optimizer import RankStatistics

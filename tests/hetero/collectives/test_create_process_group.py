@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero import cluster
 from hetero.collectives import create_process_group
+from hetero.startup import identity
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, open_group, run_ranks
 
@@ -23,7 +23,7 @@ def be_of_an_unknown_vendor() -> None:
 
 
 def be_of_another_version() -> None:
-    cluster.__version__ = "0.0.7"
+    identity.__version__ = "0.0.7"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hetero.errors import LinkError
 from hetero.link.base import LinkDescription
 from hetero.link.handshake import Rendezvous, _token, accept, connect, look_up
-from hetero.store import BoundedStore
+from hetero.startup.store import BoundedStore
 
 
 def rendezvous(

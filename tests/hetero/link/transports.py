@@ -26,7 +26,7 @@ from hetero.link.ring_options import RingOptions
 from hetero.link.same_host import open_same_host
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import open_verbs
-from hetero.store import BoundedStore
+from hetero.startup.store import BoundedStore
 from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
 

@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.formatting import counted
 from hetero.plan import (
     Mesh,
     Plan,
@@ -26,6 +25,7 @@ from hetero.plan.limits import (
 )
 from hetero.plan.picture import draw_stage, nodes_of
 from hetero.plan.plan_file import read_mapping
+from hetero.text import counted
 from tests.hetero.plan.drawn_plans import plans
 
 # Files.

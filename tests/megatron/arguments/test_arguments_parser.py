@@ -106,7 +106,7 @@ def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse
         "--global-batch-size 3 --use-mpi"
     )
     first, *sentences = all_said_of(parse, launch, without="--num-layers").split("\n  ")
-    assert first == f"{len(sentences)} things have to be put right:"
+    assert first == f"{len(sentences)} errors:"
     told = [
         "did you mean --num-layers?",
         "--deepspeed is not a flag",

@@ -90,7 +90,7 @@ def test_all_that_is_wrong_with_the_files_is_told_at_once(written):
     one, two = written("num-layer: 3\nsplitt: 1\nseed: [1, 2]", "one"), written("a: [", "two")
     said = all_said_of(parse_args, ["--yaml-cfg", one, "--yaml-cfg", two])
     first, *others = said.splitlines()
-    assert first == "4 things have to be put right:"
+    assert first == "4 errors:"
     told = [
         f"--yaml-cfg {one}: --num-layer is not",
         f"--yaml-cfg {one}: --splitt is not",

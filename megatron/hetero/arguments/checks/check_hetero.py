@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 
-from hetero.formatting import counted
+from hetero.text import counted
 from megatron.hetero.arguments.flags_hetero import (
     ALLOWED_WITH_DATA_PARALLEL,
     ALLOWED_WITHOUT_PIPELINE,

@@ -5,9 +5,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from hetero.errors import UserError
-from hetero.formatting import counted
 from hetero.plan.limits import micro_batch_sizes, world_size_problems
 from hetero.plan.mesh import Mesh
+from hetero.text import counted
 from megatron.hetero.arguments.pipeline_layout import parse_layout
 
 

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from hetero.formatting import counted
+from hetero.text import counted
 from megatron.hetero.arguments.batch_sizes import batch_sizes, steps_of
 from megatron.hetero.arguments.checks.check_parallel import tensor_sizes
 

@@ -16,7 +16,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link import tcp
 from hetero.link.failover import RailMonitor, RailState
-from hetero.open_files import allow_open_files
+from hetero.startup.process import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
     at,

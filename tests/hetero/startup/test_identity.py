@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.cluster import (
+from hetero.errors import UserError
+from hetero.plan import Mesh, Plan
+from hetero.startup.identity import (
     RankIdentity,
     _named_vendor,
     check_identities,
     identify,
     running_vendor,
 )
-from hetero.errors import UserError
-from hetero.plan import Mesh, Plan
 
 HOMOGENEOUS = Plan(meshes=(Mesh("cpu", stages=1, data=4),), layers=((1,),))
 MIXED = Plan(

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hetero.store import (
+from hetero.startup.store import (
     BoundedStore,
     StoreHostEnded,
     StoreUnresponsive,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.groups import (
+from hetero.pipeline.groups import (
     GroupPlan,
     Groups,
     joins_meshes,

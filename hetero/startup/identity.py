@@ -16,10 +16,9 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from hetero.errors import Faults, UserError
-from hetero.formatting import counted, ranks_on_hosts
-from hetero.megatron_imports import core_version
 from hetero.plan import VENDORS, Plan
-from hetero.version import __version__, newest_core, sources
+from hetero.text import counted, ranks_on_hosts
+from hetero.version import __version__, core_version, newest_core, sources
 
 VENDOR_VARIABLE = "HETERO_VENDOR"
 PLAN = "plan"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hetero import addresses
-from hetero.addresses import (
+from hetero.startup import addresses
+from hetero.startup.addresses import (
     address_leading_to,
     address_towards,
     interface_address,

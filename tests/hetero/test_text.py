@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.formatting import counted, name_ranks, ranks_on_hosts, seconds_text, size_text, spans
+from hetero.text import counted, name_ranks, ranks_on_hosts, seconds_text, size_text, spans
 
 ROOT = Path(__file__).resolve().parents[2]
 NOUNS = "ranks|meshes|connections|documents|datasets|operators|cores|pipeline stages|workers"

@@ -1,0 +1,1 @@
+"""What happens before bytes move: store, addresses, identities, exchange of values, liveness."""

@@ -1,0 +1,648 @@
+"""Which ranks of a job are alive: rank 0 holds a connection to each, and tells all when one fails.
+
+The kernel closes a process's connection whenever the process ends, so rank 0 knows at once, and
+nobody has to guess from what fails afterwards. Over the same connection each rank sends heartbeats,
+which show whether a process that exists also responds. The connection also shows which of its
+addresses a rank reaches the others by.
+
+A rank that has not connected yet is looked for among the processes of its host (`LocalRanks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import psutil
+
+from hetero.errors import AgreedFailure, UserError
+from hetero.startup.addresses import (
+    PORT_RANGE,
+    address_leading_to,
+    is_loopback,
+    is_unreachable,
+    keep_alive,
+    listen_everywhere,
+    plain_address,
+)
+from hetero.startup.process import call_in_children, close_in_children
+from hetero.text import ranks_on_hosts
+
+HEARTBEAT = b"\n"
+_HEARTBEAT_SECONDS = 2.0
+_HEARTBEATS_A_SECOND = 256
+"""The most that rank 0 reads, from all others together."""
+_GRACE_SECONDS = 5.0
+"""For a rank to fail by itself, with an error of its own, after another has failed."""
+_SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
+ACK_SECONDS = 30.0
+"""After which the kernel closes the connection to a host that does not respond."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What rank 0 tells all others of a rank that has failed."""
+
+    rank: int
+    host: str
+    reason: str
+    """The rank's own error; empty if it ended without reporting one."""
+    last_heard: str
+    """The time of day, by rank 0's clock."""
+    silent_for: float
+    """Seconds from then until its end was noticed."""
+    is_unreachable: bool = False
+    """Whether all that is known is that its host answers nothing."""
+
+    def sentence(self, who: str, *, during: str = "") -> str:
+        """`who` names the rank; `during` is what the ranks did at the time, as ' while ...'."""
+        if self.reason:
+            return f"{who} failed{during}: {self.reason}"
+        heard = f"last heard at {self.last_heard}, {self.silent_for:.1f} s before that was noticed"
+        if self.is_unreachable:
+            return (
+                f"{who} cannot be reached any more{during} ({heard}); see whether its host runs, "
+                "and the network between"
+            )
+        return f"{who} has ended without a word{during} ({heard}); see its log"
+
+
+class Liveness(ABC):
+    """One rank's side: rank 0's is a LivenessServer, the others' are LivenessClients."""
+
+    address = "127.0.0.1"
+    """This rank's end of its connection to rank 0."""
+    is_elsewhere = False
+    """Whether that connection leads to another host."""
+    unreachable: str | None = None
+    """Why this rank could not connect to rank 0, in a sentence."""
+
+    def __init__(self, world_size: int) -> None:
+        self._interval = heartbeat_interval(world_size)
+        self._shortest_timeout = 3 * self._interval
+        self._names: Mapping[int, str] = {}
+        self._hosts: dict[int, str] = {}
+        self._failure: RankFailure | None = None
+        self._failed, self._closed = threading.Event(), threading.Event()
+
+    def set_names(self, names: Mapping[int, str]) -> None:
+        """How errors name the ranks, as 'rank 3 on b (stage 1)'; by rank and host without it."""
+        self._names = names
+
+    def name(self, ranks: Collection[int]) -> str:
+        """Ranks with their hosts: 'rank 3 on b (stage 1)', 'ranks 8-15 on b, c'."""
+        ordered = sorted(ranks)
+        if len(ordered) == 1 and ordered[0] in self._names:
+            return self._names[ordered[0]]
+        return ranks_on_hosts(ordered, self._hosts)
+
+    def on_failure(self, abort: Callable[[AgreedFailure], None]) -> None:
+        """Call `abort`, from a thread, if this process still runs 5 s after another's failure."""
+
+        def wait() -> None:
+            self._failed.wait()
+            if not self._closed.wait(_GRACE_SECONDS) and (cause := self.cause(0)) is not None:
+                abort(AgreedFailure(cause, known_to_all=False))
+
+        threading.Thread(target=wait, name="liveness abort", daemon=True).start()
+
+    def set_heartbeat_timeout(self, seconds: float) -> None:
+        """From now on, a rank without a heartbeat for so long (three at least) counts as failed.
+
+        Without it, if only some ranks wait for one that hangs, the others do not learn of it.
+        """
+
+        def watch() -> None:
+            while not (self._failed.wait(self._interval) or self._closed.is_set()):
+                for rank, age in self.silent(seconds).items():
+                    reason = f"no heartbeat for {age:.0f} s; {_SILENT_REMEDY}"
+                    self._report(RankFailure(rank, self._hosts[rank], reason, clock(age), age))
+
+        threading.Thread(target=watch, name="liveness timeout", daemon=True).start()
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """The first failure of a rank, if there is one."""
+        return self._failure
+
+    def cause(self, seconds: float = 1.5) -> str | None:
+        """Which rank failed first, or else is silent, in a sentence. Waits up to `seconds`."""
+        self._failed.wait(seconds)
+        if self._failure is not None:
+            return self._failure.sentence(self.name([self._failure.rank]))
+        silent = self._query_silent()
+        if not silent:
+            return None
+        rank = max(silent, key=lambda rank: silent[rank])
+        who = self.name([rank])
+        return f"{who} was last heard {silent[rank]:.0f} s ago; {_SILENT_REMEDY}"
+
+    def silent(self, seconds: float = 0.0) -> dict[int, float]:
+        """The `heartbeat_ages` of at least `seconds`, and of at least three intervals."""
+        timeout = max(seconds, self._shortest_timeout)
+        return {rank: age for rank, age in self.heartbeat_ages().items() if age >= timeout}
+
+    @abstractmethod
+    def heartbeat_ages(self) -> dict[int, float]:
+        """Seconds since each connected rank was last heard: on rank 0 all others, else rank 0.
+
+        As of this side's last poll, which is one heartbeat interval ago at most.
+        """
+
+    def never_connected(self, seconds: float) -> set[int]:
+        """On rank 0: the ranks that opened the store `seconds` ago and have not connected."""
+        return set()
+
+    def await_connection(self) -> None:
+        """Wait until rank 0, which must have started, is connected. UserError if that fails."""
+        return
+
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """Tell the others why this rank ends."""
+
+    @abstractmethod
+    def leave(self, seconds: float = 0.0) -> None:
+        """Declare that this rank's end is no failure: all have finished, or know one error.
+
+        Waits up to `seconds`: the others until rank 0 leaves, so that a launcher cannot kill it
+        before it has printed that error, and rank 0 until they have left or ended, because it may
+        host the store that they still read.
+        """
+
+    @abstractmethod
+    def _query_silent(self) -> dict[int, float]:
+        """The ranks without a heartbeat for too long, as rank 0 knows them, and for how long."""
+
+    def _report(self, failure: RankFailure) -> None:
+        """Keep the first failure. Those after the end of the run are none."""
+        if self._closed.is_set():
+            return
+        if self._failure is None:
+            self._hosts.setdefault(failure.rank, failure.host)
+            self._failure = failure
+        self._failed.set()
+
+    def _report_end(self, rank: int, last_heard: float, *, is_unreachable: bool) -> None:
+        """Report a rank whose connection has ended; `last_heard` by time.monotonic()."""
+        age = time.monotonic() - last_heard
+        self._report(RankFailure(rank, self._hosts[rank], "", clock(age), age, is_unreachable))
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where rank 0 listens, and the token that shows it that a caller belongs to this job."""
+
+    host: str
+    port: int
+    token: str
+
+
+def heartbeat_interval(world_size: int) -> float:
+    """Seconds between two heartbeats of a rank."""
+    return max(_HEARTBEAT_SECONDS, world_size / _HEARTBEATS_A_SECOND)
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def try_send(connection: socket.socket, data: bytes) -> None:
+    """Send without blocking. A closed connection, or a peer that does not read, shows elsewhere."""
+    with suppress(OSError):
+        connection.send(data)
+
+
+def clock(seconds_ago: float = 0.0) -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
+
+
+_CONNECT_SECONDS = 20.0
+
+
+class LivenessClient(Liveness):
+    """Waits for rank 0 to start, connects and receives, all in one thread."""
+
+    def __init__(
+        self, find_server: Callable[[], ServerAddress], *, rank: int, world_size: int
+    ) -> None:
+        """`find_server` waits until rank 0 has published its address."""
+        super().__init__(world_size)
+        self._rank = rank
+        self._connection: socket.socket | None = None
+        self._last_heard, self._unread = 0.0, b""
+        self._unanswered_since: float | None = None
+        """When the first heartbeat was sent that rank 0 has not answered."""
+        self._last_poll = 0.0
+        self._connect_tried, self._replied = threading.Event(), threading.Event()
+        self._silent: dict[int, float] = {}
+        self._thread = threading.Thread(
+            target=self._run, args=(find_server,), name="liveness", daemon=True
+        )
+        self._thread.start()
+
+    def fail(self, reason: str) -> None:
+        self._send({"failed": reason})
+
+    def leave(self, seconds: float = 0.0) -> None:
+        self._thread.join(seconds)  # It ends when rank 0 has left or ended, or cannot be reached.
+        self._closed.set()
+        self._send({"leave": True})
+
+    def await_connection(self) -> None:
+        if not self._connect_tried.wait(2 * _CONNECT_SECONDS):
+            raise UserError(f"{socket.gethostname()} has not found rank 0; see rank 0's log")
+        if self.unreachable is not None:
+            raise UserError(self.unreachable)
+
+    def heartbeat_ages(self) -> dict[int, float]:
+        # Measure from the unanswered heartbeat to the last poll, and not from `_last_heard` to now:
+        # never count a pause of this process as rank 0's silence.
+        since = self._unanswered_since
+        age = 0.0 if since is None else self._last_poll - since
+        return {} if self._connection is None else {0: max(0.0, age)}
+
+    def _query_silent(self) -> dict[int, float]:
+        if silent := self.silent():  # rank 0 itself, which would not reply
+            return silent
+        self._replied.clear()
+        self._send({"ask": True})
+        self._replied.wait(1.0)
+        return self._silent
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.sendall(encode(message))
+
+    def _run(self, find_server: Callable[[], ServerAddress]) -> None:
+        try:
+            server = find_server()
+        except Exception:  # the store is gone, which the main thread notices and reports too
+            return
+        try:
+            self._connection = self._connect(server)
+        except OSError as error:
+            self.unreachable = (
+                f"{socket.gethostname()} cannot reach rank 0 at {server.host}, port {server.port} "
+                f"({error}); see whether rank 0 has ended, and open the ports between the nodes "
+                f"({PORT_RANGE}), which links and gloo need too"
+            )
+        self._connect_tried.set()
+        if self._connection is not None:
+            if self._closed.is_set():
+                self._send({"leave": True})
+            self._receive_loop(self._connection)
+
+    def _connect(self, server: ServerAddress) -> socket.socket:
+        connection = socket.create_connection((server.host, server.port), timeout=_CONNECT_SECONDS)
+        keep_alive(connection, ack_timeout=ACK_SECONDS)
+        local, remote = connection.getsockname()[0], connection.getpeername()[0]
+        host = socket.gethostname()
+        connection.sendall(encode({"token": server.token, "rank": self._rank, "host": host}))
+        reply = b""
+        while b"\n" not in reply and (data := connection.recv(1 << 12)):
+            reply += data
+        reply, _, self._unread = reply.partition(b"\n")
+        if b"welcome" not in reply:
+            connection.close()
+            raise ConnectionError("it was answered by something that is not this job's rank 0")
+        self._hosts[0] = str(json.loads(reply)["host"])
+        self.address = plain_address(local)
+        self.is_elsewhere = local != remote and not is_loopback(plain_address(remote))
+        self._last_heard = time.monotonic()
+        close_in_children(connection)
+        return connection
+
+    def _receive_loop(self, connection: socket.socket) -> None:
+        data, unreachable = b"", False
+        while not self._closed.is_set():
+            *messages, self._unread = (self._unread + data).split(b"\n")
+            for message in filter(None, messages):
+                self._handle(json.loads(message))
+            data = b""
+            try:
+                if wait([connection], self._interval):
+                    data = connection.recv(1 << 16)
+                    if not data:
+                        break
+                    self._last_heard, self._unanswered_since = time.monotonic(), None
+                else:
+                    self._last_poll = time.monotonic()
+                    self._unanswered_since = self._unanswered_since or self._last_poll
+                    connection.sendall(HEARTBEAT)
+            except (OSError, ValueError) as error:
+                unreachable = isinstance(error, OSError) and is_unreachable(error)
+                break
+        self._report_end(0, self._last_heard, is_unreachable=unreachable)
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        if "failure" in message:
+            self._report(RankFailure(**message["failure"]))
+        elif "closed" in message:
+            self._closed.set()
+        elif "silent" in message:
+            self._silent = {int(rank): float(age) for rank, age in message["silent"].items()}
+            self._replied.set()
+
+
+_LONGEST_GREETING = 1024
+_ACCEPT_PAUSE_SECONDS = 0.1
+_LEAVE_PAUSE_SECONDS = 0.01
+
+
+@dataclass(eq=False)
+class _Client:
+    """One connection."""
+
+    connection: socket.socket
+    rank: int | None = None
+    """None until it has shown this job's token."""
+    last_heard: float = 0.0
+    unread: bytes = b""
+
+
+class LivenessServer(Liveness):
+    """One thread that polls the listener and all connections."""
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        token: str,
+        present: Callable[[], Mapping[int, str]] = dict,
+    ) -> None:
+        """`present` returns the hosts of the ranks that have opened the store."""
+        super().__init__(world_size)
+        self._token, self._host, self._present = token, socket.gethostname(), present
+        self._others = world_size - 1
+        self._gone: set[int] = set()
+        """The ranks that have left or ended."""
+        self._stopped = threading.Event()
+        self._first_seen: dict[int, float] = {}
+        self._clients: set[_Client] = set()
+        self._last_poll = time.monotonic()
+        self._lock = threading.Lock()
+        self._listener = listen_everywhere(backlog=min(world_size, 4096))
+        self.port = int(self._listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        call_in_children(self, LivenessServer._close_all)
+        threading.Thread(target=self._run, name="liveness", daemon=True).start()
+
+    def fail(self, reason: str) -> None:
+        self._report(RankFailure(0, self._host, reason, clock(), 0.0))
+
+    def leave(self, seconds: float = 0.0) -> None:
+        self._closed.set()
+        self._broadcast({"closed": True})
+        deadline = time.monotonic() + seconds
+        while len(self._gone) < self._others and time.monotonic() < deadline:
+            time.sleep(_LEAVE_PAUSE_SECONDS)
+        self._stopped.set()
+
+    def heartbeat_ages(self) -> dict[int, float]:
+        with self._lock:
+            ages = {c.rank: self._last_poll - c.last_heard for c in self._clients}
+        return {rank: max(0.0, age) for rank, age in ages.items() if rank is not None}
+
+    def never_connected(self, seconds: float) -> set[int]:
+        now = time.monotonic()
+        present = self._present()
+        for rank in present:
+            self._first_seen.setdefault(rank, now)
+        missing = present.keys() - self._hosts.keys() - {0}
+        lost = {rank for rank in missing if now - self._first_seen[rank] >= seconds}
+        self._hosts |= {rank: present[rank] for rank in lost}
+        return lost
+
+    def _query_silent(self) -> dict[int, float]:
+        return self.silent()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            polled = time.monotonic()
+            for ready, _ in self._selector.select(self._interval):
+                if ready.data is None:
+                    self._accept()
+                else:
+                    self._receive(ready.data)
+            # Everything that arrived before has been read: never count a pause of this process as
+            # silence of another.
+            self._last_poll = polled
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # No more files can be opened. The caller times out by itself.
+            time.sleep(_ACCEPT_PAUSE_SECONDS)
+            return
+        with suppress(OSError):
+            connection.setblocking(False)
+            keep_alive(connection, ack_timeout=ACK_SECONDS)
+            client = _Client(connection, last_heard=time.monotonic())
+            with self._lock:
+                self._clients.add(client)
+            self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _receive(self, client: _Client) -> None:
+        try:
+            data = client.connection.recv(1 << 12)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._on_disconnect(client, is_unreachable=is_unreachable(error))
+            return
+        if not data:
+            self._on_disconnect(client)
+            return
+        client.last_heard = time.monotonic()
+        *messages, client.unread = (client.unread + data).split(b"\n")
+        for message in messages:
+            if client.connection.fileno() >= 0:
+                self._handle(client, message)
+        if client.rank is None and len(client.unread) > _LONGEST_GREETING:
+            self._drop(client)
+
+    def _handle(self, client: _Client, data: bytes) -> None:
+        if not data:
+            try_send(client.connection, HEARTBEAT)
+            return
+        try:
+            message = json.loads(data)
+            if client.rank is None:
+                self._admit(client, message)
+            elif "failed" in message:
+                host, reason = self._hosts[client.rank], str(message["failed"])
+                self._report(RankFailure(client.rank, host, reason, clock(), 0.0))
+            elif "leave" in message:
+                self._drop(client)
+            elif "ask" in message:
+                ages = {str(rank): age for rank, age in self._query_silent().items()}
+                try_send(client.connection, encode({"silent": ages}))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            # Not a rank of this job, but for example a port scanner.
+            self._drop(client)
+
+    def _admit(self, client: _Client, greeting: Mapping[str, Any]) -> None:
+        if not hmac.compare_digest(str(greeting["token"]), self._token):
+            raise ValueError("it is of another job")
+        rank = int(greeting["rank"])
+        if any(other.rank == rank for other in self._clients):
+            raise ValueError("another process has this rank, as of a job started twice")
+        self._hosts[rank] = str(greeting["host"])
+        with self._lock:
+            try_send(client.connection, encode({"welcome": True, "host": self._host}))
+            client.rank = rank
+        # What was broadcast before this rank connected.
+        if self._failure is not None:
+            try_send(client.connection, encode({"failure": asdict(self._failure)}))
+        if self._closed.is_set():
+            try_send(client.connection, encode({"closed": True}))
+
+    def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
+        self._drop(client)
+        if client.rank is not None:
+            self._report_end(client.rank, client.last_heard, is_unreachable=is_unreachable)
+
+    def _drop(self, client: _Client) -> None:
+        if client not in self._clients:
+            return
+        with self._lock:
+            self._clients.remove(client)
+        self._selector.unregister(client.connection)
+        client.connection.close()
+        if client.rank is not None:
+            self._gone.add(client.rank)
+
+    def _report(self, failure: RankFailure) -> None:
+        super()._report(failure)
+        if not self._closed.is_set():
+            self._broadcast({"failure": asdict(failure)})
+
+    def _broadcast(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            for client in self._clients:
+                if client.rank is not None:
+                    try_send(client.connection, encode(message))
+
+    def _close_all(self) -> None:
+        for connection in (self._listener, *(c.connection for c in self._clients)):
+            connection.close()
+
+
+_JOB = (
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+_LOOK_SECONDS = 2.0
+"""Between two looks at all processes, of which a host may have thousands."""
+
+
+class LocalRanks:
+    """The processes of this job on this host, by rank, to tell one that exits before it connects.
+
+    They are found by the job's variables in their environment, whoever has set those: a step of
+    Slurm, torchrun's agent or a shell.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """`environ` is that of one of the job's processes, by default of this one."""
+        self._job = _variables(os.environ if environ is None else environ)
+        self._seen: dict[int, set[psutil.Process]] = {}
+        self._looked = -_LOOK_SECONDS
+
+    def look(self) -> None:
+        """Look for processes of the job, unless that was done a moment ago."""
+        if (now := time.monotonic()) - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        for process in psutil.process_iter():
+            # Those of other users cannot be read, nor those that have ended.
+            with contextlib.suppress(psutil.Error, OSError):
+                environ = process.environ()
+                if environ.get("RANK", "").isdecimal() and _variables(environ) == self._job:
+                    self._seen.setdefault(int(environ["RANK"]), set()).add(process)
+
+    def ended(self, awaited: Iterable[int]) -> dict[int, int]:
+        """Of these ranks those that have ended, with the process that each was."""
+        self.look()
+        found = {}
+        for rank in awaited:
+            processes = self._seen.get(rank, set())
+            if processes and not any(map(_is_alive, processes)):
+                found[rank] = min(process.pid for process in processes)
+        return found
+
+
+def ended_early(ended: Mapping[int, int]) -> str:
+    """Ranks of this host that ended before they joined the others, with their processes' ids."""
+    host = socket.gethostname()
+    who = "; ".join(f"rank {rank} on {host} (pid {pid})" for rank, pid in sorted(ended.items()))
+    return f"{who} ended before it joined the others; see its log"
+
+
+def _variables(environ: Mapping[str, str]) -> list[str | None]:
+    return [environ.get(name) for name in _JOB]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+_ADDRESS_KEY = "hetero/liveness"
+_PRESENT_KEY = "hetero/present"
+"""The ranks that have opened the store: a line for each, with its host."""
+_NO_TIMEOUT = timedelta(days=30)
+"""The agreement has a timeout for rank 0; the client's thread needs none of its own."""
+
+
+def open_liveness(store: Any, *, rank: int, world_size: int, master: str) -> Liveness:
+    """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
+
+    `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
+    rendezvous put it elsewhere. Returns at once, without waiting for rank 0, which may start much
+    later.
+    """
+    # A connection of its own: waits block the caller's, and one will block this.
+    own = store.clone()
+    own.append(_PRESENT_KEY, f"{rank} {socket.gethostname()}\n")
+
+    def present() -> dict[int, str]:
+        lines = own.get(_PRESENT_KEY).decode().splitlines()
+        return {int(rank): host for rank, host in (line.split(" ", 1) for line in lines)}
+
+    if rank == 0:
+        token = secrets.token_hex(16)
+        server = LivenessServer(world_size=world_size, token=token, present=present)
+        host = address_leading_to(master) or ""
+        address = ServerAddress(host, server.port, token)
+        store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
+        return server
+
+    def find_server() -> ServerAddress:
+        own.wait([_ADDRESS_KEY], _NO_TIMEOUT)
+        address = json.loads(own.get(_ADDRESS_KEY))
+        return ServerAddress(address["host"] or master, address["port"], address["token"])
+
+    return LivenessClient(find_server, rank=rank, world_size=world_size)
