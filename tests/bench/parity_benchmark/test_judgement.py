@@ -48,7 +48,7 @@ def test_the_same_numbers_pass(tmp_path: Path, kernels: str) -> None:
         (FAST, 1.05, {"final-relative", "first-steps", "envelope"}),
     ],
 )
-def test_the_last_bit_counts_with_deterministic_kernels_alone_and_another_end_with_any(
+def test_deterministic_kernels_are_compared_bit_for_bit(
     tmp_path: Path, kernels: str, factor: float, fails: set[str]
 ) -> None:
     good = outcomes(tmp_path, kernels)

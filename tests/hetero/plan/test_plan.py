@@ -36,7 +36,7 @@ def test_tensor_is_fastest_then_data_then_stage(plan: Plan) -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_whole_replicas_are_numbered_over_the_vendors_and_each_vendor_has_a_run_of_ranks() -> None:
+def test_whole_replicas_of_a_vendor_have_consecutive_ranks() -> None:
     places = [(c.data, c.stage, c.tensor) for c in map(REPLICAS.coordinate, range(12))]
     nvidia = [(data, stage, tensor) for stage in (0, 1) for data in (0, 1) for tensor in (0, 1)]
     assert places == nvidia + [(2, stage, tensor) for stage in (0, 1) for tensor in (0, 1)]

@@ -121,7 +121,7 @@ def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) 
     assert names in _refusal(error)
 
 
-def test_meshes_take_the_same_sequences_in_a_step_and_the_nearest_sizes_that_do_are_named() -> None:
+def test_unequal_sequences_a_step_are_refused_with_the_nearest_sizes() -> None:
     def resolved(*sizes: tuple[int | None, int], default: int = 1) -> list[int | None]:
         meshes = (Mesh("amd", 1, data=data, micro_batch_size=size) for size, data in sizes)
         plan = Plan(meshes=tuple(meshes), layers=((1,),) * len(sizes))
