@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hetero.errors import LinkError
-from hetero.link.flow import Flow
+from hetero.link.ring_link import Flow
 from hetero.native.binding import native
 from hetero.native.structures import CopyStep, RingWord, Vendor
 

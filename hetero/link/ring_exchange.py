@@ -14,8 +14,7 @@ import torch
 
 from hetero.device.device import CurrentStream
 from hetero.link.base import Link, Work, as_bytes
-from hetero.link.ring_link import RingLink
-from hetero.link.ring_transfer import BYTES_TRANSFER, RingTransfer
+from hetero.link.ring_link import BYTES_TRANSFER, RingLink, RingTransfer
 from hetero.native import structures
 from hetero.native.binding import native
 from hetero.native.structures import HeaderState, Progress

@@ -1,7 +1,7 @@
 /* What Python calls through ctypes (binding.py). Nothing here holds the GIL, and nothing blocks but the
  * GPU's driver.
  *
- * A flow is one direction of one end of a link over a ring (hetero/link/flow.py; ring.h has the memory
+ * A flow is one direction of one end of a link over a ring (hetero/link/ring_link.py; ring.h has the memory
  * layout). Call everything that takes a flow with its link's lock, which Python holds. */
 #ifndef HETERO_NATIVE_H
 #define HETERO_NATIVE_H

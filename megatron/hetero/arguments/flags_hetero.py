@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from hetero.link.names import TRANSPORTS
+from hetero.link import TRANSPORTS
 from hetero.native.headers import constant
 from hetero.plan import VENDORS
 from hetero.plan.mesh import RECOMPUTE

@@ -8,9 +8,9 @@ import torch
 from bench.overlap.slow_wire import HostWire
 from hetero.device.host import HostDevice
 from hetero.link.handshake import Rendezvous
+from hetero.link.ring import RingOptions
 from hetero.link.ring_link import RingLink
-from hetero.link.ring_options import RingOptions
-from hetero.link.same_host import open_same_host
+from hetero.link.shared_memory import open_shared_memory
 from tests.hetero.link.joined import CPU, joined, noise
 
 NBYTES = 1 << 20
@@ -19,7 +19,7 @@ BYTES_PER_S = 20e6
 
 def _open(rendezvous: Rendezvous) -> RingLink:
     options = RingOptions("shm", 4 * NBYTES, NBYTES // 2, HostDevice(CPU))
-    return open_same_host(rendezvous, options)
+    return open_shared_memory(rendezvous, options)
 
 
 def test_messages_cross_whole_and_part_by_part_as_the_wire_lets_go() -> None:

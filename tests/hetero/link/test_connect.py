@@ -82,7 +82,7 @@ def test_rings_of_any_size_have_whole_pages(transport: str) -> None:
 def test_what_was_taken_and_why_nothing_faster_was_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="hetero.link.connect"):
+    with caplog.at_level(logging.INFO, logger="hetero.link.open"):
         for link in opened(dist.HashStore()):
             link.close()
     assert sorted(record.getMessage() for record in caplog.records) == [

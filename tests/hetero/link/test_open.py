@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
+from hetero.link import PATHS
 from hetero.link import open as opening
 from hetero.link.base import Link, LinkCounters
 from hetero.link.handshake import Rendezvous
-from hetero.link.names import PATHS
 from hetero.link.nics import Nics
 from hetero.link.open import (
     Capabilities,
@@ -24,7 +24,7 @@ from hetero.link.open import (
     open_link,
     open_path,
 )
-from hetero.link.ring_options import RingOptions
+from hetero.link.ring import RingOptions
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.joined import joined, tried
 from tests.hetero.link.test_handshake import both, rendezvous
@@ -88,7 +88,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[RingOptions]:
 
     monkeypatch.setattr(opening, "GpuDevice", lambda device: "ordered")
     monkeypatch.setattr(opening, "HostDevice", lambda device, checksum: "host")
-    monkeypatch.setattr(opening, "open_same_host", opened)
+    monkeypatch.setattr(opening, "open_shared_memory", opened)
     monkeypatch.setattr(opening, "open_tcp", opened)
     return found
 

@@ -22,8 +22,8 @@ from hetero.link.base import Link, LinkDescription
 from hetero.link.handshake import Rendezvous
 from hetero.link.nics import Nics
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
-from hetero.link.ring_options import RingOptions
-from hetero.link.same_host import open_same_host
+from hetero.link.ring import RingOptions
+from hetero.link.shared_memory import open_shared_memory
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.link.verbs import open_verbs
 from hetero.startup.store import BoundedStore
@@ -109,7 +109,7 @@ def open_emulated(
     transport: str, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
     """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
-    return open_same_host(
+    return open_shared_memory(
         _rendezvous(description, store),
         RingOptions(transport, 1 << 20, 64 << 10, EmulatedDevice()),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetero.link.shared_memory import SharedMemory, make_memory
+from hetero.link.ring import SharedMemory, make_memory
 from hetero.native.binding import native
 from hetero.native.headers import enumeration
 from hetero.native.structures import (

@@ -15,7 +15,7 @@ import torch
 
 from hetero.errors import LinkError
 from hetero.link import tcp
-from hetero.link.failover import RailMonitor, RailState
+from hetero.link.carrier import RailMonitor, RailState
 from hetero.startup.process import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from hetero.link.tcp_connections import _reachable, open_connections, tune
+from hetero.link.tcp import _reachable, open_connections, tune
 from tests.hetero.link.test_handshake import both, rendezvous
 
 

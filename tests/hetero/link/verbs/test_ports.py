@@ -9,7 +9,7 @@ import pytest
 
 from hetero.device.topology import pci_device
 from hetero.errors import LinkError
-from hetero.link.rdma_ports import (
+from hetero.link.nics import (
     INFINIBAND,
     ROCE,
     Gid,
