@@ -42,8 +42,7 @@ from hetero.link.ring import (
     make_memory,
     pin,
 )
-from hetero.native.binding import checked, native
-from hetero.native.structures import TEXT_BYTES, EngineOptions, VerbsEnd, VerbsRoute
+from hetero.native.binding import TEXT_BYTES, EngineOptions, VerbsEnd, VerbsRoute, checked, native
 from hetero.startup.addresses import is_unreachable, keep_alive
 from hetero.text import counted
 

@@ -19,8 +19,7 @@ import psutil
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
 from hetero.errors import LinkError
-from hetero.native.binding import checked, native
-from hetero.native.structures import VerbsPort
+from hetero.native.binding import VerbsPort, checked, native
 from hetero.startup.addresses import interface_address
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"

@@ -30,8 +30,7 @@ from hetero.link.ring import PAGE, RingOptions
 from hetero.link.shared_memory import host_identity, open_shared_memory
 from hetero.link.tcp import open_tcp
 from hetero.link.verbs import open_verbs
-from hetero.native.binding import native
-from hetero.native.headers import constant
+from hetero.native.binding import ENGINE_RAILS, native
 from hetero.startup.addresses import address_towards, family_of, is_loopback, reachable_address
 from hetero.startup.store import ANSWER_SECONDS, BoundedStore, as_link_error
 
@@ -50,7 +49,6 @@ their copies are large enough for one stream a direction."""
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
 """Bytes of the messages that probe a path in each direction."""
-_MAX_CONNECTIONS = constant("ENGINE_RAILS")
 _MOST_BYTES = 1 << 40
 _PERIOD = 65_521
 """A prime, so that no two chunks of a message are equal."""
@@ -78,7 +76,7 @@ class ChannelOptions:
             for name, value, least, most in (
                 ("ring_bytes", self.ring_bytes, 2 * PAGE, _MOST_BYTES),
                 ("chunk_bytes", chunk_bytes, 1, _MOST_BYTES),
-                ("connections", self.connections, 1, _MAX_CONNECTIONS),
+                ("connections", self.connections, 1, ENGINE_RAILS),
             )
             if not isinstance(value, int) or not least <= value <= most
         ]

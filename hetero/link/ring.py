@@ -19,18 +19,19 @@ from typing import Any
 
 from hetero.device.device import Device
 from hetero.link.handshake import Rendezvous, compare
-from hetero.native.binding import acquire_fence, native
-from hetero.native.structures import (
+from hetero.native.binding import (
+    RING_ENTRIES,
     RING_FAULT_BYTES,
     RingControl,
     RingDirection,
     RingEnd,
     RingRecord,
+    acquire_fence,
+    native,
 )
 from hetero.version import PROTOCOL_VERSION
 
 PAGE = 4096
-ENTRIES = RingDirection.records.size // sizeof(RingRecord)
 COUNTER_MASK = 0xFFFFFFFF
 """Counters have 32 bits and wrap."""
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
@@ -126,7 +127,7 @@ class Direction:
 
     def record(self, number: int) -> Any:
         """A copy of an entry's `struct ring_record`."""
-        begin = self._records + number % ENTRIES * sizeof(RingRecord)
+        begin = self._records + number % RING_ENTRIES * sizeof(RingRecord)
         return RingRecord.from_buffer_copy(self._bytes, begin)
 
     def unblock(self, value: int, *, sender: bool) -> None:

@@ -34,9 +34,15 @@ from hetero.link.base import (
 )
 from hetero.link.header import DIFFERENCE_REMEDY, Header, difference, unnumbered_header
 from hetero.link.ring import COUNTER_MASK, RingEnds, RingOptions, ahead
-from hetero.native import structures
-from hetero.native.binding import acquire_fence, native
-from hetero.native.structures import HeaderState, Progress, Transfer
+from hetero.native import binding
+from hetero.native.binding import (
+    HeaderState,
+    MessageHeader,
+    Progress,
+    Transfer,
+    acquire_fence,
+    native,
+)
 from hetero.startup.process import call_in_children
 
 WATCH_SECONDS = 0.1
@@ -541,7 +547,7 @@ class Flow:
         self._peer = ends.peer
         self._streams = device.new_streams(copy_bytes=options.entry_bytes)
         wake_peer, wake_argument = ends.peer.wake
-        self._state = structures.Flow(
+        self._state = binding.Flow(
             streams=self._streams.streams,
             direction=direction.address,
             produced_word=direction.produced_word,
@@ -556,7 +562,8 @@ class Flow:
             wake_argument=wake_argument,
             is_outgoing=is_outgoing,
         )
-        self._state.bytes_header[:] = unnumbered_header(torch.uint8, (0,))
+        empty = unnumbered_header(torch.uint8, (0,))
+        self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
         self.address = addressof(self._state)
         """Address of the state, for messages."""
         self._call = native().native_progress

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from hetero.errors import HeteroError, UserError
 from hetero.link import FAMILIES, TRANSPORTS
-from hetero.native.headers import constant
+from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDORS
 from hetero.startup.addresses import lead_gloo_towards
 from hetero.startup.identity import VENDOR_VARIABLE
@@ -121,7 +121,7 @@ def _add_link_flags(parser: Parser) -> None:
     )
     parser.add_argument(
         "--connections",
-        type=integer(1, maximum=constant("ENGINE_RAILS")),
+        type=integer(1, maximum=ENGINE_RAILS),
         default=default.connections,
         help="TCP connections in each direction, of tcp and of the bare sockets",
     )

@@ -19,8 +19,7 @@ from typing import Any
 from unittest import mock
 
 from hetero.link.nics import find_ports
-from hetero.native.binding import LIBRARY, checked, native
-from hetero.native.headers import FOLDER
+from hetero.native.binding import FOLDER, LIBRARY, checked, native
 from tests.hip_on_cuda.library import COMPILER, compiled
 
 SOURCES = [Path(__file__).with_name(f"loopback_{part}.c") for part in ("verbs", "carry")]

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from hetero.link.ring import SharedMemory, make_memory
-from hetero.native.binding import native
-from hetero.native.headers import enumeration
-from hetero.native.structures import (
+from hetero.native.binding import (
     CHECKSUM_BYTES,
+    Checksums,
     CopyStep,
     EntryPoints,
     HostFailure,
     HostGpu,
     Vendor,
+    native,
 )
 from tests.hetero.link.joined import meanwhile
 
 CALLER = 1
-_, APPEND_BEHIND_TARGET, VERIFY_SOURCE = enumeration("checksums")
+_, APPEND_BEHIND_TARGET, VERIFY_SOURCE = Checksums
 LIBRARY = native()
 
 

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from hetero.native.binding import native
-from hetero.native.structures import RingWord
+from hetero.native.binding import RingWord, native
 from tests.hetero.link.joined import meanwhile
 
 LIBRARY = native()

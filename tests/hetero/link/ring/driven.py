@@ -26,8 +26,7 @@ from hetero.link.ring import (
     make_memory,
 )
 from hetero.link.ring_link import Flow, RingTransfer, new_transfer
-from hetero.native.binding import native
-from hetero.native.structures import EntryPoints, HeaderState, Streams
+from hetero.native.binding import EntryPoints, HeaderState, Streams, native
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0
