@@ -19,7 +19,7 @@ from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
 from hetero.native.binding import CopyStep
 from tests.gpus import gpu_of
-from tests.hetero.link.verbs.ends import Setup
+from tests.hetero.link.verbs_ends import Setup
 from tests.hetero.native.internals import internals
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
