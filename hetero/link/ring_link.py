@@ -166,75 +166,18 @@ class RingLink(Link):
             self._progress_requested.set()
         return transfer
 
+    def check(self) -> None:
+        if self._broken is None and not self._closed and self._ends.peer.has_failed:
+            with self._lock:
+                self._handle_fault()
+        if self._broken is not None:
+            raise self._broken
+
     def count_from_here(self) -> None:
         super().count_from_here()
         with self._lock:
             self._out.number_from_0()
             self._in.number_from_0()
-
-    def lock_for_exchange(
-        self, started: Sequence[RingTransfer] | None = None
-    ) -> CurrentStream | None:
-        """Lock the link for messages of several links at once (ring_exchange.py).
-
-        `started`: the messages, if they have been started before; None for new ones.
-        Returns the caller's stream; None, without the lock, if the link cannot take part.
-        """
-        stream = self._device.current_stream()
-        if not stream.is_current_device():
-            return None
-        self._lock.acquire()
-        if started is None:
-            is_next = not (self._out.waiting or self._in.waiting)
-        else:
-            is_next = self._out.is_next(started) and self._in.is_next(started)
-        if is_next and self._broken is None and not self._closed:
-            return stream
-        self._lock.release()
-        return None
-
-    def unlock(self) -> None:
-        self._lock.release()
-
-    def flow_for(self, nbytes: int, *, is_receive: bool) -> Flow:
-        """Where an exchange enqueues a message, which this counts. Call with the lock.
-
-        Whoever exchanges has made sure that the memory is of this link's device.
-        """
-        self._count(nbytes, is_receive=is_receive)
-        return self._in if is_receive else self._out
-
-    def add_transfer(self, tensor: torch.Tensor, begun: Any, *, is_receive: bool) -> RingTransfer:
-        """The handle of a message that an exchange has begun. Call with the lock."""
-        flow = self._in if is_receive else self._out
-        transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
-        flow.waiting.append(transfer)
-        flow.take_enqueued()
-        if transfer.end_count is None:
-            # It goes on without the caller.
-            transfer.follow(self._device.record_event())
-        return transfer
-
-    def handle_driver_failure(self, transfer: RingTransfer) -> None:
-        """Break the link. Call with the lock, after updating all transfers of the exchange."""
-        if self._broken is None:
-            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
-
-    @property
-    def peer_has_failed(self) -> bool:
-        """Whether the peer has, so that what is enqueued must not be trusted."""
-        return self._ends.peer.has_failed
-
-    def end_exchange(self, *, caller_waits: bool) -> None:
-        """Have the rest of an exchange enqueued. Call with the lock.
-
-        `caller_waits`: the caller will wait, and make progress.
-        """
-        waiting = [flow for flow in (self._out, self._in) if flow.waiting]
-        is_left = [flow.take_enqueued() is not None for flow in waiting]
-        if self._is_asleep or (not caller_waits and any(is_left)):
-            self._progress_requested.set()
-        self._release_completed()
 
     def close(self) -> None:
         # Another thread may be closing it, or what a signal handler has interrupted.
@@ -282,6 +225,70 @@ class RingLink(Link):
         ):
             time.sleep(_SPIN_SECONDS)
         return not in_use
+
+    def lock_for_exchange(
+        self, started: Sequence[RingTransfer] | None = None
+    ) -> CurrentStream | None:
+        """Lock the link for messages of several links at once (ring_exchange.py).
+
+        `started`: the messages, if they have been started before; None for new ones.
+        Returns the caller's stream; None, without the lock, if the link cannot take part.
+        """
+        stream = self._device.current_stream()
+        if not stream.is_current_device():
+            return None
+        self._lock.acquire()
+        if started is None:
+            is_next = not (self._out.waiting or self._in.waiting)
+        else:
+            is_next = self._out.is_next(started) and self._in.is_next(started)
+        if is_next and self._broken is None and not self._closed:
+            return stream
+        self._lock.release()
+        return None
+
+    def unlock(self) -> None:
+        self._lock.release()
+
+    def flow_for(self, nbytes: int, *, is_receive: bool) -> Flow:
+        """Count a message and return its direction. Call with the lock.
+
+        The caller has checked that the memory is on this link's device.
+        """
+        self._count(nbytes, is_receive=is_receive)
+        return self._in if is_receive else self._out
+
+    def add_transfer(self, tensor: torch.Tensor, begun: Any, *, is_receive: bool) -> RingTransfer:
+        """The handle of a message that an exchange has begun. Call with the lock."""
+        flow = self._in if is_receive else self._out
+        transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
+        flow.waiting.append(transfer)
+        flow.take_enqueued()
+        if transfer.end_count is None:
+            # It goes on without the caller.
+            transfer.follow(self._device.record_event())
+        return transfer
+
+    def handle_driver_failure(self, transfer: RingTransfer) -> None:
+        """Break the link. Call with the lock, after all transfers of the exchange are updated."""
+        if self._broken is None:
+            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
+
+    @property
+    def peer_has_failed(self) -> bool:
+        """Whether what has been enqueued must not be trusted."""
+        return self._ends.peer.has_failed
+
+    def end_exchange(self, *, caller_waits: bool) -> None:
+        """Have the rest of an exchange enqueued. Call with the lock.
+
+        `caller_waits`: the caller will wait, and make progress.
+        """
+        waiting = [flow for flow in (self._out, self._in) if flow.waiting]
+        is_left = [flow.take_enqueued() is not None for flow in waiting]
+        if self._is_asleep or (not caller_waits and any(is_left)):
+            self._progress_requested.set()
+        self._release_completed()
 
     def wait_value(self, stream: CurrentStream, word: Word) -> None:
         """Make a caller's stream wait for a word of the link."""
@@ -375,13 +382,6 @@ class RingLink(Link):
                 self._progress_requested.clear()
                 # Give a caller that waits immediately a head start over this thread.
                 time.sleep(_HEAD_START_SECONDS)
-
-    def check(self) -> None:
-        if self._broken is None and not self._closed and self._ends.peer.has_failed:
-            with self._lock:
-                self._handle_fault()
-        if self._broken is not None:
-            raise self._broken
 
     def _check_progress(self) -> None:
         """Break the link if a transfer is overdue or the peer has ended. Call with the lock."""
