@@ -43,7 +43,7 @@ from bench.reproduction.run_options import (
     without_false_comparison,
 )
 from bench.reproduction.training_runs import device_of, record_of, run_all
-from hetero.link.names import TRANSPORTS
+from hetero.link import TRANSPORTS
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole
 

@@ -41,7 +41,7 @@ from bench.reproduction.settings import VENDORS
 from bench.reproduction.split_sweep import SweepOptions, planned_runs
 from bench.reproduction.training_runs import device_of, record_of, run_all
 from hetero.errors import UserError
-from hetero.link.names import TRANSPORTS
+from hetero.link import TRANSPORTS
 from hetero.text import integer, number
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from hetero.collectives.announce import is_active
     from hetero.collectives.autoload import register
     from hetero.link.base import Link, Work
-    from hetero.link.connect import connect
+    from hetero.link.open import connect
 
 __all__ = ["Link", "LinkError", "Work", "__version__", "connect", "is_active", "register"]
 
 _MODULES = {
     "Link": "hetero.link.base",
     "Work": "hetero.link.base",
-    "connect": "hetero.link.connect",
+    "connect": "hetero.link.open",
     "is_active": "hetero.collectives.announce",
     "register": "hetero.collectives.autoload",
 }

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from hetero.errors import UserError, print_error
+from hetero.errors import LinkError, UserError, print_error
 from hetero.tools.tool_command_line import leave_on_interrupt
 from hetero.version import __version__, exit_if_other_megatron, exit_unless_installed
 
@@ -163,7 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.execve(sys.executable, run, environ)
     _begin(command)
     sys.argv = [f"hetero {name}", *rest]  # argparse shows it as the program's name
-    return int(import_module(command.module).main(rest))
+    try:
+        module = import_module(command.module)
+    except LinkError as error:  # the library in C is not built, or older than its sources
+        print_error(str(error))
+        return error.exit_code
+    return int(module.main(rest))
 
 
 def rank_command(name: str) -> tuple[str, ...]:

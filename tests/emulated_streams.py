@@ -26,7 +26,7 @@ from hetero.device.device import (
     Word,
 )
 from hetero.errors import LinkError
-from hetero.native.structures import EntryPoints, Step, Streams, Vendor
+from hetero.native.binding import EntryPoints, Step, Streams, Vendor
 
 _POLL_SECONDS = 50e-6
 ANY_VALUE = 2**32

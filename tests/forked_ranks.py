@@ -24,7 +24,7 @@ IMPORTED = [
         "hetero.data",
         "hetero.link.open",
     ),
-    "hetero.link.torch_links",
+    "hetero.link.gloo",
 ]
 """What processes have imported. All of a test session come from one, whoever asks first."""
 

@@ -21,7 +21,7 @@ from bench.parity_benchmark.parity_runs import (
 from bench.parity_benchmark.side_by_side import VISIBLE, gpu_names
 from bench.reproduction.run_options import MODEL_SIZES
 from hetero.errors import UserError
-from hetero.link.names import TRANSPORTS
+from hetero.link import TRANSPORTS
 from hetero.text import integer, number
 from hetero.tools import tool_command_line
 from megatron.hetero.model_size import model_shape

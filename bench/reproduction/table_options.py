@@ -14,7 +14,7 @@ from bench.reproduction.run_options import (
 from bench.reproduction.settings import EVERY_GROUP, HOMOGENEOUS, ROWS, VENDORS
 from bench.reproduction.table_rows import Options, parsed_row
 from hetero.errors import UserError
-from hetero.link.names import TRANSPORTS
+from hetero.link import TRANSPORTS
 from hetero.text import integer
 from hetero.tools import tool_command_line
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Mixed against homogeneous on two GPUs of one host, real text, deterministic kernels, fp32 and bf16.
-# Usage: [ITERATIONS=20] [PRECISIONS='fp32 bf16'] [TRANSPORTS='gloo nccl cpu-forward'] \
+# Usage: [ITERATIONS=20] [PRECISIONS='fp32 bf16'] [TRANSPORTS='gloo ipc cpu-forward'] \
 #            bash docs/benchmarks/parity_two_gpus.sh OUT
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -32,7 +32,7 @@ for precision in ${PRECISIONS:-fp32 bf16}; do
     echo "== $precision"
     flags=("${MODEL[@]}")
     [ "$precision" = bf16 ] && flags+=(--bf16)
-    python3 tools/prove_parity.py --nproc 2 --transports ${TRANSPORTS:-gloo nccl cpu-forward} --layers 9 7 \
+    python3 tools/prove_parity.py --nproc 2 --transports ${TRANSPORTS:-gloo ipc cpu-forward} --layers 9 7 \
         --out "$WORK/$precision" -- "${flags[@]}" || status=1
     cp "$WORK/$precision/parity.json" "$OUT/parity_$precision.json" || true
     cat "$WORK/$precision"/*.log > "$OUT/parity_$precision.log" || true

@@ -19,9 +19,8 @@ from hetero.collectives.vendor_layout import Layout
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from hetero.link.base import Work as Transfer
-from hetero.link.connect import connect, host_of
 from hetero.link.nics import find_nics
-from hetero.link.open import ChannelOptions
+from hetero.link.open import ChannelOptions, connect, host_of
 from hetero.link.ring_exchange import Message, RingExchange
 from hetero.startup.addresses import address_towards, is_loopback, reachable_address
 from hetero.startup.store import BoundedStore, as_link_error

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from hetero.device.driver_base import GpuDriver, IpcHandle
 from hetero.device.vendor_library import Symbol, bind, calls_of, load
-from hetero.native.structures import Vendor
+from hetero.native.binding import Vendor
 
 LIBRARY = "libcuda.so.1"
 _REMEDY = "install NVIDIA's driver, 515 or newer"

@@ -56,7 +56,7 @@ class DeviceStreams(Protocol):
     """`struct streams`."""
 
     def failure(self, failed: int, purpose: str) -> LinkError:
-        """The error for a `failure` of native.h."""
+        """The error for a `failure` of streams.h."""
 
     def broken(self) -> str | None:
         """Why these streams have failed; None while they have not."""

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 
 from hetero.device.vendor_library import Function
 from hetero.errors import LinkError
-from hetero.native.binding import native
-from hetero.native.structures import EntryPoints, HostGpu, Step
+from hetero.native.binding import EntryPoints, HostGpu, Step, native
 
 IPC_HANDLE_BYTES = 64
 ALLOCATION_BYTES = 2 * 2**20
@@ -60,7 +59,7 @@ class GpuDriver(ABC):
     calls: ClassVar[Mapping[str, str]]
     """Our alias -> the library's name, for functions with the same arguments at both vendors."""
     _vendor_in_c: ClassVar[Any]
-    """Of `structures.Vendor`."""
+    """Of `binding.Vendor`."""
 
     def __init__(self, functions: dict[str, Function]) -> None:
         self._functions = functions
@@ -88,7 +87,7 @@ class GpuDriver(ABC):
         return EntryPoints(self._vendor_in_c, self.counter_limit, **addresses)
 
     def step_failure(self, failed: int, purpose: str) -> LinkError:
-        """The error for a `failure` of native.h."""
+        """The error for a `failure` of streams.h."""
         step, code = Step(failed >> 32), failed & 0xFFFFFFFF
         if step is Step.COUNTER_LIMIT:
             return LinkError(

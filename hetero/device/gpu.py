@@ -20,7 +20,7 @@ from hetero.device.device import (
 from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.probe import probe_stream_values
 from hetero.errors import LinkError
-from hetero.native.structures import Streams
+from hetero.native.binding import Streams
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _POLL_SECONDS = 200e-6

@@ -13,7 +13,7 @@ from typing import ClassVar
 from hetero.device.driver_base import GpuDriver, IpcHandle
 from hetero.device.vendor_library import Function, Symbol, bind, calls_of, load, loaded_path
 from hetero.errors import LinkError
-from hetero.native.structures import Vendor
+from hetero.native.binding import Vendor
 
 _NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
 _HSA_NAME = "libhsa-runtime64.so"

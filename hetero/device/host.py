@@ -17,14 +17,14 @@ import torch
 from hetero.device.device import COMPLETED, CurrentStream, Device, DeviceStreams, Event, Word
 from hetero.device.gpu import GpuDevice, require_no_capture
 from hetero.errors import LinkError
-from hetero.native.binding import native
-from hetero.native.structures import (
+from hetero.native.binding import (
     CHECKSUM_BYTES,
     SPIN_MICROSECONDS,
     EntryPoints,
     HostFailure,
     Streams,
     Vendor,
+    native,
 )
 
 _CALLER, _ELSEWHERE = 1, 0

@@ -27,7 +27,7 @@ class LinkDescription:
     rank: int
     peer: int
     secret: str
-    """Of both ends: it shows each that the other belongs to the link."""
+    """Of both ends: it proves to each that the other belongs to the link."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
     stage: int | None = None
@@ -79,14 +79,14 @@ class Link(ABC):
     transport: str
     """Its name for `--hetero-transport`."""
     detail: str = ""
-    """For the log: what of it depends on the machine."""
+    """For the log: how it works on this machine."""
     passed_over: tuple[str, ...] | None = None
     """Why each faster path of a family was not taken; None where a single path was named."""
     device: torch.device | None = None
     """Where its tensors are; None for any."""
     cut_rail: Callable[[int], None] | None = None
-    """Ends one of several rails, as a cable that is pulled does, to see the link go on over the
-    others; None where a rail cannot be ended alone."""
+    """Cuts one of several rails, as a pulled cable does, for tests of failover; None where a rail
+    cannot be cut alone."""
     receives_ahead: bool = True
     """Whether a receive may be posted long before its tensor arrives, at no cost meanwhile."""
 
@@ -152,7 +152,7 @@ class Link(ABC):
             raise self.failure("the link is closed", expected="an open link", remedy="reopen it")
 
     def _require_carried(self, tensor: torch.Tensor) -> None:
-        """Refuse what has no memory on this link's device, before a driver gets its address."""
+        """Raise ValueError for a tensor without memory on this link's device."""
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{self.description} carries tensors, not a {type(tensor).__name__}")
         device = self.device

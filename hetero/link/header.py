@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-MAX_DIMENSIONS = 8
-_MAGIC = b"HTRO"
-_FORMAT = struct.Struct(f"<4sHHQQ{MAX_DIMENSIONS}QQ")
+from hetero.native.binding import MESSAGE_DIMENSIONS, MessageHeader
 
-HEADER_BYTES = _FORMAT.size
+HEADER_BYTES = ctypes.sizeof(MessageHeader)
+_MAGIC = b"HTRO"
 
 # The numbers are part of the protocol: append, never reorder.
-_DTYPES = (
+DTYPES = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
@@ -40,12 +39,15 @@ _DTYPES = (
     torch.uint64,
     torch.complex32,
 )
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
 class Header:
-    """Sequence number, dtype, shape, size and tag of one message of one direction of a link."""
+    """Sequence number, dtype, shape, size and tag of one message of one direction of a link.
+
+    `hetero/native/ring.h` has its layout (struct message_header); C fills in the numbers of most.
+    """
 
     sequence: int
     dtype: torch.dtype
@@ -56,38 +58,38 @@ class Header:
     def pack(self) -> bytes:
         if self.dtype not in _CODES:
             raise TypeError(f"a link cannot carry {self.dtype}; give a view of another dtype")
-        if len(self.shape) > MAX_DIMENSIONS:
+        if len(self.shape) > MESSAGE_DIMENSIONS:
             raise ValueError(
-                f"a link carries at most {MAX_DIMENSIONS} dimensions, not {len(self.shape)}; give "
-                "a view of fewer"
+                f"a link carries at most {MESSAGE_DIMENSIONS} dimensions, not {len(self.shape)}; "
+                "give a view of fewer"
             )
-        padded = self.shape + (0,) * (MAX_DIMENSIONS - len(self.shape))
-        return _FORMAT.pack(
-            _MAGIC,
-            _CODES[self.dtype],
-            len(self.shape),
-            self.sequence,
-            self.nbytes,
-            *padded,
-            self.tag,
+        header = MessageHeader(
+            magic=_MAGIC,
+            dtype=_CODES[self.dtype],
+            dimensions=len(self.shape),
+            sequence=self.sequence,
+            nbytes=self.nbytes,
+            shape=self.shape,
+            tag=self.tag,
         )
+        return bytes(header)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """Raises ValueError for bytes that are not a header of this protocol."""
         if len(data) != HEADER_BYTES:
             raise ValueError("the header is cut short or too long")
-        magic, code, dims, sequence, nbytes, *shape, tag = _FORMAT.unpack(data)
-        if magic != _MAGIC:
+        header = MessageHeader.from_buffer_copy(data)
+        if header.magic != _MAGIC:
             raise ValueError("the header is corrupted (wrong magic)")
-        if code >= len(_DTYPES) or dims > MAX_DIMENSIONS:
+        if header.dtype >= len(DTYPES) or header.dimensions > MESSAGE_DIMENSIONS:
             raise ValueError("the header is corrupted (unknown dtype or too many dimensions)")
         return cls(
-            sequence=sequence,
-            dtype=_DTYPES[code],
-            shape=tuple(shape[:dims]),
-            nbytes=nbytes,
-            tag=tag,
+            sequence=header.sequence,
+            dtype=DTYPES[header.dtype],
+            shape=tuple(header.shape[: header.dimensions]),
+            nbytes=header.nbytes,
+            tag=header.tag,
         )
 
 

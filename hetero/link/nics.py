@@ -1,15 +1,33 @@
-"""What `--hetero-nics` names: network interfaces, RDMA devices, or one by the name of the other."""
+"""The NICs of a link: those that `--hetero-nics` names, and the RDMA ports of those.
+
+A name stands for a network interface or an RDMA device, and includes the other kind of the same
+hardware.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from ctypes import byref
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.device.topology import SYS, rdma_devices
+import psutil
+
+from hetero.device.sysfs import entries, read_text
+from hetero.device.topology import SYS, PciDevice, closeness, rdma_devices
+from hetero.errors import LinkError
+from hetero.native.binding import VerbsPort, checked, native
 from hetero.startup.addresses import interface_address
 
+INFINIBAND, ROCE = "InfiniBand", "RoCE"
+_KIND_ROCE, _KIND_INFINIBAND = "RoCE v2", "IB/RoCE v1"
+"""As sysfs writes the type of a GID."""
+_SUBNET_PREFIX = len("fe80:0000:0000:0000")
+_ACTIVE = 4
+"""IBV_PORT_ACTIVE."""
 _KINDS = {None: "IP", socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 
 
@@ -68,3 +86,181 @@ def find_nics(
         addresses=tuple(dict.fromkeys(addresses)) or (own,),
         rdma=tuple(dict.fromkeys(rdma)),
     )
+
+
+@dataclass(frozen=True)
+class Port:
+    """One active port of an RDMA device; both ends exchange theirs."""
+
+    device: str
+    number: int
+    kind: str
+    """INFINIBAND or ROCE, which cannot be mixed on a rail."""
+    gid: str
+    """In eight groups."""
+    gid_index: int
+    lid: int
+    mtu: int
+    """An enum ibv_mtu: a larger number is a larger packet."""
+    max_message: int
+    network: str
+    """Its IP network or InfiniBand subnet prefix; empty if unknown."""
+
+    def __str__(self) -> str:
+        return f"{self.device}:{self.number}"
+
+    def needs_route_to(self, other: Port) -> bool:
+        """Whether packets need a global route header: not within one InfiniBand subnet."""
+        return self.kind != INFINIBAND or self.network != other.network
+
+
+def rdma_missing() -> str | None:
+    """Why this host cannot use RDMA; None if it has a device and libibverbs.
+
+    Only opening a link shows whether a port is up and reaches the peer.
+    """
+    if not rdma_devices():
+        return f"{socket.gethostname()} has no RDMA device"
+    return libibverbs_missing()
+
+
+def libibverbs_missing() -> str | None:
+    """Why libibverbs cannot be used here, with the packages to install; None if it can."""
+    try:
+        checked(native().ibverbs_load)
+    except LinkError as reason:
+        return (
+            f"{socket.gethostname()} cannot use libibverbs ({reason}); install it (Debian, Ubuntu: "
+            "libibverbs1 and ibverbs-providers; RHEL: libibverbs)"
+        )
+    return None
+
+
+def nearest_devices(gpu: PciDevice | None, *, sys_root: Path = SYS) -> tuple[str, ...]:
+    """All devices nearest to the GPU; without a GPU all devices."""
+    devices = rdma_devices(sys_root=sys_root)
+    if gpu is None or not devices:
+        return tuple(device.name for device in devices)
+    best = min(closeness(gpu, device.pci) for device in devices)
+    return tuple(device.name for device in devices if closeness(gpu, device.pci) == best)
+
+
+def find_ports(devices: Sequence[str], *, sys_root: Path = SYS) -> list[Port]:
+    """All usable ports of the devices; `name:2` stands for port 2 alone.
+
+    Raises LinkError if there is none, with the reason for each port.
+    """
+    if not devices:
+        raise LinkError("this host has no RDMA device; load the NIC's driver (see `rdma link`)")
+    ports: list[Port] = []
+    unfit: list[str] = []
+    for entry in devices:
+        name, _, number = entry.partition(":")
+        folder = sys_root / "class/infiniband" / name / "ports"
+        for port in [number] if number.isdecimal() else entries(folder) or ["1"]:
+            try:
+                ports.append(_describe(folder / port, name, int(port)))
+            except LinkError as error:
+                unfit.append(f"{name}:{port} {error}")
+    if not ports:
+        raise LinkError(
+            f"no RDMA port can be used: {'; '.join(unfit)}; bring a port up, give its interface "
+            "an IPv4 address, or name other NICs with --hetero-nics"
+        )
+    return ports
+
+
+def _describe(folder: Path, device: str, number: int) -> Port:
+    """Query a port. Raises LinkError with why it is unusable, without the port's name."""
+    port = VerbsPort()
+    checked(native().verbs_query_port, device.encode(), number, byref(port))
+    if port.state != _ACTIVE:
+        raise LinkError("is not active")
+    address = choose_gid(read_gids(folder), on_ethernet=port.is_ethernet)
+    if address is None:
+        raise LinkError(f"has no {'RoCE v2' if port.is_ethernet else 'InfiniBand'} address")
+    gid = address.address.exploded
+    return Port(
+        device=device,
+        number=number,
+        kind=ROCE if port.is_ethernet else INFINIBAND,
+        gid=gid,
+        gid_index=address.index,
+        lid=int(port.lid),
+        mtu=int(port.mtu),
+        max_message=int(port.max_message),
+        network=_ip_network(address.address) if port.is_ethernet else gid[:_SUBNET_PREFIX],
+    )
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One address of a port."""
+
+    index: int
+    kind: str
+    """As sysfs writes it."""
+    address: ipaddress.IPv6Address
+
+
+def read_gids(port: Path) -> Iterator[Gid]:
+    """The GIDs of a port, in order, given its folder in sysfs.
+
+    With some drivers a table has a thousand entries, nearly all empty, and it is read for every
+    link: so each is read as it is asked for.
+    """
+    for index in entries(port / "gids"):
+        text = read_text(port / "gids" / index)
+        if text.strip("0:"):
+            with contextlib.suppress(ValueError):
+                address = ipaddress.IPv6Address(text)
+                yield Gid(int(index), read_text(port / "gid_attrs/types" / index), address)
+
+
+def choose_gid(gids: Iterable[Gid], *, on_ethernet: bool) -> Gid | None:
+    """The GID to use: of the right kind and, on Ethernet, IPv4 before IPv6.
+
+    Takes the first that fits, and reads no further. Never a link-local address on Ethernet: it does
+    not show which ports reach each other.
+    """
+    other = None
+    for gid in gids:
+        if gid.kind != (_KIND_ROCE if on_ethernet else _KIND_INFINIBAND):
+            continue
+        if gid.address.ipv4_mapped or not on_ethernet:
+            return gid
+        if other is None and not gid.address.is_link_local:
+            other = gid
+    return other
+
+
+def pair_ports(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, int]]:
+    """Match ports of both ends to rails, as pairs of indices.
+
+    Match ports of the same network. If no two share one, assume a routed fabric and match ports of
+    the same kind, in order.
+    """
+    for fits in (
+        lambda a, b: a.kind == b.kind and a.network == b.network != "",
+        lambda a, b: a.kind == b.kind,
+    ):
+        pairs: list[tuple[int, int]] = []
+        free = list(range(len(theirs)))
+        for index, port in enumerate(ours):
+            other = next((j for j in free if fits(port, theirs[j])), None)
+            if other is not None:
+                free.remove(other)
+                pairs.append((index, other))
+        if pairs:
+            return pairs
+    return []
+
+
+def _ip_network(gid: ipaddress.IPv6Address) -> str:
+    """The IP network of a RoCE address on this host; empty if no interface has it."""
+    mapped = gid.ipv4_mapped
+    for addresses in psutil.net_if_addrs().values():
+        for entry in addresses:
+            if entry.family == socket.AF_INET and entry.address == str(mapped) and entry.netmask:
+                return str(ipaddress.ip_network(f"{mapped}/{entry.netmask}", strict=False))
+    return ""

@@ -1,37 +1,89 @@
-"""The ring's control segment in Python (layout: `hetero/native/ring.h`, meaning: `docs/ring.md`).
+"""The memory of a ring link: the control segment, its words, and what both ends agree on.
 
-Write words that the other end reads only through C, which orders them after earlier writes. Call
-`host_acquire` between loading a word and using what it announces (docs/ring.md).
+`hetero/native/ring.h` has the layout of the segment, docs/ring.md its use. Words that the other end
+reads are written through C, which orders them after earlier writes; `host_acquire` comes between
+the load of a word and the use of what it announces.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import sizeof
+from dataclasses import dataclass
 from typing import Any
 
-from hetero.link.shared_memory import PAGE, SharedMemory
-from hetero.native.binding import acquire_fence, native
-from hetero.native.structures import (
+from hetero.device.device import Device
+from hetero.link.handshake import Rendezvous, compare
+from hetero.native.binding import (
+    RING_ENTRIES,
     RING_FAULT_BYTES,
     RingControl,
     RingDirection,
     RingEnd,
     RingRecord,
+    acquire_fence,
+    native,
 )
+from hetero.version import PROTOCOL_VERSION
 
-ENTRIES = RingDirection.records.size // sizeof(RingRecord)
+PAGE = 4096
 COUNTER_MASK = 0xFFFFFFFF
 """Counters have 32 bits and wrap."""
-HALF_RANGE = 0x80000000
-"""A counter this far ahead of another, or further, is behind it."""
-_USER_BUFFERS_BYTES = RingControl.user_buffers.size // 2
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
+_USER_BUFFERS_BYTES = RingControl.user_buffers.size // 2
 
 
 def ahead(newer: int, older: int) -> int:
-    """How far one wrapping 32-bit counter is ahead of another; negative when it is behind."""
-    return ((newer - older + HALF_RANGE) & COUNTER_MASK) - HALF_RANGE
+    """How far a wrapping counter is ahead of another, of which either may have more bits.
+
+    Negative when it is behind.
+    """
+    return ((newer - older + 0x80000000) & COUNTER_MASK) - 0x80000000
+
+
+class SharedMemory:
+    """A mapping as bytes and as 32-bit words, both invalid after `close`."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Closes the descriptor."""
+        try:
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        self.bytes = memoryview(self._map)
+        self.words = self.bytes.cast("I")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.nbytes = nbytes
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.words.release()
+        self.bytes.release()
+        self._map.close()
+
+
+def make_memory(nbytes: int) -> int:
+    """The descriptor of new anonymous memory, which lives until its last mapping is closed."""
+    descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def pin(memory: SharedMemory, device: Device, stack: ExitStack) -> int:
+    """Map memory for a device until the stack unwinds; returns the device's address of it."""
+    stack.callback(memory.close)
+    address = device.register(memory.address, memory.nbytes)
+    stack.callback(device.unregister, memory.address)
+    return address
 
 
 class Direction:
@@ -75,7 +127,7 @@ class Direction:
 
     def record(self, number: int) -> Any:
         """A copy of an entry's `struct ring_record`."""
-        begin = self._records + number % ENTRIES * sizeof(RingRecord)
+        begin = self._records + number % RING_ENTRIES * sizeof(RingRecord)
         return RingRecord.from_buffer_copy(self._bytes, begin)
 
     def unblock(self, value: int, *, sender: bool) -> None:
@@ -85,9 +137,12 @@ class Direction:
 
 
 class EndState:
-    """One end's doorbell, and its closed and error flags.
+    """One end's doorbell, closed flag and error flag.
 
-    `wake` is a function in C, and its argument, that wakes this end in place of its doorbell.
+    Args:
+        control: the control segment.
+        side: 0 for the listener, 1 for the caller.
+        wake: a function in C, and its argument, that wakes this end in place of its doorbell.
     """
 
     def __init__(
@@ -104,7 +159,7 @@ class EndState:
         self._doorbell_address = self._address + RingEnd.doorbell.offset
         self.wake = wake or (self._library.host_ring_doorbell, self._doorbell_address)
         self.tell_peer: Callable[[str], None] = lambda reason: None
-        """Called with this end's error, where the peer does not see this memory."""
+        """Called with this end's error; for a peer that does not see this memory."""
         self._acquire = acquire_fence()
 
     @property
@@ -119,7 +174,10 @@ class EndState:
         function(argument)
 
     def sleep(self, expected: int, seconds: float, *, spin_seconds: float = 0.0) -> None:
-        """Poll for so long, then sleep until this end's doorbell rings, without the GIL."""
+        """Wait until the doorbell differs from `expected`, without the GIL.
+
+        For `seconds` at most, of which it polls the first `spin_seconds`.
+        """
         microseconds, milliseconds = int(spin_seconds * 1e6), int(seconds * 1e3)
         wait = self._library.host_wait_word
         wait(self._doorbell_address, expected + 1, microseconds, milliseconds)
@@ -139,7 +197,7 @@ class EndState:
 
     @property
     def fault(self) -> str | None:
-        """The error that this end has failed with; None while it has not."""
+        """The error with which this end has failed; None while it has not."""
         length = self._words[self._fault_bytes]
         self._acquire()
         text = bytes(self._bytes[self._fault : self._fault + length])
@@ -151,3 +209,53 @@ class EndState:
         self._bytes[self._fault : self._fault + len(data)] = data
         self._library.host_write_word(self._address + RingEnd.fault_bytes.offset, len(data))
         self.tell_peer(reason)
+
+
+@dataclass(frozen=True)
+class RingEnds:
+    """The memory of both ends as one of them has it mapped, and its cleanup."""
+
+    outgoing: Direction
+    incoming: Direction
+    local: EndState
+    peer: EndState
+    outgoing_ring: int
+    incoming_ring: int
+    """Addresses for this end's device."""
+    peer_has_ended: Callable[[], bool]
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """The transport and sizes of a ring link, equal at both ends, and this end's device."""
+
+    transport: str
+    ring_bytes: int
+    """Of one direction."""
+    chunk_bytes: int
+    """The largest chunk of a message."""
+    device: Device
+    """Copies between this end's tensors and the rings."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """The largest entry: a ring holds two."""
+        return min(self.chunk_bytes, self.ring_bytes // 2)
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether larger messages skip the rings: the carrier can access the callers' tensors."""
+        device = self.device
+        return self.transport == "tcp" and device.has_host_tensors and device.checksum_bytes == 0
+
+    def agree(self, connection: socket.socket, rendezvous: Rendezvous) -> None:
+        """Raise LinkError, at both ends, unless they have the same protocol and options."""
+        agreed = {
+            "protocol": PROTOCOL_VERSION,
+            "transport": self.transport,
+            "ring_bytes": self.ring_bytes,
+            "chunk_bytes": self.chunk_bytes,
+            "checksum_bytes": self.device.checksum_bytes,
+        }
+        compare(connection, rendezvous, agreed)

@@ -14,13 +14,10 @@ import torch
 
 from hetero.device.device import CurrentStream
 from hetero.link.base import Link, Work, as_bytes
-from hetero.link.ring_link import RingLink
-from hetero.link.ring_transfer import BYTES_TRANSFER, RingTransfer
-from hetero.native import structures
-from hetero.native.binding import native
-from hetero.native.structures import HeaderState, Progress
+from hetero.link.ring_link import BYTES_TRANSFER, RingLink, RingTransfer
+from hetero.native.binding import HeaderState, Progress, Transfer, native
 
-_SIZE = ctypes.sizeof(structures.Transfer)
+_SIZE = ctypes.sizeof(Transfer)
 _ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
 _NEW_STATE = True, int(HeaderState.OF_BYTES), 0, 0, 0, 0, 0
 """What `struct transfer` has after the tag: it follows what the caller's stream was given."""
@@ -53,7 +50,7 @@ class RingExchange:
         """Have room for so many messages."""
         if count > self._capacity:
             self._capacity = count
-            self._new = (structures.Transfer * count)()
+            self._new = (Transfer * count)()
             self._addresses = _addresses(self._new)
 
     def order(

@@ -1,8 +1,7 @@
 """A link over a ring that two devices fill and empty (docs/ring.md).
 
-`send` and `recv` enqueue copies on streams and return. What cannot be enqueued yet (the ring is
-full, or the peer has not sent) is enqueued by the next call, by `wait()`, or by the link's thread,
-which also checks deadlines and the peer, and sleeps while the link is idle.
+`RingLink` is the link; it has a `Flow` for each direction, and a `RingTransfer` for each message.
+One call into C (hetero/native/flow.c) enqueues as many chunks of a message as there is room for.
 """
 
 from __future__ import annotations
@@ -10,50 +9,90 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import addressof
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 
-from hetero.device.device import CurrentStream, Word
+from hetero.device.device import CurrentStream, Event, Word
+from hetero.errors import LinkError
 from hetero.link.base import (
+    Link,
     LinkDescription,
     Work,
     require_contiguous,
     sendable,
     start_thread,
 )
-from hetero.link.flow import Flow, UnexpectedEntry
-from hetero.link.ring_failure import WATCH_SECONDS, RingLinkBase
-from hetero.link.ring_options import RingOptions
-from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
-from hetero.native.structures import Transfer
+from hetero.link.header import DIFFERENCE_REMEDY, Header, difference, unnumbered_header
+from hetero.link.ring import COUNTER_MASK, RingEnds, RingOptions, ahead
+from hetero.native import binding
+from hetero.native.binding import (
+    HeaderState,
+    MessageHeader,
+    Progress,
+    Transfer,
+    acquire_fence,
+    native,
+)
 from hetero.startup.process import call_in_children
 
+WATCH_SECONDS = 0.1
+"""Between two checks of deadlines and of the peer."""
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _SYNCHRONIZE_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
 _HEAD_START_SECONDS = 200e-6
 _DRIVER_REMEDY = "see the log of the GPU driver"
+_SMALL_BYTES = 256 << 10
+"""The largest message for the caller's stream: through pinned host memory it takes 5 us there."""
+_SMALL_BYTES_OF_DEVICE = 1 << 20
+"""The same where the data lie in device memory: 4 us from one H200 to another."""
+_ENQUEUED, _REFUSED, _FAILED = map(int, list(Progress)[1:])
+_UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
+BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
+"""`struct transfer` of bytes, whose header, the last member, C makes."""
+_TENSOR_TRANSFER = struct.Struct(f"{BYTES_TRANSFER.format}{Transfer.header.size}s")
 
 _log = logging.getLogger(__name__)
 
 
-class RingLink(RingLinkBase):
-    """A link over a ring; no thread is between the two devices."""
+class UnexpectedEntry(Exception):
+    """The peer has sent another message than the one to be received; says what differs."""
+
+
+class RingLink(Link):
+    """A link over a ring; no thread is between the two devices.
+
+    `send` and `recv` enqueue copies on streams and return. What cannot be enqueued yet, because the
+    ring is full or the peer has not sent, is enqueued by the next call, by `wait()`, or by the
+    link's thread, which also checks deadlines and the peer, and sleeps while the link is idle.
+
+    On failure the error flag is set before the streams that wait for the peer are unblocked: they
+    then copy garbage, and a caller that synchronizes the device and calls `check()` never uses it.
+    """
 
     def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
         """Owns the ends from here on, also on failure."""
+        super().__init__(description)
+        self._ends = ends
         try:
-            outgoing = Flow(options, ends, is_outgoing=True)
-            incoming = Flow(options, ends, is_outgoing=False)
+            self._out = Flow(options, ends, is_outgoing=True)
+            self._in = Flow(options, ends, is_outgoing=False)
         except BaseException:
             ends.close()
             raise
-        super().__init__(description, ends=ends, outgoing=outgoing, incoming=incoming)
+        self._lock = threading.Lock()
+        """Guards the flows."""
         self.transport = options.transport
         self._device = options.device
         self._ring_bytes = options.ring_bytes
@@ -67,7 +106,7 @@ class RingLink(RingLinkBase):
         """An item for each caller in `wait()` for a word, when all of its transfer is enqueued."""
         self._closing = threading.Lock()
         self._process = os.getpid()
-        """A fork that closes the link, as by its parent's `with`, is no end of it."""
+        """Only this one may close it: a forked child leaves its parent's `with` too."""
         call_in_children(self, RingLink.break_in_fork)
         self._thread = threading.Thread(
             target=self._run,
@@ -127,75 +166,18 @@ class RingLink(RingLinkBase):
             self._progress_requested.set()
         return transfer
 
+    def check(self) -> None:
+        if self._broken is None and not self._closed and self._ends.peer.has_failed:
+            with self._lock:
+                self._handle_fault()
+        if self._broken is not None:
+            raise self._broken
+
     def count_from_here(self) -> None:
         super().count_from_here()
         with self._lock:
             self._out.number_from_0()
             self._in.number_from_0()
-
-    def lock_for_exchange(
-        self, started: Sequence[RingTransfer] | None = None
-    ) -> CurrentStream | None:
-        """Lock the link for messages of several links at once (ring_exchange.py).
-
-        `started`: the messages, if they have been started before; None for new ones.
-        Returns the caller's stream; None, without the lock, if the link cannot take part.
-        """
-        stream = self._device.current_stream()
-        if not stream.is_current_device():
-            return None
-        self._lock.acquire()
-        if started is None:
-            is_next = not (self._out.waiting or self._in.waiting)
-        else:
-            is_next = self._out.is_next(started) and self._in.is_next(started)
-        if is_next and self._broken is None and not self._closed:
-            return stream
-        self._lock.release()
-        return None
-
-    def unlock(self) -> None:
-        self._lock.release()
-
-    def flow_for(self, nbytes: int, *, is_receive: bool) -> Flow:
-        """Where an exchange enqueues a message, which this counts. Call with the lock.
-
-        Whoever exchanges has made sure that the memory is of this link's device.
-        """
-        self._count(nbytes, is_receive=is_receive)
-        return self._in if is_receive else self._out
-
-    def add_transfer(self, tensor: torch.Tensor, begun: Any, *, is_receive: bool) -> RingTransfer:
-        """The handle of a message that an exchange has begun. Call with the lock."""
-        flow = self._in if is_receive else self._out
-        transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
-        flow.waiting.append(transfer)
-        flow.take_enqueued()
-        if transfer.end_count is None:
-            # It goes on without the caller.
-            transfer.follow(self._device.record_event())
-        return transfer
-
-    def handle_driver_failure(self, transfer: RingTransfer) -> None:
-        """Break the link. Call with the lock, after updating all transfers of the exchange."""
-        if self._broken is None:
-            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
-
-    @property
-    def peer_has_failed(self) -> bool:
-        """Whether the peer has, so that what is enqueued must not be trusted."""
-        return self._ends.peer.has_failed
-
-    def end_exchange(self, *, caller_waits: bool) -> None:
-        """Have the rest of an exchange enqueued. Call with the lock.
-
-        `caller_waits`: the caller will wait, and make progress.
-        """
-        waiting = [flow for flow in (self._out, self._in) if flow.waiting]
-        is_left = [flow.take_enqueued() is not None for flow in waiting]
-        if self._is_asleep or (not caller_waits and any(is_left)):
-            self._progress_requested.set()
-        self._release_completed()
 
     def close(self) -> None:
         # Another thread may be closing it, or what a signal handler has interrupted.
@@ -243,6 +225,70 @@ class RingLink(RingLinkBase):
         ):
             time.sleep(_SPIN_SECONDS)
         return not in_use
+
+    def lock_for_exchange(
+        self, started: Sequence[RingTransfer] | None = None
+    ) -> CurrentStream | None:
+        """Lock the link for messages of several links at once (ring_exchange.py).
+
+        `started`: the messages, if they have been started before; None for new ones.
+        Returns the caller's stream; None, without the lock, if the link cannot take part.
+        """
+        stream = self._device.current_stream()
+        if not stream.is_current_device():
+            return None
+        self._lock.acquire()
+        if started is None:
+            is_next = not (self._out.waiting or self._in.waiting)
+        else:
+            is_next = self._out.is_next(started) and self._in.is_next(started)
+        if is_next and self._broken is None and not self._closed:
+            return stream
+        self._lock.release()
+        return None
+
+    def unlock(self) -> None:
+        self._lock.release()
+
+    def flow_for(self, nbytes: int, *, is_receive: bool) -> Flow:
+        """Count a message and return its direction. Call with the lock.
+
+        The caller has checked that the memory is on this link's device.
+        """
+        self._count(nbytes, is_receive=is_receive)
+        return self._in if is_receive else self._out
+
+    def add_transfer(self, tensor: torch.Tensor, begun: Any, *, is_receive: bool) -> RingTransfer:
+        """The handle of a message that an exchange has begun. Call with the lock."""
+        flow = self._in if is_receive else self._out
+        transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
+        flow.waiting.append(transfer)
+        flow.take_enqueued()
+        if transfer.end_count is None:
+            # It goes on without the caller.
+            transfer.follow(self._device.record_event())
+        return transfer
+
+    def handle_driver_failure(self, transfer: RingTransfer) -> None:
+        """Break the link. Call with the lock, after all transfers of the exchange are updated."""
+        if self._broken is None:
+            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
+
+    @property
+    def peer_has_failed(self) -> bool:
+        """Whether what has been enqueued must not be trusted."""
+        return self._ends.peer.has_failed
+
+    def end_exchange(self, *, caller_waits: bool) -> None:
+        """Have the rest of an exchange enqueued. Call with the lock.
+
+        `caller_waits`: the caller will wait, and make progress.
+        """
+        waiting = [flow for flow in (self._out, self._in) if flow.waiting]
+        is_left = [flow.take_enqueued() is not None for flow in waiting]
+        if self._is_asleep or (not caller_waits and any(is_left)):
+            self._progress_requested.set()
+        self._release_completed()
 
     def wait_value(self, stream: CurrentStream, word: Word) -> None:
         """Make a caller's stream wait for a word of the link."""
@@ -336,3 +382,432 @@ class RingLink(RingLinkBase):
                 self._progress_requested.clear()
                 # Give a caller that waits immediately a head start over this thread.
                 time.sleep(_HEAD_START_SECONDS)
+
+    def _check_progress(self) -> None:
+        """Break the link if a transfer is overdue or the peer has ended. Call with the lock."""
+        self._release_completed()
+        if self._broken is not None or self._is_idle():
+            return
+        if self._ends.peer.has_failed:
+            self._handle_fault()
+        elif broken := self._in.broken() or self._out.broken():
+            self._fail(broken)
+        elif any(flow.is_overdue(self.description.timeout) for flow in (self._in, self._out)):
+            what = f"nothing moved for {self.description.timeout:g} s"
+            self._fail(what, remedy="see what the peer's log says")
+        elif (self._ends.peer.is_closed or self._ends.peer_has_ended()) and self._needs_peer():
+            self._fail(f"rank {self.description.peer} has ended or closed the link")
+
+    def _handle_fault(self) -> None:
+        """Break the link because the peer has failed. Call with the lock."""
+        fault = self._ends.peer.fault
+        if self._broken is None and fault is not None:
+            self._fail(fault)
+
+    def _needs_peer(self) -> bool:
+        """Whether a transfer depends on the peer. Call after the peer has ended."""
+        # Handle what the peer did before it ended.
+        self._enqueue()
+        flows = self._out, self._in
+        return any(flow.waiting or flow.is_held() for flow in flows)
+
+    def _drain_sends(self) -> None:
+        """Wait until the peer has consumed what was sent, or has ended.
+
+        Up to the timeout after the last movement: what moves arrives, however slowly.
+        """
+        seen, deadline = None, 0.0
+        while self._broken is None:
+            bell = self._ends.local.doorbell
+            with self._lock:
+                self._enqueue()
+            moved = self._out.count, self._ends.outgoing.consumed
+            if moved != seen:
+                seen, deadline = moved, time.monotonic() + self.description.timeout
+            taken = self._out.has_completed(self._out.count, consumed=True)
+            if (taken and not self._out.waiting) or self._ends.peer.is_closed:
+                return
+            if self._ends.peer_has_ended() or self._ends.peer.has_failed:
+                return
+            if time.monotonic() > deadline:
+                return
+            self._ends.local.sleep(bell, 0.002)
+
+    def _refused(self, transfer: RingTransfer, difference: str) -> LinkError:
+        self._ends.local.fail(f"rank {self.description.rank} refused a message: {difference}")
+        expected = Header.unpack(transfer.header)
+        return self.failure(
+            f"message {expected.sequence} has {difference}",
+            expected=f"{expected.dtype} of shape {expected.shape}",
+            remedy=DIFFERENCE_REMEDY,
+        )
+
+    def _is_idle(self) -> bool:
+        """Whether no message is on its way."""
+        return self._in.is_idle() and self._out.is_idle()
+
+    def _transfer_error(self, what: str, remedy: str | None = None) -> LinkError:
+        peer, expected = self.description.peer, "an open link"
+        for flow, verb in (self._out, "taken by"), (self._in, "from"):
+            if packed := flow.first_header():
+                header = Header.unpack(packed)
+                expected = f"{header.dtype} of shape {header.shape} {verb} rank {peer}"
+        remedy = remedy or f"see the log of rank {peer}"
+        return self.failure(what, expected=expected, remedy=remedy)
+
+    def _fail(self, what: str, remedy: str | None = None) -> None:
+        """Break the link with an error that says what the first transfer expected."""
+        self._break(self._transfer_error(what, remedy))
+
+    def _break(self, error: LinkError) -> None:
+        """Set the error flag, notify the peer, and only then unblock what waits for it."""
+        self._set_error_flag(error)
+        self._abort_transfers(error)
+
+    def _set_error_flag(self, error: LinkError) -> None:
+        self._broken = error
+        if not self._ends.local.has_failed:
+            self._ends.local.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
+        self._ends.peer.ring()
+
+    def _abort_transfers(self, error: LinkError) -> None:
+        for flow in (self._out, self._in):
+            for transfer in flow.transfers():
+                if not transfer.is_completed():
+                    transfer.error = error
+            flow.abort()
+        self._unblock_streams()
+
+    def _unblock_streams(self) -> None:
+        held = [flow for flow in (self._out, self._in) if flow.is_held()]
+        if held and not self._ends.local.has_failed:
+            # Set the flag first: the peer reads these words too, and must not trust them.
+            self._ends.local.fail(f"rank {self.description.rank} closed the link")
+        for flow in held:
+            flow.unblock()
+
+    @contextmanager
+    def _lock_or_unblock(self) -> Iterator[None]:
+        """Take the lock in the link's thread.
+
+        Its holder may be blocked in a call of the driver, on a stream that is full and waits for a
+        dead peer. After the timeout, break the link and unblock its streams.
+        """
+        patience = self.description.timeout
+        while not self._lock.acquire(timeout=patience):
+            patience = WATCH_SECONDS
+            if self._broken is None:
+                seconds = f"{self.description.timeout:g} s"
+                what = f"a call of the device's driver has not returned for {seconds}"
+                self._set_error_flag(self._transfer_error(what))
+            self._unblock_streams()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def break_in_fork(self) -> None:
+        """Fail whatever a forked child asks of its parent's link.
+
+        It shares the memory, and would write the parent's messages over. Change nothing in that,
+        and keep the transfers: freeing a GPU's event ends a forked child.
+        """
+        self._lock = threading.Lock()  # whoever held it does not exist in the child
+        self._broken = error = self.failure(
+            "it belongs to the process that this one was forked from",
+            expected="a link of one's own",
+            remedy="open it after the fork, or have the parent send and receive",
+        )
+        for flow in (self._out, self._in):
+            for transfer in flow.transfers():
+                transfer.error = error
+
+    def _release_completed(self) -> None:
+        for flow in (self._out, self._in):
+            if flow.in_flight:
+                flow.release_completed()
+
+
+class Flow:
+    """One direction of one end. Call it with the link's lock."""
+
+    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
+        device = options.device
+        self.waiting: deque[RingTransfer] = deque()
+        self.in_flight: deque[RingTransfer] = deque()
+        self.aborted: list[RingTransfer] = []
+        """Kept after a failure: streams may still copy from and to their tensors."""
+        self._moved: tuple[int, int, int] | None = None
+        self._moved_at = 0.0
+        self.device = device
+        is_in_device = options.transport == "ipc"
+        small_bytes = _SMALL_BYTES_OF_DEVICE if is_in_device else _SMALL_BYTES
+        self._small_bytes = min(small_bytes, options.entry_bytes)
+        self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
+        self._peer = ends.peer
+        self._streams = device.new_streams(copy_bytes=options.entry_bytes)
+        wake_peer, wake_argument = ends.peer.wake
+        self._state = binding.Flow(
+            streams=self._streams.streams,
+            direction=direction.address,
+            produced_word=direction.produced_word,
+            consumed_word=direction.consumed_word,
+            ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
+            ring_bytes=options.ring_bytes,
+            chunk_bytes=options.entry_bytes,
+            small_bytes=self._small_bytes,
+            checksum_bytes=device.checksum_bytes,
+            user_buffers=direction.user_buffers_address if options.zero_copy else 0,
+            wake_peer=ctypes.cast(wake_peer, ctypes.c_void_p).value,
+            wake_argument=wake_argument,
+            is_outgoing=is_outgoing,
+        )
+        empty = unnumbered_header(torch.uint8, (0,))
+        self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
+        self.address = addressof(self._state)
+        """Address of the state, for messages."""
+        self._call = native().native_progress
+        self._acquire = acquire_fence()
+
+    @property
+    def count(self) -> int:
+        """Entries enqueued."""
+        return int(self._state.count)
+
+    def number_from_0(self) -> None:
+        """Call it while no message is under way."""
+        self._state.sequence = 0
+
+    def is_idle(self) -> bool:
+        """Whether there is no message that is not complete."""
+        return not (self.waiting or self.in_flight or self._entries_left())
+
+    def _entries_left(self) -> int:
+        """How many entries this end's CPU has enqueued and its device has not completed."""
+        enqueued, completed = self._counters()
+        return ahead(enqueued, completed)
+
+    def _counters(self) -> tuple[int, int]:
+        """Those of this end's CPU and of its device."""
+        direction = self._direction
+        if self._state.is_outgoing:
+            return direction.posted, direction.produced
+        return direction.retired, direction.consumed
+
+    def first_header(self) -> bytes | None:
+        """Of the first message that is not complete; None if all are."""
+        if self.in_flight:
+            return self.in_flight[0].header
+        if self._entries_left():
+            _, completed = self._counters()
+            return bytes(self._direction.record(completed).header)
+        return self.waiting[0].header if self.waiting else None
+
+    def is_held(self) -> bool:
+        """Whether an entry depends on a value to which the peer's counter has not come."""
+        direction = self._direction
+        counter = direction.consumed if self._state.is_outgoing else direction.produced
+        return ahead(self._state.awaited, counter) > 0
+
+    def is_overdue(self, timeout: float) -> bool:
+        """Whether a message is older than the timeout, and nothing has moved for that long."""
+        now, direction = time.monotonic(), self._direction
+        moved = self.count, direction.produced, direction.consumed
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        if now <= self._moved_at + timeout:
+            return False
+        return self._entries_left() > 0 or any(
+            now > transfer.begun_at + timeout and not transfer.is_completed()
+            for transfer in self.transfers()
+        )
+
+    def unblock(self) -> None:
+        """Unblock streams that wait for the peer's counter, after setting the error flag."""
+        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
+
+    def broken(self) -> str | None:
+        """Why the streams have failed; None while they have not."""
+        return self._streams.broken()
+
+    def completed_word(self, count: int, *, consumed: bool) -> Word:
+        """The word that the receiver's, or the sender's, device writes after so many entries."""
+        direction = self._direction
+        address = direction.consumed_word if consumed else direction.produced_word
+        return Word(address, count & COUNTER_MASK)
+
+    def has_completed(self, count: int, *, consumed: bool) -> bool:
+        """Whether the receiver's, or the sender's, device has completed so many entries.
+
+        Ignore the counter once the peer has failed: it then writes it to unblock its own device.
+        """
+        completed = self._direction.consumed if consumed else self._direction.produced
+        if ahead(completed, count) < 0:
+            return False
+        self._acquire()
+        return not self._peer.has_failed
+
+    def transfers(self) -> list[RingTransfer]:
+        return [*self.in_flight, *self.waiting]
+
+    def is_next(self, started: Sequence[RingTransfer]) -> bool:
+        """Whether nothing waits before these transfers, which may be of any flows."""
+        own = [t for t in started if t.flow is self and t.end_count is None]
+        return own == list(islice(self.waiting, len(own)))
+
+    def release_completed(self) -> None:
+        """Release the tensors of completed transfers."""
+        while self.in_flight and self.in_flight[0].is_completed():
+            self.in_flight.popleft()
+
+    def abort(self) -> None:
+        self.aborted += self.in_flight
+        self.aborted += (transfer for transfer in self.waiting if transfer.has_begun)
+        self.in_flight.clear()
+        self.waiting.clear()
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a message may go to the caller's stream."""
+        return nbytes <= self._small_bytes
+
+    def enqueue(
+        self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
+    ) -> None:
+        """Enqueue as much as possible.
+
+        `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
+        """
+        while (transfer := self.take_enqueued()) is not None:
+            # Never let a message after the awaited one block the caller's stream.
+            if awaited is not None and awaited.end_count is not None:
+                stream = None
+            by_caller = (
+                stream is not None
+                and stream.key == transfer.state.caller_stream
+                and stream.is_current_device()
+            )
+            progress = self._call(addressof(transfer.state), by_caller)
+            if progress == _FAILED:
+                raise self.driver_error(transfer)
+            if progress == _REFUSED:
+                raise UnexpectedEntry(self._mismatch(transfer))
+            if progress != _ENQUEUED:
+                return
+
+    def take_enqueued(self) -> RingTransfer | None:
+        """Messages that C has enqueued no longer wait; the first one that does."""
+        while self.waiting:
+            transfer = self.waiting[0]
+            if transfer.state.progress != _ENQUEUED:
+                return transfer
+            transfer.end_count = transfer.state.count
+            self.in_flight.append(self.waiting.popleft())
+        return None
+
+    def driver_error(self, transfer: RingTransfer) -> LinkError:
+        """The driver's last failure."""
+        number = Header.unpack(transfer.header).sequence
+        return self._streams.failure(self._state.failed, f"carry message {number}")
+
+    def _mismatch(self, transfer: RingTransfer) -> str:
+        """How the next entry differs from the one that the transfer expects."""
+        entry, offset = self._direction.record(self.count), transfer.state.offset
+        left = transfer.state.nbytes - offset
+        return difference(bytes(entry.header), transfer.header) or (
+            f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} "
+            f"bytes at {offset} are missing"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class RingTransfer(Work):
+    """A transfer of one tensor over a ring link."""
+
+    link: RingLink
+    flow: Flow
+    """Its direction."""
+    tensor: torch.Tensor | None
+    """None once the caller's stream waits for the transfer, or it is complete: then its memory may
+    be used again in the order of that stream, long before the device has come there."""
+    state: Any
+    """Its `struct transfer`."""
+    event: Event | None = None
+    """The end of the caller's earlier work; None while it may go to the same stream."""
+    begun_at: float = field(default_factory=time.monotonic)
+    end_count: int | None = None
+    """Its direction's entry count after its last entry; None until that is enqueued."""
+    error: LinkError | None = None
+    _is_completed: bool = False
+
+    @property
+    def header(self) -> bytes:
+        return bytes(self.state.header)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether streams may copy from or to the tensor."""
+        return self.state.offset > 0 or self.state.progress in (_ENQUEUED, _FAILED)
+
+    def follow(self, event: Event) -> None:
+        """Have the transfer follow an event, instead of what its caller's stream was given."""
+        self.event = event
+        self.state.event, self.state.after_caller = event.handle, False
+
+    def is_completed(self) -> bool:
+        """Stays true, also after the link is closed."""
+        if self._is_completed or self.error is not None:
+            return True
+        if self.end_count is None:
+            self.link.request_progress()
+            return False
+        self._is_completed = self.flow.has_completed(
+            self.end_count, consumed=self.state.completes_at_receiver
+        )
+        return self._is_completed
+
+    def wait(self) -> None:
+        """Make the current stream wait for the transfer.
+
+        Blocks the calling thread only until the peer has enqueued its side.
+        """
+        if self.end_count is None and self.error is None:
+            self.link.progress_until_enqueued(self)
+        if self.error is not None:
+            raise self.error
+        assert self.end_count is not None
+        current = self.flow.device.current_stream()
+        state = self.state
+        is_in_order = state.on_caller_stream and current.key == state.caller_stream
+        if not is_in_order and not self.is_completed():
+            consumed = state.completes_at_receiver
+            self.link.wait_value(
+                current, self.flow.completed_word(self.end_count, consumed=consumed)
+            )
+        # On a host device the thread has waited: check that no failure has unblocked it.
+        if not self.is_completed():
+            self.link.check()
+        if self.error is not None:
+            raise self.error
+        self.tensor = None
+
+
+def new_transfer(
+    link: RingLink,
+    flow: Flow,
+    tensor: torch.Tensor,
+    caller_stream: int,
+    event: Event | None,
+    tag: int,
+) -> RingTransfer:
+    """A transfer of which nothing is enqueued yet. Positional: keywords cost a microsecond."""
+    header = unnumbered_header(tensor.dtype, tensor.shape)
+    state, handle = Transfer(), 0 if event is None else event.handle
+    given = flow.address, tensor.data_ptr(), tensor.nbytes, caller_stream, handle, tag
+    after_caller = event is None
+    try:
+        _TENSOR_TRANSFER.pack_into(
+            state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header
+        )
+    except struct.error as error:
+        raise ValueError(f"tag {tag!r} is no whole number from 0 to 4294967295") from error
+    return RingTransfer(link, flow, tensor, state, event)

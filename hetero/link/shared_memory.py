@@ -1,23 +1,41 @@
-"""Shared memory and a control socket between two ends on one host.
+"""Links between two devices of one host: rings in memory of the host (`shm`) or of GPUs (`ipc`).
 
-The memory is a memfd passed over a Unix socket, so it is freed with the last process that maps it,
-however that process ends. The socket stays open: it closes when the peer dies.
+Memory of the host is a memfd passed over a Unix socket, so it is freed with the last process that
+maps it, however that process ends. The socket stays open: it closes when the peer dies.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import secrets
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from hetero.device.device import Device
-from hetero.link.handshake import Rendezvous, accept, connect, look_up, publish
-
-PAGE = 4096
+from hetero.link.handshake import (
+    Rendezvous,
+    accept,
+    connect,
+    has_ended,
+    look_up,
+    publish,
+    receive_exactly,
+    receive_json,
+    send_json,
+)
+from hetero.link.ring import (
+    CONTROL_BYTES,
+    Direction,
+    EndState,
+    RingEnds,
+    RingOptions,
+    SharedMemory,
+    make_memory,
+    pin,
+)
+from hetero.link.ring_link import RingLink
 
 
 def host_identity() -> dict[str, str]:
@@ -29,23 +47,18 @@ def host_identity() -> dict[str, str]:
 
 def connect_on_host(rendezvous: Rendezvous) -> socket.socket:
     """A Unix socket between the two ends, authenticated both ways."""
-    control = _listen(rendezvous) if rendezvous.listens else _connect(rendezvous)
+    if rendezvous.listens:
+        name = f"hetero-{secrets.token_hex(16)}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind("\0" + name)
+            listener.listen()
+            publish(rendezvous, "shm address", {"name": name})
+            control = accept(listener, rendezvous)
+    else:
+        name = look_up(rendezvous, "shm address")["name"]
+        control = connect("\0" + name, rendezvous, family=socket.AF_UNIX)
     control.settimeout(rendezvous.timeout)
     return control
-
-
-def _listen(rendezvous: Rendezvous) -> socket.socket:
-    name = f"hetero-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0" + name)
-        listener.listen()
-        publish(rendezvous, "shm address", {"name": name})
-        return accept(listener, rendezvous)
-
-
-def _connect(rendezvous: Rendezvous) -> socket.socket:
-    name = look_up(rendezvous, "shm address")["name"]
-    return connect("\0" + name, rendezvous, family=socket.AF_UNIX)
 
 
 def share_memory(
@@ -68,40 +81,47 @@ def share_memory(
             os.close(descriptor)
 
 
-def make_memory(nbytes: int) -> int:
-    """The descriptor of anonymous shared memory."""
-    descriptor = os.memfd_create("hetero-ring", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, nbytes)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+def open_shared_memory(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
+    """Open one link. Collective between the two ends, which must run on one host.
+
+    Over `shm` the rings are in host memory that both devices have pinned. Over `ipc` each is in the
+    sender's device memory, which the receiver's device reads.
+    """
+    device, ring_bytes, is_shm = options.device, options.ring_bytes, options.transport == "shm"
+    with ExitStack() as stack:
+        control = stack.enter_context(connect_on_host(rendezvous))
+        options.agree(control, rendezvous)
+        sizes = (CONTROL_BYTES, ring_bytes, ring_bytes) if is_shm else (CONTROL_BYTES,)
+        segments = share_memory(control, rendezvous, sizes=sizes)
+        addresses = [pin(segment, device, stack) for segment in segments]
+        side = rendezvous.side
+        if is_shm:
+            outgoing_ring, incoming_ring = addresses[1 + side], addresses[2 - side]
+        else:
+            outgoing_ring, incoming_ring = _share_device_memory(stack, control, device, ring_bytes)
+        # Barrier: both ends have mapped everything.
+        control.sendall(b"k")
+        receive_exactly(control, 1)
+        ends = RingEnds(
+            outgoing=Direction(segments[0], side, addresses[0]),
+            incoming=Direction(segments[0], 1 - side, addresses[0]),
+            local=EndState(segments[0], side),
+            peer=EndState(segments[0], 1 - side),
+            outgoing_ring=outgoing_ring,
+            incoming_ring=incoming_ring,
+            peer_has_ended=partial(has_ended, control),
+            close=stack.pop_all().close,
+        )
+    return RingLink(rendezvous.description, options, ends)
 
 
-def pin(memory: SharedMemory, device: Device, stack: ExitStack) -> int:
-    """Map memory for a device, until the stack unwinds; returns the device's address of it."""
-    stack.callback(memory.close)
-    address = device.register(memory.address, memory.nbytes)
-    stack.callback(device.unregister, memory.address)
-    return address
-
-
-class SharedMemory:
-    """One mapping, as bytes and 32-bit words; `close` invalidates both. Idempotent."""
-
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Closes the descriptor."""
-        try:
-            self._map = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
-        self.bytes = memoryview(self._map)
-        self.words = self.bytes.cast("I")
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.nbytes = nbytes
-
-    def close(self) -> None:
-        self.words.release()
-        self.bytes.release()
-        self._map.close()
+def _share_device_memory(
+    stack: ExitStack, control: socket.socket, device: Device, nbytes: int
+) -> tuple[int, int]:
+    """This end's ring, allocated here, and the peer's, opened by its IPC handle."""
+    mine, handle = device.allocate(nbytes)
+    stack.callback(device.free, mine)
+    send_json(control, {"handle": handle.hex()})
+    theirs = device.open(bytes.fromhex(receive_json(control)["handle"]))
+    stack.callback(device.close, theirs)
+    return mine, theirs

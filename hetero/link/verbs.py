@@ -16,16 +16,12 @@ from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import pci_device
 from hetero.errors import LinkError
-from hetero.link.carried_ends import host_memory, host_rings, make_ends
-from hetero.link.carrier import Carrier, RingMemory
-from hetero.link.control import Control
+from hetero.link.carrier import Carrier, Control, RingMemory, host_memory, host_rings, make_ends
 from hetero.link.handshake import Rendezvous, receive_json, send_json
-from hetero.link.nics import Nics
-from hetero.link.rdma_ports import Port, find_ports, nearest_devices, pair_ports
-from hetero.link.ring import CONTROL_BYTES
+from hetero.link.nics import Nics, Port, find_ports, nearest_devices, pair_ports
+from hetero.link.ring import CONTROL_BYTES, RingOptions
 from hetero.link.ring_link import RingLink
-from hetero.link.ring_options import RingOptions
-from hetero.link.tcp_connections import open_connections
+from hetero.link.tcp import open_connections
 
 T = TypeVar("T")
 _MAX_STALL_SECONDS = 20.0

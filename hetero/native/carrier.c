@@ -6,8 +6,6 @@
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -25,33 +23,11 @@
 /* Between two checks of rails that raise no event: for overdue acknowledgements. */
 #define CHECK_MILLISECONDS 250
 
-bool set_reason(char *reason, const char *format, ...)
-{
-    va_list arguments;
-
-    va_start(arguments, format);
-    vsnprintf(reason, RAIL_TEXT_BYTES, format, arguments);
-    va_end(arguments);
-    return false;
-}
-
 static void sleep_for(long nanoseconds)
 {
     struct timespec time = {0, nanoseconds};
 
     nanosleep(&time, NULL);
-}
-
-static void lock(struct carrier *carrier)
-{
-    atomic_fetch_add(&carrier->lock_waiters, 1);
-    pthread_mutex_lock(&carrier->lock);
-    atomic_fetch_sub(&carrier->lock_waiters, 1);
-}
-
-static void unlock(struct carrier *carrier)
-{
-    pthread_mutex_unlock(&carrier->lock);
 }
 
 /* The thread. */
@@ -61,20 +37,20 @@ static void take_event(struct carrier *carrier, struct rail *rail, short events)
 {
     if (events == 0 || (events & POLLIN && rail->operations->acknowledge(rail)))
         return;
-    lock(carrier);
-    engine_lose_rail(&carrier->engine, rail, "its device tells of no completions any more");
-    unlock(carrier);
+    engine_lock(&carrier->engine);
+    engine_lose_rail(&carrier->engine, rail, "its completion channel failed");
+    engine_unlock(&carrier->engine);
 }
 
 /* Sleep until wake_fd is written, a rail has an event, or rails have to be checked. */
 static void sleep_until_event(struct carrier *carrier)
 {
     struct engine *engine = &carrier->engine;
-    struct pollfd polled[1 + ENGINE_RAILS] = {{.fd = carrier->wake_fd, .events = POLLIN}};
+    struct pollfd polled[1 + ENGINE_RAILS] = {{.fd = engine->wake_fd, .events = POLLIN}};
     eventfd_t value;
     int timeout = -1, count;
 
-    lock(carrier);
+    engine_lock(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         const struct rail *rail = engine->rails[index];
 
@@ -83,12 +59,12 @@ static void sleep_until_event(struct carrier *carrier)
         if (rail->live && rail->event_fd < 0)
             timeout = CHECK_MILLISECONDS;
     }
-    unlock(carrier);
+    engine_unlock(engine);
     count = poll(polled, 1 + (nfds_t)engine->rail_count, timeout);
     if (count <= 0)
         return;
     if (polled[0].revents & POLLIN)
-        eventfd_read(carrier->wake_fd, &value);
+        eventfd_read(engine->wake_fd, &value);
     for (int index = 0; index < engine->rail_count; index++)
         take_event(carrier, engine->rails[index], polled[1 + index].revents);
 }
@@ -106,6 +82,7 @@ static void back_off(double idle_seconds)
 static void *run(void *argument)
 {
     struct carrier *carrier = argument;
+    struct engine *engine = &carrier->engine;
     double last_moved = engine_now();
     bool is_armed = false;
 
@@ -116,15 +93,15 @@ static void *run(void *argument)
         bool moved, busy;
         double time;
 
-        while (atomic_load(&carrier->lock_waiters) > 0)
+        while (atomic_load(&engine->lock_waiters) > 0)
             sched_yield();
-        pthread_mutex_lock(&carrier->lock);
-        moved = engine_progress(&carrier->engine);
+        pthread_mutex_lock(&engine->lock);
+        moved = engine_progress(engine);
         time = engine_now();
-        busy = engine_needs_polling(&carrier->engine);
+        busy = engine_needs_polling(engine);
         if (!moved && !busy && !is_armed)
-            engine_request_notifications(&carrier->engine);
-        pthread_mutex_unlock(&carrier->lock);
+            engine_request_notifications(engine);
+        pthread_mutex_unlock(&engine->lock);
         if (moved) {
             last_moved = time;
             is_armed = false;
@@ -152,23 +129,12 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
         set_reason(error, "a link's carrier cannot be made (%s)", strerror(ENOMEM));
         return NULL;
     }
-    engine_init(&carrier->engine, options);
-    pthread_mutex_init(&carrier->lock, NULL);
-    carrier->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    carrier->engine.loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (carrier->wake_fd < 0 || carrier->engine.loss_fd < 0) {
+    if (!engine_init(&carrier->engine, options)) {
         set_reason(error, "a link's carrier cannot be made (%s)", strerror(errno));
         carrier_free(carrier);
         return NULL;
     }
     return carrier;
-}
-
-static bool add_rail(struct carrier *carrier, struct rail *rail)
-{
-    rail->index = (uint8_t)carrier->engine.rail_count;
-    carrier->engine.rails[carrier->engine.rail_count++] = rail;
-    return true;
 }
 
 static bool has_room(const struct carrier *carrier, char *error)
@@ -177,42 +143,33 @@ static bool has_room(const struct carrier *carrier, char *error)
            set_reason(error, "a link has %d rails at most", ENGINE_RAILS);
 }
 
+/* False for no rail. */
+static bool add_rail(struct carrier *carrier, struct rail *rail)
+{
+    if (rail == NULL)
+        return false;
+    rail->index = (uint8_t)carrier->engine.rail_count;
+    carrier->engine.rails[carrier->engine.rail_count++] = rail;
+    return true;
+}
+
 bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
                        struct verbs_end *made, bool *by_dmabuf, char *error)
 {
-    struct verbs_rail *rail;
-
-    if (!has_room(carrier, error))
-        return false;
-    rail = calloc(1, sizeof *rail);
-    if (rail == NULL)
-        return set_reason(error, "a rail cannot be made (%s)", strerror(ENOMEM));
-    rail->options = &carrier->engine.options;
-    rail->port = port;
-    rail->own.psn = made->psn;
-    if (!verbs_open(rail, device, error)) {
-        verbs_close(&rail->rail);
-        return false;
-    }
-    *made = rail->own;
-    *by_dmabuf = rail->rings_base != rail->options->rings;
-    return add_rail(carrier, &rail->rail);
+    return has_room(carrier, error) &&
+           add_rail(carrier, verbs_open(&carrier->engine.options, device, port, made, by_dmabuf, error));
 }
 
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
                            const struct verbs_route *route, const struct verbs_route *own,
                            char *error)
 {
-    struct verbs_rail *rail = (struct verbs_rail *)carrier->engine.rails[index];
-
-    return verbs_connect(rail, peer, route, own, error);
+    return verbs_connect(carrier->engine.rails[index], peer, route, own, error);
 }
 
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
-    struct rail *rail = has_room(carrier, error) ? tcp_open(carrier, fd, error) : NULL;
-
-    return rail != NULL && add_rail(carrier, rail);
+    return has_room(carrier, error) && add_rail(carrier, tcp_open(&carrier->engine, fd, error));
 }
 
 bool carrier_start(struct carrier *carrier, char *error)
@@ -237,14 +194,7 @@ bool carrier_start(struct carrier *carrier, char *error)
 
 void carrier_progress(struct carrier *carrier)
 {
-    bool needs_polling;
-
-    lock(carrier);
-    engine_progress(&carrier->engine);
-    needs_polling = engine_needs_polling(&carrier->engine);
-    unlock(carrier);
-    if (needs_polling)
-        eventfd_write(carrier->wake_fd, 1);
+    engine_drive(&carrier->engine);
 }
 
 int carrier_loss_fd(const struct carrier *carrier)
@@ -258,7 +208,7 @@ int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ende
     eventfd_t value;
     int found = -1;
 
-    lock(carrier);
+    engine_lock(engine);
     eventfd_read(engine->loss_fd, &value);
     for (int index = 0; index < engine->rail_count && found < 0; index++)
         if (engine->rails[index]->loss[0] != '\0') {
@@ -267,7 +217,7 @@ int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ende
             engine->rails[index]->loss[0] = '\0';
             found = index;
         }
-    unlock(carrier);
+    engine_unlock(engine);
     return found;
 }
 
@@ -275,15 +225,15 @@ void carrier_stop_rail(struct carrier *carrier, int index)
 {
     struct rail *rail = carrier->engine.rails[index];
 
-    lock(carrier);
+    engine_lock(&carrier->engine);
     engine_lose_rail(&carrier->engine, rail, "");
     rail->loss[0] = '\0';
-    unlock(carrier);
+    engine_unlock(&carrier->engine);
     rail->operations->join(rail);
     /* Discard what was being received while it was stopped. */
-    lock(carrier);
+    engine_lock(&carrier->engine);
     incoming_discard(&carrier->engine.incoming, rail->index);
-    unlock(carrier);
+    engine_unlock(&carrier->engine);
 }
 
 int carrier_retransmit(struct carrier *carrier, int index)
@@ -292,12 +242,12 @@ int carrier_retransmit(struct carrier *carrier, int index)
     struct rail *rail = engine->rails[index];
     int count;
 
-    lock(carrier);
+    engine_lock(engine);
     rail->operations->poll(rail, engine);
     count = outgoing_retransmit(&engine->outgoing, rail->index, !rail->confirms_delivery,
                                 !rail->confirms_delivery || rail->peer_reads_back);
     engine->incoming.credit_lost = true;
-    unlock(carrier);
+    engine_unlock(engine);
     carrier_progress(carrier);
     return count;
 }
@@ -315,9 +265,9 @@ static bool wait_until(struct carrier *carrier, bool (*condition)(struct engine 
     double deadline = engine_now() + seconds;
 
     for (;;) {
-        lock(carrier);
+        engine_lock(&carrier->engine);
         bool is_met = condition(&carrier->engine);
-        unlock(carrier);
+        engine_unlock(&carrier->engine);
         if (is_met || engine_now() > deadline)
             return is_met;
         sleep_for(POLL_NANOSECONDS);
@@ -338,7 +288,7 @@ void carrier_free(struct carrier *carrier)
 {
     atomic_store(&carrier->stopping, true);
     if (carrier->is_running) {
-        eventfd_write(carrier->wake_fd, 1);
+        eventfd_write(carrier->engine.wake_fd, 1);
         pthread_join(carrier->thread, NULL);
     }
     /* Stop all rails before freeing any: their threads use all of them. */
@@ -346,10 +296,6 @@ void carrier_free(struct carrier *carrier)
         carrier_stop_rail(carrier, index);
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier->engine.rails[index]->operations->close(carrier->engine.rails[index]);
-    if (carrier->wake_fd >= 0)
-        close(carrier->wake_fd);
-    if (carrier->engine.loss_fd >= 0)
-        close(carrier->engine.loss_fd);
-    pthread_mutex_destroy(&carrier->lock);
+    engine_destroy(&carrier->engine);
     free(carrier);
 }

@@ -8,24 +8,17 @@
 #include "engine.h"
 #include "verbs.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
-
 struct carrier {
     struct engine engine;
-    int wake_fd;
     bool is_running;
     atomic_bool stopping;
-    atomic_int lock_waiters; /* the thread lets them go first: it would win the lock back every time */
-    pthread_mutex_t lock;
     pthread_t thread;
 };
 
 struct carrier *carrier_new(const struct engine_options *options, char *error);
-/* Of `made` the packet number is given; `by_dmabuf` is how the NIC addresses the rings. */
+/* As verbs_open and verbs_connect; the peer's rail has the same index. */
 bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
                        struct verbs_end *made, bool *by_dmabuf, char *error);
-/* The routes lead from this rail's port to the peer's, and to itself. */
 bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verbs_end *peer,
                            const struct verbs_route *route, const struct verbs_route *own,
                            char *error);
@@ -33,7 +26,7 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
 
-/* Make progress in the calling thread; wake the carrier's if something is left to poll for. */
+/* engine_drive, as a function that a device calls. */
 void carrier_progress(struct carrier *carrier);
 /* eventfd, readable when a rail has been lost. */
 int carrier_loss_fd(const struct carrier *carrier);

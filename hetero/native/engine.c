@@ -1,11 +1,16 @@
 #include "engine.h"
 
-#include "native.h"
+#include "host.h"
 #include "speed.h"
 
 #include <inttypes.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
+
+#define CHECKS_PER_STALL 16
+/* Without an acknowledgement for so many stall times a rail is lost whatever other rails do. */
+#define STALLS_ALONE 6
 
 double engine_now(void)
 {
@@ -20,7 +25,7 @@ static bool advance(struct ring_word *word, uint32_t count)
 {
     uint32_t current = ring_load(word);
 
-    while (counter_ahead(count, current) > 0)
+    while (ring_ahead(count, current) > 0)
         if (__atomic_compare_exchange_n(&word->value, &current, count, false, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST)) {
             host_wake_word(&word->value);
@@ -29,10 +34,13 @@ static bool advance(struct ring_word *word, uint32_t count)
     return false;
 }
 
-void engine_init(struct engine *engine, const struct engine_options *options)
+bool engine_init(struct engine *engine, const struct engine_options *options)
 {
     uint32_t sent, received;
 
+    pthread_mutex_init(&engine->lock, NULL);
+    engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    engine->loss_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     engine->options = *options;
     engine->control = (struct ring_control *)(uintptr_t)options->control;
     engine->out = &engine->control->directions[options->side];
@@ -45,6 +53,28 @@ void engine_init(struct engine *engine, const struct engine_options *options)
     engine->outgoing.records.posted_end = engine->outgoing.data.posted_end = sent;
     engine->outgoing.released = engine->outgoing.freed = sent;
     engine->incoming.posted = engine->incoming.produced = engine->incoming.credited = received;
+    return engine->wake_fd >= 0 && engine->loss_fd >= 0;
+}
+
+void engine_destroy(struct engine *engine)
+{
+    if (engine->wake_fd >= 0)
+        close(engine->wake_fd);
+    if (engine->loss_fd >= 0)
+        close(engine->loss_fd);
+    pthread_mutex_destroy(&engine->lock);
+}
+
+void engine_lock(struct engine *engine)
+{
+    atomic_fetch_add(&engine->lock_waiters, 1);
+    pthread_mutex_lock(&engine->lock);
+    atomic_fetch_sub(&engine->lock_waiters, 1);
+}
+
+void engine_unlock(struct engine *engine)
+{
+    pthread_mutex_unlock(&engine->lock);
 }
 
 static struct ring_record *record_of(struct ring_direction *direction, uint32_t number)
@@ -260,7 +290,7 @@ static bool send_credit(struct engine *engine)
     struct rail *rail;
 
     /* A link that has failed advances the word beyond what has arrived. */
-    if (counter_ahead(consumed, incoming->produced) > 0)
+    if (ring_ahead(consumed, incoming->produced) > 0)
         consumed = incoming->produced;
     if (consumed == incoming->credited && !incoming->credit_lost)
         return false;
@@ -301,12 +331,91 @@ static bool publish(struct engine *engine)
     return moved || concerns_cpu;
 }
 
+/* Late rails. */
+
+static bool another_rail_acked(const struct engine *engine, const struct rail *late, double since)
+{
+    for (int index = 0; index < engine->rail_count; index++) {
+        const struct rail *rail = engine->rails[index];
+
+        if (rail != late && rail->live && rail->operations->last_ack(rail) > since)
+            return true;
+    }
+    return false;
+}
+
+/* Send the last credit again, which has no effect, over idle rails: whether they are acknowledged tells a
+ * lost rail from a peer that is paused. */
+static void probe_idle_rails(struct engine *engine)
+{
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        if (rail->live && rail->operations->last_ack != NULL &&
+            rail->operations->bytes_in_flight(rail) == 0)
+            engine_post_credit(engine, rail, engine->incoming.credited);
+    }
+}
+
+/* Where acknowledgements are the kernel's (`last_ack`), a paused peer stalls all rails and none is lost:
+ * its kernel acknowledges what probes its window, however rare that becomes. So suspect a late rail once
+ * another is acknowledged, and lose it if it does not acknowledge what was sent after that. */
+static bool is_lost(const struct engine *engine, struct rail *rail, double time, char *reason)
+{
+    const struct rail_operations *operations = rail->operations;
+    double stall = engine->options.stall_seconds, tick = stall / CHECKS_PER_STALL;
+
+    if (operations->last_ack == NULL)
+        return operations->is_late(rail, time - stall, reason);
+    if (rail->suspected_since == 0 && another_rail_acked(engine, rail, time - 4 * tick))
+        rail->suspected_since = time;
+    double last_send = operations->last_send(rail);
+    if (last_send > time - tick)
+        return false;
+    if (last_send > operations->last_ack(rail) &&
+        operations->is_late(rail, time - STALLS_ALONE * stall, reason))
+        return true;
+    return rail->suspected_since != 0 && last_send > rail->suspected_since &&
+           operations->is_late(rail, time - stall, reason);
+}
+
+/* Lose rails on which something in flight completes too late: several checks in a stall timeout. */
+static void check_rails(struct engine *engine)
+{
+    char reason[RAIL_TEXT_BYTES];
+    double time = engine_now(), stall = engine->options.stall_seconds;
+    bool is_suspected = false;
+
+    if (time - engine->last_checked < stall / CHECKS_PER_STALL)
+        return;
+    engine->last_checked = time;
+    for (int index = 0; index < engine->rail_count; index++) {
+        struct rail *rail = engine->rails[index];
+
+        /* If this thread was descheduled there may be completions that it has not polled. */
+        if (rail->live && rail->operations->is_late(rail, time - stall / 2, reason))
+            rail->operations->poll(rail, engine);
+        if (!rail->live || !rail->operations->is_late(rail, time - stall / 2, reason)) {
+            rail->suspected_since = 0;
+            continue;
+        }
+        is_suspected |= rail->operations->last_ack != NULL;
+        if (is_lost(engine, rail, time, reason))
+            engine_lose_rail(engine, rail, reason);
+    }
+    if (is_suspected)
+        probe_idle_rails(engine);
+    speed_raise_idle(engine->rails, engine->rail_count);
+}
+
+/* Progress. */
+
 bool engine_progress(struct engine *engine)
 {
     uint32_t posted, produced;
     bool moved = false;
 
-    watchdog_check_rails(engine);
+    check_rails(engine);
     for (int index = 0; index < engine->rail_count; index++) {
         struct rail *rail = engine->rails[index];
 
@@ -318,7 +427,7 @@ bool engine_progress(struct engine *engine)
     produced = ring_load(&engine->out->produced);
     moved |= send_records(engine, posted);
     /* Hold data back behind the first record that has no room. */
-    if (counter_ahead(produced, engine->outgoing.records.next) > 0)
+    if (ring_ahead(produced, engine->outgoing.records.next) > 0)
         produced = engine->outgoing.records.next;
     moved |= send_data(engine, produced);
     return moved | send_credit(engine);
@@ -366,7 +475,7 @@ bool engine_has_sent_credits(struct engine *engine)
         has_rail |= rail->live;
     }
     return !has_rail || (!engine->incoming.credit_lost &&
-                         counter_ahead(consumed, engine->incoming.credited) <= 0);
+                         ring_ahead(consumed, engine->incoming.credited) <= 0);
 }
 
 void engine_request_notifications(struct engine *engine)
@@ -377,4 +486,16 @@ void engine_request_notifications(struct engine *engine)
         if (rail->live && rail->event_fd >= 0)
             engine_check_post(engine, rail, rail->operations->request_notification(rail));
     }
+}
+
+void engine_drive(struct engine *engine)
+{
+    bool needs_polling;
+
+    engine_lock(engine);
+    engine_progress(engine);
+    needs_polling = engine_needs_polling(engine);
+    engine_unlock(engine);
+    if (needs_polling)
+        eventfd_write(engine->wake_fd, 1);
 }

@@ -1,11 +1,15 @@
 /* Moves a link's entries between the words of the rings and the rails.
  *
- * Call everything with the lock of the carrier that owns the engine; nothing blocks. */
+ * Unless it says otherwise, call everything with the engine's lock; nothing blocks. The carrier's thread and
+ * those of TCP rails drive it. */
 #ifndef HETERO_ENGINE_H
 #define HETERO_ENGINE_H
 
 #include "rail.h"
 #include "window.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
 
 #define ENGINE_RAILS 32
 
@@ -32,14 +36,25 @@ struct engine {
     struct incoming incoming;
     struct rail *rails[ENGINE_RAILS];
     int rail_count;
-    double last_checked;            /* by the watchdog */
+    double last_checked;            /* when late rails were looked for */
     double posted_at[RING_ENTRIES]; /* an outgoing entry's data */
+    int wake_fd;                    /* eventfd, wakes the carrier's thread */
     int loss_fd;                    /* eventfd, readable when a rail is lost */
+    pthread_mutex_t lock;
+    atomic_int lock_waiters; /* the carrier's thread lets them go first: it would win every time */
 };
 
 double engine_now(void);
-/* Start numbering entries at the counters' present values, which are equal within a direction. */
-void engine_init(struct engine *engine, const struct engine_options *options);
+/* Start numbering entries at the counters' present values, which are equal within a direction. `engine` is
+ * zeroed; destroy it also on failure, which is false with errno. Both without the lock. */
+bool engine_init(struct engine *engine, const struct engine_options *options);
+void engine_destroy(struct engine *engine);
+/* Take the lock before the carrier's thread does, and release it. */
+void engine_lock(struct engine *engine);
+void engine_unlock(struct engine *engine);
+/* Make progress in the calling thread, without the lock; wake the carrier's thread if something is left to
+ * poll for. */
+void engine_drive(struct engine *engine);
 /* Handle completions, arrivals and late rails, then post what can be posted; whether anything moved. */
 bool engine_progress(struct engine *engine);
 /* Whether to poll: a device may write a word, or a deadline pass, and nothing would wake the carrier. */
@@ -54,10 +69,6 @@ bool engine_check_post(struct engine *engine, struct rail *rail, int code);
 bool engine_post_credit(struct engine *engine, struct rail *rail, uint32_t released);
 /* Request a notification of the next event from every rail. */
 void engine_request_notifications(struct engine *engine);
-
-/* Lose rails on which something in flight completes too late. Call often: it checks several times in a
- * stall timeout. */
-void watchdog_check_rails(struct engine *engine);
 
 /* What a rail reports. A number that was received may lack its top bit. */
 void engine_send_completed(struct engine *engine, struct rail *rail, enum message message,

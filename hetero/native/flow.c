@@ -1,4 +1,4 @@
-#include "native.h"
+#include "flow.h"
 
 #include <sched.h>
 #include <string.h>
@@ -13,7 +13,7 @@ static void store_counter(struct ring_word *word, uint64_t value)
 /* Whether a counter, which wraps, has come to a value. */
 static bool reached(uint32_t counter, uint64_t value)
 {
-    return (int32_t)(counter - (uint32_t)value) >= 0;
+    return ring_ahead(counter, (uint32_t)value) >= 0;
 }
 
 static struct flow *flow_of(const struct transfer *transfer)
@@ -125,7 +125,7 @@ static void post(struct flow *flow, const struct transfer *transfer, uint64_t nb
 {
     struct ring_record *record = record_of(flow, flow->count - 1);
 
-    memcpy(record->header, transfer->header, sizeof record->header);
+    record->header = transfer->header;
     record->offset = transfer->offset;
     record->nbytes = nbytes;
     record->slot = slot;
@@ -180,7 +180,7 @@ static enum progress send_chunk(struct flow *flow, struct transfer *transfer, bo
 static bool is_expected(const struct flow *flow, const struct transfer *transfer,
                         const struct ring_record *record)
 {
-    return memcmp(record->header, transfer->header, sizeof record->header) == 0 &&
+    return memcmp(&record->header, &transfer->header, sizeof record->header) == 0 &&
            record->offset == transfer->offset &&
            record->nbytes <= transfer->nbytes - transfer->offset &&
            record->slot <= flow->ring_bytes &&
@@ -238,15 +238,12 @@ static void complete_header(struct flow *flow, struct transfer *transfer)
     if (transfer->header_state == HEADER_COMPLETE)
         return;
     if (transfer->header_state == HEADER_OF_BYTES) {
-        memcpy(transfer->header, flow->bytes_header, sizeof transfer->header);
-        memcpy(transfer->header + RING_HEADER_NBYTES, &transfer->nbytes, sizeof transfer->nbytes);
-        memcpy(transfer->header + RING_HEADER_FIRST_DIMENSION, &transfer->nbytes,
-               sizeof transfer->nbytes);
+        transfer->header = flow->bytes_header;
+        transfer->header.nbytes = transfer->header.shape[0] = transfer->nbytes;
     }
-    memcpy(transfer->header + RING_HEADER_SEQUENCE, &flow->sequence, sizeof flow->sequence);
-    memcpy(transfer->header + RING_HEADER_TAG, &transfer->tag, sizeof transfer->tag);
+    transfer->header.sequence = flow->sequence++;
+    transfer->header.tag = transfer->tag;
     transfer->header_state = HEADER_COMPLETE;
-    flow->sequence++;
 }
 
 uint32_t native_progress(struct transfer *transfer, bool by_caller)

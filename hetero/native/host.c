@@ -1,7 +1,8 @@
 #include "host.h"
 
 #include "checksum.h"
-#include "native.h"
+#include "ring.h"
+#include "streams.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -37,11 +38,28 @@ struct host_stream {
     struct ring_word completed; /* of them */
 };
 
+int64_t spin_clock(void)
+{
+    struct timespec time;
+
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+void spin_pause(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 /* Sequentially consistent, for host_wait_word. */
 static bool has_reached(const uint32_t *word, uint32_t value, uint32_t *seen)
 {
     *seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-    return (int32_t)(*seen - value) >= 0;
+    return ring_ahead(*seen, value) >= 0;
 }
 
 /* Yields the core between batches of polls: another thread may have to run before the word can change. */

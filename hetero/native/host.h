@@ -13,6 +13,12 @@
 /* Room for a checksum behind an entry's bytes. */
 #define HOST_CHECKSUM_BYTES 8
 
+/* For loops that spin: a monotonic clock in nanoseconds, a pause between two polls, and the number of polls
+ * between two system calls. */
+#define SPIN_POLLS 32
+int64_t spin_clock(void);
+void spin_pause(void);
+
 /* A word of registered host memory, by the device's address, and a value. No word if the address is 0. */
 struct word {
     uint64_t address;

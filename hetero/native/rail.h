@@ -1,17 +1,28 @@
 /* One path of a link to its peer, behind one interface: a NIC's port with RDMA (verbs.h) or a TCP
  * connection (tcp.h).
  *
- * Unless an operation says otherwise, call it with the carrier's lock; it does not block. */
+ * Unless an operation says otherwise, call it with the engine's lock; it does not block. */
 #ifndef HETERO_RAIL_H
 #define HETERO_RAIL_H
 
+#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #define RAIL_TEXT_BYTES 256
 
 /* Write why something failed, into RAIL_TEXT_BYTES; returns false. */
-bool set_reason(char *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
+__attribute__((format(printf, 2, 3))) static inline bool set_reason(char *reason, const char *format,
+                                                                    ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    vsnprintf(reason, RAIL_TEXT_BYTES, format, arguments);
+    va_end(arguments);
+    return false;
+}
 
 enum message { MESSAGE_RECORD, MESSAGE_DATA, MESSAGE_CREDIT, MESSAGE_READ };
 /* Of those that are sent. */
@@ -71,7 +82,7 @@ struct rail {
     uint64_t bytes_in_flight;
     double bytes_per_second; /* 0 while unknown */
     double last_completion;
-    double suspected_since; /* kept by watchdog.c: late while another rail is acknowledged; else 0 */
+    double suspected_since; /* kept by check_rails: late while another rail is acknowledged; else 0 */
     char loss[RAIL_TEXT_BYTES]; /* why it was lost, until that is reported */
     bool may_have_ended; /* its loss is what the end of the peer looks like */
 };

@@ -7,12 +7,7 @@
 #include <stdint.h>
 
 #define RING_ENTRIES 256
-/* A message's header (header.py), and where its numbers begin. */
-#define RING_HEADER_BYTES 96
-#define RING_HEADER_SEQUENCE 8
-#define RING_HEADER_NBYTES 16
-#define RING_HEADER_FIRST_DIMENSION 24
-#define RING_HEADER_TAG 88
+#define MESSAGE_DIMENSIONS 8
 #define RING_FAULT_BYTES 1024
 /* Every slot begins at a multiple of it. */
 #define RING_ALIGNMENT 512
@@ -24,14 +19,31 @@ struct ring_word {
     uint8_t unused[56];
 };
 
+/* How far one counter, which wraps, is ahead of another; negative when it is behind. */
+static inline int32_t ring_ahead(uint32_t newer, uint32_t older)
+{
+    return (int32_t)(newer - older);
+}
+
 static inline uint32_t ring_load(const struct ring_word *word)
 {
     return __atomic_load_n(&word->value, __ATOMIC_ACQUIRE);
 }
 
+/* What precedes a message's bytes. Sent as it is in memory: both ends are little-endian. */
+struct message_header {
+    char magic[4];
+    uint16_t dtype; /* header.py has the numbers */
+    uint16_t dimensions;
+    uint64_t sequence; /* of the message in its direction */
+    uint64_t nbytes;
+    uint64_t shape[MESSAGE_DIMENSIONS]; /* 0 beyond `dimensions` */
+    uint64_t tag;
+};
+
 /* The descriptor of an entry: which bytes of which message are in which slot. */
 struct ring_record {
-    uint8_t header[RING_HEADER_BYTES];
+    struct message_header header;
     uint64_t offset; /* in the message */
     uint64_t nbytes;
     uint64_t slot; /* offset in the ring */

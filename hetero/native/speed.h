@@ -1,5 +1,5 @@
 /* Chooses the rail for each message: the one expected to complete it first, by its bandwidth and its
- * bytes in flight. A slow rail so gets less, and delays no other. Call with the carrier's lock. */
+ * bytes in flight. A slow rail so gets less, and delays no other. Call with the engine's lock. */
 #ifndef HETERO_SPEED_H
 #define HETERO_SPEED_H
 

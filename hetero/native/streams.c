@@ -1,4 +1,4 @@
-#include "native.h"
+#include "streams.h"
 
 #include <stddef.h>
 

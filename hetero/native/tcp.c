@@ -25,6 +25,45 @@
  * only: those with which a link is opened do not fill one. */
 #define PROVEN_PACKETS 4
 
+/* Messages of each kind queued for the sending thread. Few data: another rail may be free sooner. More
+ * than one, or the thread would idle between two. */
+#define TCP_RECORDS 64
+#define TCP_DATA 2
+#define TCP_CREDITS 2
+#define TCP_ROOM (TCP_RECORDS + TCP_DATA + TCP_CREDITS)
+#define TCP_SCRATCH_BYTES (64 << 10)
+
+/* Precedes a message's bytes. Sent as it is in memory: both ends are little-endian. */
+struct frame {
+    uint32_t message; /* enum message */
+    uint32_t number;  /* of the entry; of a credit, the count */
+    uint64_t slot;
+    uint64_t nbytes;
+};
+
+struct queued_message {
+    struct frame frame;
+    const void *bytes;
+};
+
+struct tcp_rail {
+    struct rail rail; /* first, so that a pointer to either is a pointer to both */
+    struct engine *engine; /* whose lock guards all that its threads share */
+    int fd;                  /* connected, blocking; the caller's */
+    pthread_t sender, receiver;
+    bool has_sender, has_receiver;
+    /* Guarded by the engine's lock, as is `rail`. */
+    pthread_cond_t has_messages;
+    struct queued_message queue[TCP_ROOM]; /* a ring; sendmsg has the first of them */
+    int first, count;
+    uint64_t queued_bytes; /* of all of them */
+    /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
+    uint64_t acked_at_start, busy_at_start;
+    double measured_at;
+    double busy_since; /* when it was last idle */
+    char *scratch;     /* the receiver's */
+};
+
 static struct tcp_rail *rail_of(struct rail *rail)
 {
     return (struct tcp_rail *)rail;
@@ -115,7 +154,7 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
 static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 {
     struct frame frame = {MESSAGE_RECORD, number, 0, sizeof(struct ring_record)};
-    uint64_t source = rail_of(base)->carrier->engine.options.control + offset;
+    uint64_t source = rail_of(base)->engine->options.control + offset;
 
     return queue_message(base, frame, (const void *)(uintptr_t)source);
 }
@@ -123,7 +162,7 @@ static int post_record(struct rail *base, uint32_t number, uint64_t offset)
 static int post_data(struct rail *base, uint32_t number, uint64_t slot, uint64_t nbytes)
 {
     struct frame frame = {MESSAGE_DATA, number, slot, nbytes};
-    const struct engine *engine = &rail_of(base)->carrier->engine;
+    const struct engine *engine = rail_of(base)->engine;
     uint64_t source = engine_source(engine, number);
 
     if (source == 0)
@@ -160,7 +199,8 @@ static bool send_all(int fd, struct iovec *parts, int count)
     return true;
 }
 
-void tcp_lose(struct tcp_rail *rail, const char *what, int code)
+/* Handle the end or failure of the connection; ignored once the rail is stopped. Call with the lock. */
+static void lose(struct tcp_rail *rail, const char *what, int code)
 {
     char reason[RAIL_TEXT_BYTES];
 
@@ -170,7 +210,7 @@ void tcp_lose(struct tcp_rail *rail, const char *what, int code)
         set_reason(reason, "%s", what);
     else
         set_reason(reason, "%s (%s)", what, strerror(code));
-    engine_lose_rail(&rail->carrier->engine, &rail->rail, reason);
+    engine_lose_rail(rail->engine, &rail->rail, reason);
 }
 
 /* Gather queued messages for one sendmsg: all up to and including the first data. Call with the lock. */
@@ -196,7 +236,7 @@ static void complete_sends(struct tcp_rail *rail, int messages)
         const struct frame *frame = &rail->queue[rail->first].frame;
 
         rail->queued_bytes -= sizeof *frame + frame->nbytes;
-        engine_send_completed(&rail->carrier->engine, &rail->rail, frame->message, frame->number);
+        engine_send_completed(rail->engine, &rail->rail, frame->message, frame->number);
         rail->first = (rail->first + 1) % TCP_ROOM;
         rail->count--;
     }
@@ -210,27 +250,163 @@ static void *send_loop(void *argument)
     bool is_sent;
 
     prctl(PR_SET_NAME, "tcp-send");
-    pthread_mutex_lock(&rail->carrier->lock);
+    pthread_mutex_lock(&rail->engine->lock);
     for (;;) {
         while (rail->rail.live && rail->count == 0)
-            pthread_cond_wait(&rail->has_messages, &rail->carrier->lock);
+            pthread_cond_wait(&rail->has_messages, &rail->engine->lock);
         if (!rail->rail.live)
             break;
         messages = gather_messages(rail, parts, &count);
-        pthread_mutex_unlock(&rail->carrier->lock);
+        pthread_mutex_unlock(&rail->engine->lock);
         is_sent = send_all(rail->fd, parts, count);
         int code = errno;
-        pthread_mutex_lock(&rail->carrier->lock);
+        pthread_mutex_lock(&rail->engine->lock);
         if (!is_sent)
-            tcp_lose(rail, "its connection broke while sending", code);
+            lose(rail, "its connection broke while sending", code);
         if (!rail->rail.live)
             break;
         complete_sends(rail, messages);
-        engine_progress(&rail->carrier->engine);
+        engine_progress(rail->engine);
     }
-    pthread_mutex_unlock(&rail->carrier->lock);
+    pthread_mutex_unlock(&rail->engine->lock);
     return NULL;
 }
+
+/* Receiving. */
+
+/* Like every receive_* here: 1, 0 at the end of the connection, or -1 with errno. */
+static int receive_all(int fd, void *bytes, size_t nbytes)
+{
+    size_t done = 0;
+
+    while (done < nbytes) {
+        ssize_t count = recv(fd, (char *)bytes + done, nbytes - done, MSG_WAITALL);
+
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0)
+            return (int)count;
+        done += (size_t)count;
+    }
+    return 1;
+}
+
+/* Receive and drop what another rail has delivered. */
+static int discard(struct tcp_rail *rail, uint64_t nbytes)
+{
+    int code = 1;
+
+    while (nbytes > 0 && code > 0) {
+        size_t part = nbytes < TCP_SCRATCH_BYTES ? nbytes : TCP_SCRATCH_BYTES;
+
+        code = receive_all(rail->fd, rail->scratch, part);
+        nbytes -= part;
+    }
+    return code;
+}
+
+static int receive_record(struct tcp_rail *rail, const struct frame *frame)
+{
+    struct engine *engine = rail->engine;
+    int code = receive_all(rail->fd, rail->scratch, frame->nbytes);
+    void *record;
+
+    if (code <= 0)
+        return code;
+    pthread_mutex_lock(&rail->engine->lock);
+    record = rail->rail.live ? engine_expect_record(engine, frame->number) : NULL;
+    if (record != NULL) {
+        memcpy(record, rail->scratch, frame->nbytes);
+        engine_record_arrived(engine, frame->number);
+    }
+    pthread_mutex_unlock(&rail->engine->lock);
+    return 1;
+}
+
+static int receive_data(struct tcp_rail *rail, const struct frame *frame)
+{
+    struct engine *engine = rail->engine;
+    uint64_t target = 0;
+    bool is_expected, is_valid_size;
+    int code;
+
+    pthread_mutex_lock(&rail->engine->lock);
+    is_expected = engine_expect_data(engine, &rail->rail, frame->number);
+    is_valid_size = !is_expected || engine_target(engine, frame->number, frame->nbytes, &target);
+    pthread_mutex_unlock(&rail->engine->lock);
+    if (!is_valid_size) {
+        errno = EPROTO;
+        return -1;
+    }
+    if (!is_expected)
+        return discard(rail, frame->nbytes);
+    if (target == 0)
+        target = engine->options.rings + engine->options.ring_bytes + frame->slot;
+    code = receive_all(rail->fd, (void *)(uintptr_t)target, frame->nbytes);
+    if (code <= 0)
+        return code;
+    pthread_mutex_lock(&rail->engine->lock);
+    engine_data_arrived(engine, &rail->rail, frame->number);
+    pthread_mutex_unlock(&rail->engine->lock);
+    return 1;
+}
+
+static bool is_valid(const struct tcp_rail *rail, const struct frame *frame)
+{
+    uint64_t ring_bytes = rail->engine->options.ring_bytes;
+
+    if (frame->message == MESSAGE_RECORD)
+        return frame->nbytes == sizeof(struct ring_record);
+    if (frame->message == MESSAGE_DATA)
+        return frame->slot <= ring_bytes &&
+               frame->nbytes <= ring_bytes - frame->slot;
+    return frame->message == MESSAGE_CREDIT && frame->nbytes == 0;
+}
+
+static int receive_one(struct tcp_rail *rail)
+{
+    struct frame frame;
+    int code = receive_all(rail->fd, &frame, sizeof frame);
+
+    if (code <= 0)
+        return code;
+    if (!is_valid(rail, &frame)) {
+        errno = EPROTO;
+        return -1;
+    }
+    if (frame.message == MESSAGE_RECORD)
+        return receive_record(rail, &frame);
+    if (frame.message == MESSAGE_DATA)
+        return receive_data(rail, &frame);
+    pthread_mutex_lock(&rail->engine->lock);
+    engine_credit_arrived(rail->engine, &rail->rail, frame.number);
+    pthread_mutex_unlock(&rail->engine->lock);
+    return 1;
+}
+
+static void *receive_loop(void *argument)
+{
+    struct tcp_rail *rail = argument;
+    int code;
+
+    prctl(PR_SET_NAME, "tcp-receive");
+    while ((code = receive_one(rail)) > 0) {
+        pthread_mutex_lock(&rail->engine->lock);
+        engine_progress(rail->engine);
+        pthread_mutex_unlock(&rail->engine->lock);
+    }
+    int reason = errno;
+    pthread_mutex_lock(&rail->engine->lock);
+    /* Lose the rail even if the peer closed it in order: bytes that the peer's kernel had accepted may be
+     * lost without any error. */
+    lose(rail, code < 0 ? "its connection broke while receiving" : "its connection was closed",
+             code < 0 ? reason : 0);
+    pthread_mutex_unlock(&rail->engine->lock);
+    engine_drive(rail->engine);
+    return NULL;
+}
+
+/* The rail's operations. */
 
 static double last_send(const struct rail *base)
 {
@@ -303,13 +479,13 @@ static int start(struct rail *base)
     int code;
 
     /* Lock: the threads of rails started earlier already read `live`. */
-    pthread_mutex_lock(&rail->carrier->lock);
+    pthread_mutex_lock(&rail->engine->lock);
     base->live = true;
-    pthread_mutex_unlock(&rail->carrier->lock);
+    pthread_mutex_unlock(&rail->engine->lock);
     code = pthread_create(&rail->sender, NULL, send_loop, rail);
     rail->has_sender = code == 0;
     if (code == 0)
-        code = pthread_create(&rail->receiver, NULL, tcp_receive_loop, rail);
+        code = pthread_create(&rail->receiver, NULL, receive_loop, rail);
     rail->has_receiver = rail->has_sender && code == 0;
     return code;
 }
@@ -330,7 +506,7 @@ static const struct rail_operations operations = {
     .close = close_rail,
 };
 
-struct rail *tcp_open(struct carrier *carrier, int fd, char *error)
+struct rail *tcp_open(struct engine *engine, int fd, char *error)
 {
     struct tcp_rail *rail = calloc(1, sizeof *rail);
 
@@ -343,7 +519,7 @@ struct rail *tcp_open(struct carrier *carrier, int fd, char *error)
     }
     rail->rail.operations = &operations;
     rail->rail.event_fd = -1;
-    rail->carrier = carrier;
+    rail->engine = engine;
     rail->fd = fd;
     pthread_cond_init(&rail->has_messages, NULL);
     return &rail->rail;

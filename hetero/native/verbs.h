@@ -3,16 +3,6 @@
 #define HETERO_VERBS_H
 
 #include "engine.h"
-#include "ibverbs.h"
-
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#define VERBS_RECORDS 32
-#define VERBS_DATA 16
-#define VERBS_CREDITS 2
-#define VERBS_SENDS (VERBS_RECORDS + VERBS_DATA + VERBS_CREDITS)
 
 /* What the other end needs to connect to one end of a rail and to write to it (docs/wire.md). */
 struct verbs_end {
@@ -34,29 +24,6 @@ struct verbs_route {
     bool is_global;
 };
 
-struct verbs_rail {
-    struct rail rail; /* first, so that a pointer to either is a pointer to both */
-    const struct engine_options *options;
-    uint8_t port;
-    bool can_inline;
-    struct verbs_end own, peer;
-    struct ibv_context *context;
-    struct ibv_pd *pd;
-    struct ibv_mr *rings;
-    struct ibv_mr *control;
-    struct ibv_mr *read_back_mr;
-    struct ibv_comp_channel *channel;
-    struct ibv_cq *cq;
-    struct ibv_qp *qp;
-    struct ibv_qp *loopback_qp; /* connected to itself, for read-backs; NULL where none are needed */
-    uint64_t rings_base;    /* the sending ring, by the NIC's address */
-    uint8_t read_back_byte; /* target of a read-back; its value does not matter */
-    double reading_since;
-    double posted_at[VERBS_SENDS]; /* a ring: requests complete in order */
-    int oldest;
-    int posted;
-};
-
 /* A port's attributes. Its addresses are in sysfs. */
 struct verbs_port {
     int32_t state;
@@ -66,16 +33,14 @@ struct verbs_port {
     bool is_ethernet;
 };
 
+/* On failure these return false, or NULL, with the reason in `error`, of RAIL_TEXT_BYTES. */
 bool verbs_query_port(const char *device, uint8_t number, struct verbs_port *found, char *error);
-
-extern const struct rail_operations verbs_operations;
-
-/* Each returns false with the reason in `error`, of RAIL_TEXT_BYTES. */
-bool verbs_open(struct verbs_rail *rail, const char *device, char *error);
-/* `own` is the route from this end's port to itself. */
-bool verbs_connect(struct verbs_rail *rail, const struct verbs_end *peer,
-                   const struct verbs_route *route, const struct verbs_route *own, char *error);
-int verbs_post_receive(struct verbs_rail *rail);
-void verbs_close(struct rail *rail);
+/* Of `made` the packet number is given; `by_dmabuf` is how the NIC addresses the rings. `options` must
+ * outlive the rail. */
+struct rail *verbs_open(const struct engine_options *options, const char *device, uint8_t port,
+                        struct verbs_end *made, bool *by_dmabuf, char *error);
+/* The routes lead from this rail's port to the peer's, and to itself. */
+bool verbs_connect(struct rail *rail, const struct verbs_end *peer, const struct verbs_route *route,
+                   const struct verbs_route *own, char *error);
 
 #endif

@@ -1,13 +1,8 @@
 #include "window.h"
 
-int32_t counter_ahead(uint32_t newer, uint32_t older)
-{
-    return (int32_t)(newer - older);
-}
-
 static uint32_t earlier(uint32_t one, uint32_t other)
 {
-    return counter_ahead(one, other) < 0 ? one : other;
+    return ring_ahead(one, other) < 0 ? one : other;
 }
 
 static struct send_status *status_of(struct sequence *sequence, uint32_t number)
@@ -17,7 +12,7 @@ static struct send_status *status_of(struct sequence *sequence, uint32_t number)
 
 bool sequence_next_unsent(struct sequence *sequence, uint32_t limit, uint32_t *number)
 {
-    while (counter_ahead(limit, sequence->next) > 0) {
+    while (ring_ahead(limit, sequence->next) > 0) {
         if (status_of(sequence, sequence->next)->state == UNSENT) {
             *number = sequence->next;
             return true;
@@ -32,7 +27,7 @@ void sequence_post(struct sequence *sequence, uint32_t number, uint8_t rail)
     *status_of(sequence, number) = (struct send_status){POSTED, rail};
     if (sequence->next == number)
         sequence->next++;
-    if (counter_ahead(number + 1, sequence->posted_end) > 0)
+    if (ring_ahead(number + 1, sequence->posted_end) > 0)
         sequence->posted_end = number + 1;
 }
 
@@ -46,7 +41,7 @@ void sequence_complete(struct sequence *sequence, uint32_t number, uint8_t rail)
 
 static uint32_t advance_completed(struct sequence *sequence)
 {
-    while (counter_ahead(sequence->next, sequence->completed) > 0 &&
+    while (ring_ahead(sequence->next, sequence->completed) > 0 &&
            status_of(sequence, sequence->completed)->state == SENT)
         sequence->completed++;
     return sequence->completed;
@@ -54,9 +49,9 @@ static uint32_t advance_completed(struct sequence *sequence)
 
 bool outgoing_credit(struct outgoing *outgoing, uint32_t released)
 {
-    if (counter_ahead(released, outgoing->data.posted_end) > 0)
+    if (ring_ahead(released, outgoing->data.posted_end) > 0)
         return false;
-    if (counter_ahead(released, outgoing->released) > 0)
+    if (ring_ahead(released, outgoing->released) > 0)
         outgoing->released = released;
     return true;
 }
@@ -67,7 +62,7 @@ uint32_t outgoing_free(struct outgoing *outgoing)
     uint32_t completed = earlier(records, advance_completed(&outgoing->data));
     uint32_t free = earlier(outgoing->released, completed);
 
-    for (; counter_ahead(free, outgoing->freed) > 0; outgoing->freed++) {
+    for (; ring_ahead(free, outgoing->freed) > 0; outgoing->freed++) {
         status_of(&outgoing->records, outgoing->freed)->state = UNSENT;
         status_of(&outgoing->data, outgoing->freed)->state = UNSENT;
     }
@@ -82,7 +77,7 @@ static int retransmit(struct outgoing *outgoing, struct sequence *sequence, uint
     for (uint32_t step = 0; step < RING_ENTRIES; step++) {
         uint32_t number = outgoing->freed + step;
         struct send_status *status = status_of(sequence, number);
-        bool is_released = counter_ahead(outgoing->released, number) > 0;
+        bool is_released = ring_ahead(outgoing->released, number) > 0;
 
         if (status->rail != rail || status->state == UNSENT)
             continue;
@@ -162,8 +157,8 @@ void incoming_data(struct incoming *incoming, uint32_t wire_number, uint8_t rail
  * reused a place too early could change the size of an entry after it was verified. */
 static bool is_in_window(const struct incoming *incoming, uint32_t base, uint32_t number)
 {
-    return counter_ahead(number, base) >= 0 &&
-           counter_ahead(number, incoming->credited) < RING_ENTRIES;
+    return ring_ahead(number, base) >= 0 &&
+           ring_ahead(number, incoming->credited) < RING_ENTRIES;
 }
 
 bool incoming_expects_record(const struct incoming *incoming, uint32_t number)
@@ -190,7 +185,7 @@ bool incoming_claim_read_back(struct incoming *incoming, uint8_t rail, uint64_t 
     for (uint32_t step = 0; step < RING_ENTRIES; step++) {
         uint32_t number = incoming->produced + step;
         struct recv_status *status = recv_status_of(incoming, number);
-        bool has_record = status->has_record || counter_ahead(incoming->posted, number) > 0;
+        bool has_record = status->has_record || ring_ahead(incoming->posted, number) > 0;
 
         if (status->state != DATA_ARRIVED || status->rail != rail || !has_record)
             continue;

@@ -1,6 +1,6 @@
 /* The send and receive windows of a link's two directions: which entries are in flight, and on which rail.
  *
- * Pure state: it calls no verbs, reads no clock, and is guarded by the carrier's lock. Entries are
+ * Pure state: it calls no verbs, reads no clock, and is guarded by the engine's lock. Entries are
  * numbered from 0 in 32 bits that wrap. At most RING_ENTRIES are in flight in one direction, from the
  * moment the sender posts one until the receiver's device has consumed it. An entry is sent as two
  * messages: its record, first, and its data. */
@@ -55,9 +55,6 @@ struct incoming {
     bool credit_lost;  /* it may not have arrived: send it again */
     struct recv_status status[RING_ENTRIES];
 };
-
-/* How far one counter is ahead of another; negative when it is behind. */
-int32_t counter_ahead(uint32_t newer, uint32_t older);
 
 /* The first message before `limit` that has to be posted; false if there is none. */
 bool sequence_next_unsent(struct sequence *sequence, uint32_t limit, uint32_t *number);

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from hetero.link.base import Link, LinkDescription
+from hetero.link.gloo import GlooLink
 from hetero.link.handshake import Rendezvous
 from hetero.link.open import ChannelOptions, open_link
-from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.pipeline.groups import create_group
 from hetero.pipeline.reshard import layout_of
 from hetero.pipeline.resharded_edge import End, ReshardedEdge
+from hetero.pipeline.vendor_link import VendorLink
 from hetero.plan import Edge, Plan
 from hetero.startup.store import BoundedStore
 
@@ -25,7 +26,7 @@ class LinkOptions:
     """How the links of one run are opened; the same on every rank but for the addresses."""
 
     boundary_transport: str
-    """Between meshes: one of TRANSPORTS."""
+    """Between meshes: one of `hetero.link.TRANSPORTS`."""
     device: torch.device
     store: dist.Store
     secret: str
@@ -142,7 +143,7 @@ class _Opener:
         )
         source, target = (self._rank, peer) if is_source else (peer, self._rank)
         transport = options.boundary_transport if edge.is_boundary else options.vendor_backend
-        if transport == "nccl":
+        if transport == "nccl":  # inside a mesh
             groups = _vendor_groups(edge, sorted((source, target)), options.timeout)
             send_group, recv_group = groups if is_source else groups[::-1]
             return VendorLink(description, send_group=send_group, recv_group=recv_group)

@@ -175,12 +175,12 @@ def check_identities(
     identities: Sequence[RankIdentity],
     plan: Plan,
     *,
-    boundary_transport: str | None,
+    mixed: bool,
 ) -> None:
     """Refuse a run whose ranks cannot train together or differ from the plan. Raises UserError.
 
-    `boundary_transport` is that of links between meshes, None in a homogeneous run. Only releases
-    of PyTorch are compared: suffixes (`a0+gitabc.nv25.8`, `+rocm7.1`) always differ by vendor.
+    `mixed`: the run is on several vendors. Only releases of PyTorch are compared: suffixes
+    (`a0+gitabc.nv25.8`, `+rocm7.1`) always differ by vendor.
     """
     hosts = {identity.rank: identity.host for identity in identities}
     require_equal(hosts, [i.project_version for i in identities], what="versions of this project")
@@ -192,9 +192,7 @@ def check_identities(
         remedy=f"install the same on every node (Python 3.11 has {newest_core((3, 11))} only)",
     )
     _check_flags(identities)
-    _check_vendors(identities, plan, mixed=boundary_transport is not None)
-    if boundary_transport == "nccl":
-        _check_one_library(identities)
+    _check_vendors(identities, plan, mixed=mixed)
 
 
 def _check_flags(identities: Sequence[RankIdentity]) -> None:
@@ -276,15 +274,3 @@ def _check_vendors(identities: Sequence[RankIdentity], plan: Plan, *, mixed: boo
                 f"puts {what} on {planned}; start it on the other node, change the "
                 f"plan, or set {VENDOR_VARIABLE} to simulate"
             )
-
-
-def _check_one_library(identities: Sequence[RankIdentity]) -> None:
-    """`--hetero-transport nccl` is a baseline for simulated vendors: one library must serve all."""
-    actual = sorted({identity.actual_vendor for identity in identities})
-    if actual == ["cpu"]:
-        raise UserError("--hetero-transport nccl needs GPUs and there are none; use gloo")
-    if len(actual) > 1:
-        raise UserError(
-            f"--hetero-transport nccl cannot join {' and '.join(actual)}: NCCL and RCCL do not "
-            "understand each other; use gloo"
-        )

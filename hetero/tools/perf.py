@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import HeteroError, UserError
-from hetero.link.names import FAMILIES, TRANSPORTS
-from hetero.native.headers import constant
+from hetero.link import FAMILIES, TRANSPORTS
+from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDORS
 from hetero.startup.addresses import lead_gloo_towards
 from hetero.startup.identity import VENDOR_VARIABLE
@@ -54,6 +54,8 @@ from hetero.tools.tool_command_line import (
     run,
 )
 
+_MEASURED = (*TRANSPORTS, "nccl")
+"""The transports of a boundary and, beside them, what a mesh of GPUs uses within itself."""
 _MOST_RANKS = 1024
 """Of one machine."""
 
@@ -92,10 +94,10 @@ def _add_link_flags(parser: Parser) -> None:
     parser.add_argument(
         "--transports",
         nargs="+",
-        choices=TRANSPORTS,
-        default=[name for name in TRANSPORTS if name not in FAMILIES],
+        choices=_MEASURED,
+        default=[name for name in _MEASURED if name not in FAMILIES],
         metavar="NAME",
-        help=f"of {', '.join(TRANSPORTS)}; one that cannot run here is left out with a line",
+        help=f"of {', '.join(_MEASURED)}; one that cannot run here is left out with a line",
     )
     parser.add_argument(
         "--sizes",
@@ -119,7 +121,7 @@ def _add_link_flags(parser: Parser) -> None:
     )
     parser.add_argument(
         "--connections",
-        type=integer(1, maximum=constant("ENGINE_RAILS")),
+        type=integer(1, maximum=ENGINE_RAILS),
         default=default.connections,
         help="TCP connections in each direction, of tcp and of the bare sockets",
     )

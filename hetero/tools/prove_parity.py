@@ -3,7 +3,7 @@
 Runs pretrain_gpt.py as a homogeneous pipeline and, with the same flags, as a mixed one over each
 transport, and compares every loss and the final weights bit for bit:
 
-    hetero prove-parity --nproc 2 --transports gloo nccl --out runs/parity -- \\
+    hetero prove-parity --nproc 2 --transports gloo shm --out runs/parity -- \\
         --num-layers 16 ... --train-iters 20 --bf16 --deterministic-mode
 
 One machine plays both vendors, so what it proves is the software, not a vendor's kernels: the

@@ -244,9 +244,8 @@ class Initializer:
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
-        transport = args.hetero_transport if _crosses_vendors(args) else None
         try:
-            check_identities(identities, plan, boundary_transport=transport)
+            check_identities(identities, plan, mixed=_crosses_vendors(args))
         except UserError as error:
             # All ranks check the same identities and raise the same error.
             raise AgreedError(str(error)) from error

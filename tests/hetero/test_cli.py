@@ -12,6 +12,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from hetero import cli
+from hetero.errors import LinkError
 from hetero.tools.perf import main as perf
 from tests.commands import ROOT, ended
 
@@ -83,6 +84,18 @@ def test_a_subcommands_usage_names_both(capsys: pytest.CaptureFixture[str], monk
     with pytest.raises(SystemExit):
         perf()
     assert "usage: hetero perf links" in capsys.readouterr().out
+
+
+def test_a_library_that_is_not_built_is_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise LinkError("the library is not built")
+
+    monkeypatch.setattr(cli, "import_module", refuse)
+    monkeypatch.setattr(cli, "_begin", lambda _: None)
+    assert cli.main(["perf"]) == 1
+    assert capsys.readouterr().err == "error: the library is not built\n"
 
 
 def test_the_launchers_flags_are_torchruns() -> None:

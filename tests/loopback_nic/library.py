@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from hetero.link.rdma_ports import find_ports
-from hetero.native.binding import LIBRARY, checked, native
-from hetero.native.headers import FOLDER
+from hetero.link.nics import find_ports
+from hetero.native.binding import FOLDER, LIBRARY, checked, native
 from tests.hip_on_cuda.library import COMPILER, compiled
 
 SOURCES = [Path(__file__).with_name(f"loopback_{part}.c") for part in ("verbs", "carry")]
@@ -89,7 +88,7 @@ class LoopbackNics:
         """What is opened meanwhile finds these NICs."""
         with (
             mock.patch("hetero.link.carrier.native", return_value=self.library),
-            mock.patch("hetero.link.rdma_ports.native", return_value=self.library),
+            mock.patch("hetero.link.nics.native", return_value=self.library),
             mock.patch(
                 "hetero.link.verbs.find_ports",
                 functools.partial(find_ports, sys_root=self.sys_root),

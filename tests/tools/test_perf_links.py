@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero.link import FAMILIES
 from hetero.link.base import Link
-from hetero.link.names import FAMILIES
 from hetero.tools import perf
 from hetero.tools.link_bench import opened_links
 from hetero.tools.link_bench.bench_rank import run_rank
@@ -133,7 +133,7 @@ def run_with_faults(rank: int, options: Options, folder: str, out: str) -> None:
 
     def really_open_gloo(what):
         from hetero.link.base import LinkDescription
-        from hetero.link.torch_links import GlooLink
+        from hetero.link.gloo import GlooLink
 
         description = LinkDescription(rank=0, peer=1, secret=what.secret, timeout=what.timeout)
         return GlooLink(description, send_tag=101, recv_tag=102)

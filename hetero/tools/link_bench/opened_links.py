@@ -20,6 +20,7 @@ from hetero.tools.link_bench.measured_points import Messages, Meter
 from hetero.tools.link_bench.two_ranks import Both, Pair, StepFailed
 
 _PLAN = Plan(meshes=(Mesh("cpu", stages=1), Mesh("nvidia", stages=1)), layers=((1,), (1,)))
+_PLAN_OF_ONE_MESH = Plan(meshes=(Mesh("nvidia", stages=2),), layers=((1,), (1,)))
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Opener:
     def _link(self, name: str) -> Link:
         opening = LinkOptions(
             boundary_transport=name,
+            vendor_backend="nccl",
             device=self._device,
             store=dist.PrefixStore(f"links/{name}", self._store),
             secret="bench",
@@ -99,8 +101,12 @@ class Opener:
 
 
 def open_between_two(rank: int, opening: LinkOptions) -> Link:
-    """A link between two processes that are one stage each. Collective between them."""
-    (link,) = open_links(_PLAN, rank, opening).all()
+    """A link between two processes that are one stage each. Collective between them.
+
+    `nccl` crosses no boundary: it is measured as the vendor's library inside a mesh.
+    """
+    plan = _PLAN_OF_ONE_MESH if opening.boundary_transport == "nccl" else _PLAN
+    (link,) = open_links(plan, rank, opening).all()
     return link
 
 

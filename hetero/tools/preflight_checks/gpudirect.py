@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import PciDevice, ports_between
-from hetero.link.rdma_ports import libibverbs_missing
+from hetero.link.nics import libibverbs_missing
 from hetero.tools.preflight_checks.pci import redirects_peers
 from hetero.tools.preflight_checks.roots import Roots
 

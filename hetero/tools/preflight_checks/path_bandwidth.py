@@ -16,11 +16,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hetero.link import PATHS
 from hetero.link.base import Link
-from hetero.link.names import PATHS
-from hetero.link.nics import Nics
+from hetero.link.nics import Nics, rdma_missing
 from hetero.link.open import ChannelOptions
-from hetero.link.rdma_ports import rdma_missing
 from hetero.pipeline.links import LinkOptions
 from hetero.tools.launching.interrupts import children_ignore_interrupts
 from hetero.tools.link_bench.bare_limits import BareCopy, rate

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link.base import Link, Work, as_bytes, sendable
-from hetero.link.header import _DTYPES as DTYPES
+from hetero.link.header import DTYPES
 
 MESSAGES = 200
 """That are numbered."""

@@ -24,11 +24,10 @@ import torch.distributed as dist
 import hetero
 from hetero.device.choose_device import choose_device
 from hetero.errors import UnavailableTransport, first_line
+from hetero.link import PATHS
 from hetero.link.base import Link
-from hetero.link.connect import host_of
-from hetero.link.names import PATHS
 from hetero.link.nics import find_nics
-from hetero.link.open import ChannelOptions
+from hetero.link.open import ChannelOptions, host_of
 from hetero.startup.addresses import address_towards, reachable_address
 from hetero.text import integer
 from hetero.tools.collective_bench.collective_rank import CollectiveSession
@@ -266,7 +265,7 @@ class _Words(logging.Handler):
 def lose_a_rail(end: End) -> dict[str, Any]:
     """Messages both ways over several rails, of which the first end cuts one on the way."""
     words = _Words()
-    logger = logging.getLogger("hetero.link.failover")
+    logger = logging.getLogger("hetero.link.carrier")
     logger.addHandler(words)
     logger.propagate = False
     rails = max(2, 2 * len(end.nics))

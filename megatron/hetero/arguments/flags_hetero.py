@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Callable
 
-from hetero.link.names import TRANSPORTS
-from hetero.native.headers import constant
+from hetero.link import TRANSPORTS
+from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDORS
 from hetero.plan.mesh import RECOMPUTE
 from hetero.text import integer, seconds, text
@@ -91,7 +91,7 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hetero-tcp-connections",
-        type=integer(1, maximum=constant("ENGINE_RAILS")),
+        type=integer(1, maximum=ENGINE_RAILS),
         default=4,
         help="tcp connections of a link in each direction",
     )

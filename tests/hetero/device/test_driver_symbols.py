@@ -17,7 +17,7 @@ import torch
 from hetero.device import cuda_driver, hip_driver
 from hetero.device.driver_base import HOST_REGISTER_FLAGS, INVALID_CONTEXT, LAZY_PEER_ACCESS
 from hetero.device.vendor_library import Symbol
-from hetero.native.headers import FOLDER
+from hetero.native.binding import FOLDER
 from tests.hetero.device import amd_packages
 from tests.hetero.device.headers import Header, declared_sizes
 

@@ -28,7 +28,7 @@ from hetero.device.driver_base import (
     IpcHandle,
 )
 from hetero.device.vendor_library import Symbol
-from hetero.native.headers import FOLDER
+from hetero.native.binding import FOLDER
 from tests.hetero.device import amd_packages
 from tests.hetero.device.c_types import CType, Declarations, of_ctypes
 from tests.hetero.device.test_driver_symbols import in_c

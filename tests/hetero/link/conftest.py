@@ -12,7 +12,7 @@ import pytest
 
 from tests.hetero.link.contract import Pair
 from tests.hetero.link.joined import threads_named, wait_for
-from tests.hetero.link.tcp.ends import Network
+from tests.hetero.link.tcp_ends import Network
 from tests.hetero.link.transports import Transport, of_this_machine
 from tests.loopback_nic.library import LoopbackNics, lacking
 

@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.link.header import (
-    _DTYPES,
+    DTYPES,
     HEADER_BYTES,
-    MAX_DIMENSIONS,
     Header,
     difference,
     unnumbered_header,
 )
+from hetero.native.binding import MESSAGE_DIMENSIONS
 
 U64 = st.integers(0, 2**64 - 1)
 
 headers = st.builds(
     Header,
     sequence=U64,
-    dtype=st.sampled_from(_DTYPES),
-    shape=st.lists(U64, max_size=MAX_DIMENSIONS).map(tuple),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(U64, max_size=MESSAGE_DIMENSIONS).map(tuple),
     nbytes=U64,
     tag=st.integers(0, 2**32 - 1),
 )
@@ -57,8 +57,8 @@ def test_a_difference_names_the_field_and_both_values(field: str, value: Any, wo
     ("position", "value", "words"),
     [
         *((position, 0x21, "wrong magic") for position in (0, 3)),
-        (4, len(_DTYPES), "unknown dtype"),
-        (6, MAX_DIMENSIONS + 1, "too many dimensions"),
+        (4, len(DTYPES), "unknown dtype"),
+        (6, MESSAGE_DIMENSIONS + 1, "too many dimensions"),
     ],
 )
 def test_what_is_no_header_of_this_protocol_is_refused(
@@ -77,7 +77,7 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 
 def test_the_codes_of_dtypes_never_change() -> None:
     """Both ends of a boundary may run different builds of one protocol version."""
-    assert _DTYPES[:5] == (
+    assert DTYPES[:5] == (
         torch.float32,
         torch.bfloat16,
         torch.float16,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from hetero.link.shared_memory import make_memory, share_memory
+from hetero.link.ring import make_memory
+from hetero.link.shared_memory import share_memory
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.test_handshake import rendezvous
 

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from hetero.device.driver import HIP_LIBRARY_VARIABLE
 from hetero.device.host import HostDevice
 from hetero.link.base import Link, LinkDescription
+from hetero.link.gloo import GlooLink
 from hetero.link.handshake import Rendezvous
 from hetero.link.nics import Nics
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
-from hetero.link.ring_options import RingOptions
-from hetero.link.same_host import open_same_host
-from hetero.link.torch_links import GlooLink, VendorLink
+from hetero.link.ring import RingOptions
+from hetero.link.shared_memory import open_shared_memory
 from hetero.link.verbs import open_verbs
+from hetero.pipeline.vendor_link import VendorLink
 from hetero.startup.store import BoundedStore
 from tests.emulated_streams import EmulatedDevice
 from tests.hip_on_cuda.library import hip_on_cuda_library
@@ -109,7 +110,7 @@ def open_emulated(
     transport: str, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
     """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
-    return open_same_host(
+    return open_shared_memory(
         _rendezvous(description, store),
         RingOptions(transport, 1 << 20, 64 << 10, EmulatedDevice()),
     )

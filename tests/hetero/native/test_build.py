@@ -8,24 +8,19 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from ctypes import sizeof
+from ctypes import c_char_p, c_void_p, sizeof
 from pathlib import Path
 
 import pytest
 
 from hetero.errors import LinkError
-from hetero.link.header import HEADER_BYTES
-from hetero.native import binding, structures
-from hetero.native.binding import native
-from hetero.native.headers import FOLDER, structure
+from hetero.native import binding
+from hetero.native.binding import FOLDER, native
 from tests.hetero.device.headers import Header
+from tests.hetero.native import internals
 from tests.hip_on_cuda.library import COMPILER, LACKING
 
 ROOT = Path(__file__).resolve().parents[3]
-STRUCTURES = (
-    "entry_points streams copy_step flow transfer host_gpu ring_control ring_direction ring_record "
-    "ring_end ring_word engine_options verbs_end verbs_route verbs_port"
-).split()
 RDMA_CORE = Path("/usr/include/infiniband/verbs.h")
 SHARED_WHOLE = (
     "context_ops device_attr port_attr qp_cap qp_init_attr ah_attr qp_attr sge send_wr recv_wr wc"
@@ -119,38 +114,42 @@ def headers(tmp_path: Path) -> Header:
 
 
 @needs_compiler
-def test_structures_are_read_from_the_headers_as_a_compiler_lays_them_out(
-    headers: Header,
-) -> None:
-    read = {
+def test_structures_are_as_a_compiler_lays_them_out(headers: Header) -> None:
+    """Also those of the tests, which the library does not describe."""
+    shared = {
+        name: kind for name, kind in binding._structures().items() if hasattr(kind, "_fields_")
+    }
+    found = {
         f"{what}(struct {name}{comma}{field})": value
-        for name in STRUCTURES
+        for name, kind in (shared | internals.STRUCTURES).items()
         for what, comma, field, value in (
-            ("sizeof", "", "", sizeof(structure(name))),
-            *(
-                ("offsetof", ", ", f[0], getattr(structure(name), f[0]).offset)
-                for f in structure(name)._fields_
-            ),
+            ("sizeof", "", "", sizeof(kind)),
+            *(("offsetof", ", ", f[0], getattr(kind, f[0]).offset) for f in kind._fields_),
         )
     }
-    assert headers.values(read) == read
+    assert headers.values(found) == found
 
 
 @needs_compiler
-def test_python_reads_the_numbers_of_enumerations_as_c_has_them(headers: Header) -> None:
-    prefixes = {
-        structures.Step: "STEP_",
-        structures.HostFailure: "HOST_",
-        structures.HeaderState: "HEADER_",
-    }
-    read = {
-        prefixes.get(kind, "") + number.name: number.value
-        for kind in (structures.Vendor, structures.Progress, *prefixes)
-        for number in kind
-    }
-    assert len(read) == 19
-    read["RING_HEADER_BYTES"] = HEADER_BYTES
-    assert headers.values(read) == read
+def test_functions_are_declared_as_in_the_headers(headers: Header) -> None:
+    """As far as a compiler can tell: so many arguments, and a result of that size."""
+    found = {}
+    for name, (result, *arguments) in (binding._FUNCTIONS | internals.FUNCTIONS).items():
+        pointers = [kind in (c_void_p, c_char_p) for kind in arguments]
+        call = f"{name}({', '.join('(void *)0' if is_one else '0' for is_one in pointers)})"
+        found[f"sizeof({call})"] = 1 if result is None else sizeof(result)
+    assert headers.values(found) == found
+
+
+def test_a_member_that_the_library_does_not_describe_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = list(binding._rows("native_members", binding._Member))
+    left_out = [m for m in described if (m.structure, m.name) != (b"transfer", b"address")]
+    assert len(left_out) == len(described) - 1
+    monkeypatch.setattr(binding, "_rows", lambda *_: iter(left_out))
+    with pytest.raises(LinkError, match="leaves a member of struct transfer out"):
+        binding._structures()
 
 
 def declared() -> tuple[list[str], list[str]]:

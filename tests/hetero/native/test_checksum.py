@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.native.binding import native
+from tests.hetero.native.internals import internals
 
 WAYS = ("checksum", "checksum_portable")
 # RFC 3720, B.4.
@@ -29,7 +29,7 @@ VECTORS = {
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(("data", "expected"), VECTORS.items())
 def test_it_is_the_checksum_of_the_standard(name: str, data: bytes, expected: int) -> None:
-    assert getattr(native(), name)(data, len(data)) == expected
+    assert getattr(internals(), name)(data, len(data)) == expected
 
 
 @given(st.binary(max_size=200), st.integers(0, 9))
@@ -37,4 +37,4 @@ def test_both_ways_come_to_the_same_wherever_the_bytes_begin(data: bytes, skippe
     buffer = ctypes.create_string_buffer(data)
     begin = min(skipped, len(data))
     address, nbytes = ctypes.addressof(buffer) + begin, len(data) - begin
-    assert native().checksum(address, nbytes) == native().checksum_portable(address, nbytes)
+    assert internals().checksum(address, nbytes) == internals().checksum_portable(address, nbytes)

@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 
-from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.binding import native
-from hetero.native.headers import enumeration
-from hetero.native.structures import (
+from hetero.link.ring import SharedMemory, make_memory
+from hetero.native.binding import (
     CHECKSUM_BYTES,
+    Checksums,
     CopyStep,
     EntryPoints,
     HostFailure,
     HostGpu,
+    RingWord,
     Vendor,
+    native,
 )
 from tests.hetero.link.joined import meanwhile
 
 CALLER = 1
-_, APPEND_BEHIND_TARGET, VERIFY_SOURCE = enumeration("checksums")
+_, APPEND_BEHIND_TARGET, VERIFY_SOURCE = Checksums
 LIBRARY = native()
 
 
@@ -291,3 +292,32 @@ def test_after_a_failure_of_the_gpu_nothing_is_said_to_have_arrived(
     made, _ = given_a_message(EmulatedGpu(failing=call), words)
     assert (made.failure, words[0]) == (HostFailure.GPU_FAILED, 0)
     made.end()
+
+
+def test_a_word_that_has_changed_is_not_waited_for() -> None:
+    word = RingWord(value=1)
+    # Longer than a test may take.
+    assert LIBRARY.host_wait_word(ctypes.addressof(word), 1, 0, 310_000)
+
+
+def test_waiting_ends_after_the_time_given() -> None:
+    word = RingWord()
+    began = time.monotonic()
+    assert not LIBRARY.host_wait_word(ctypes.addressof(word), 1, 0, 200)
+    assert time.monotonic() - began >= 0.15
+
+
+@pytest.mark.parametrize("spin", [0, 30_000_000], ids=["asleep", "polling"])
+@pytest.mark.parametrize("before", [0, 2**32 - 1])
+def test_whoever_waits_is_woken_and_others_run_meanwhile(before: int, spin: int) -> None:
+    word = RingWord(value=before)
+
+    def sleep() -> None:
+        assert LIBRARY.host_wait_word(ctypes.addressof(word), before + 1, spin, 30_000)
+
+    with meanwhile(sleep) as sleeper:
+        # This thread goes on while the other sleeps: the wait does not hold the GIL.
+        time.sleep(0.1)
+        assert sleeper.is_alive()
+        LIBRARY.host_ring_doorbell(ctypes.addressof(word))
+        assert word.value == (before + 1) % 2**32

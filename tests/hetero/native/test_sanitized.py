@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.native.headers import FOLDER
+from hetero.native.binding import FOLDER
 from tests.hip_on_cuda.library import COMPILER, LACKING
 from tests.loopback_nic.library import SOURCES as NICS
 from tests.loopback_nic.library import VARIABLE

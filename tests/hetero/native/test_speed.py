@@ -7,8 +7,7 @@ from ctypes import addressof, byref, c_double, c_uint64, c_void_p
 
 import pytest
 
-from hetero.native.binding import native
-from hetero.native.headers import structure
+from tests.hetero.native.internals import Rail, RailOperations, internals
 
 DATA = 1
 CHUNK = 512 << 10
@@ -20,9 +19,9 @@ class Rails:
 
     def __init__(self, *rails: tuple[int, float]) -> None:
         # Where a rail does not tell `bytes_in_flight`, its own account counts.
-        self._operations = structure("rail_operations")(limits=(1, 1, 1))
+        self._operations = RailOperations(limits=(1, 1, 1))
         self.all = [
-            structure("rail")(
+            Rail(
                 addressof(self._operations), live=True, bytes_in_flight=load, bytes_per_second=speed
             )
             for load, speed in rails
@@ -30,15 +29,15 @@ class Rails:
         self._table = (c_void_p * len(self.all))(*map(addressof, self.all))
 
     def choose(self) -> int | None:
-        chosen = native().speed_choose(self._table, len(self.all), DATA, CHUNK)
+        chosen = internals().speed_choose(self._table, len(self.all), DATA, CHUNK)
         return list(self._table).index(chosen) if chosen else None
 
     def raise_idle(self) -> None:
-        native().speed_raise_idle(self._table, len(self.all))
+        internals().speed_raise_idle(self._table, len(self.all))
 
     def complete(self, index: int, *, posted: float, now: float) -> None:
         chunk, times = c_uint64(CHUNK), (c_double(posted), c_double(now))
-        native().speed_completed(byref(self.all[index]), chunk, *times)
+        internals().speed_completed(byref(self.all[index]), chunk, *times)
 
 
 def carry(rails: Rails, speeds: list[float], *, seconds: float, window: int = 64) -> list[int]:

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 
-from hetero.native.binding import native
-from hetero.native.headers import structure
-from hetero.native.structures import RING_ENTRIES
+from hetero.native.binding import RING_ENTRIES
+from tests.hetero.native.internals import Incoming, Outgoing, Sequence, internals
 
 ALMOST_ROUND = 2**32 - 3
 NO_BYTE = 2**64 - 1
-C = native()
+C = internals()
 
 
 class Sender:
     """One direction's sender, whose first entry has any number."""
 
     def __init__(self, first: int) -> None:
-        sequence = structure("sequence")(next=first, completed=first, posted_end=first)
-        self.state = structure("outgoing")(sequence, sequence, released=first, freed=first)
+        sequence = Sequence(next=first, completed=first, posted_end=first)
+        self.state = Outgoing(sequence, sequence, released=first, freed=first)
 
     def waiting(self, what: str, limit: int) -> int | None:
         number = c_uint32()
@@ -56,7 +55,7 @@ class Receiver:
     """One direction's receiver, whose first entry has any number."""
 
     def __init__(self, first: int) -> None:
-        self.state = structure("incoming")(posted=first, produced=first, credited=first)
+        self.state = Incoming(posted=first, produced=first, credited=first)
 
     def record(self, number: int, last_byte: int = 0) -> None:
         C.incoming_record(byref(self.state), number & 0x7FFFFFFF, last_byte)

@@ -15,14 +15,18 @@ from hetero.device.device import COMPLETED, CurrentStream, DeviceStreams, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.gpu import GpuCurrentStream, GpuStreams
 from hetero.device.hip_driver import HipDriver
-from hetero.link.flow import Flow
 from hetero.link.header import Header
-from hetero.link.ring import CONTROL_BYTES, Direction, EndState
-from hetero.link.ring_options import RingOptions
-from hetero.link.ring_transfer import RingEnds, RingTransfer, new_transfer
-from hetero.link.shared_memory import SharedMemory, make_memory
-from hetero.native.binding import native
-from hetero.native.structures import EntryPoints, HeaderState, Streams
+from hetero.link.ring import (
+    CONTROL_BYTES,
+    Direction,
+    EndState,
+    RingEnds,
+    RingOptions,
+    SharedMemory,
+    make_memory,
+)
+from hetero.link.ring_link import Flow, RingTransfer, new_transfer
+from hetero.native.binding import EntryPoints, HeaderState, Streams, native
 from tests.emulated_streams import EmulatedDevice
 
 JOIN = 0xE0

@@ -13,11 +13,9 @@ import torch
 from hetero.device.device import Event
 from hetero.link.handshake import Rendezvous
 from hetero.link.header import Header
-from hetero.link.ring import Direction
-from hetero.link.ring_link import RingLink
-from hetero.link.ring_options import RingOptions
-from hetero.link.ring_transfer import RingTransfer
-from hetero.link.same_host import open_same_host
+from hetero.link.ring import Direction, RingOptions
+from hetero.link.ring_link import RingLink, RingTransfer
+from hetero.link.shared_memory import open_shared_memory
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import JoinedEnds
 
@@ -54,7 +52,7 @@ class Setup(JoinedEnds):
     def open(self, rendezvous: Rendezvous) -> RingLink:
         rank = rendezvous.description.rank
         options = RingOptions(self.transport, self.ring_bytes[rank], 16 << 10, self.devices[rank])
-        return open_same_host(rendezvous, options)
+        return open_shared_memory(rendezvous, options)
 
 
 @contextmanager

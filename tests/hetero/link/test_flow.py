@@ -15,10 +15,10 @@ from hetero.device.device import COMPLETED, CurrentStream, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
-from hetero.link.flow import UnexpectedEntry
 from hetero.link.header import Header
-from hetero.link.ring import COUNTER_MASK, ENTRIES, ahead
-from hetero.native.structures import Progress, RingRecord
+from hetero.link.ring import COUNTER_MASK, ahead
+from hetero.link.ring_link import UnexpectedEntry
+from hetero.native.binding import RING_ENTRIES, Progress, RingRecord
 from tests.hetero.link.ring.driven import CONTROL, INCOMING_RING, JOIN, OUTGOING_RING, World
 from tests.hetero.link.ring.pair import count_from
 
@@ -40,7 +40,7 @@ steps = st.one_of(
     st.tuples(
         st.just("advance"),
         st.sampled_from(["produced", "consumed"]),
-        st.sampled_from([1, 2, ENTRIES]),
+        st.sampled_from([1, 2, RING_ENTRIES]),
     ),
     st.tuples(st.just("again"), streams),
     st.tuples(st.just("exchange"), st.lists(sizes, max_size=2), st.booleans(), keys),
@@ -155,7 +155,7 @@ class Observer:
     def _entries_in_flight_lie_apart(self) -> None:
         direction = self._world.direction
         count = ahead(direction.posted, direction.retired)
-        assert count <= ENTRIES
+        assert count <= RING_ENTRIES
         found = [direction.record(direction.retired + number) for number in range(count)]
         in_flight = sorted((e for e in found if e.nbytes), key=lambda e: e.slot)
         for one, other in itertools.pairwise(in_flight):
@@ -209,9 +209,9 @@ def check_script(
 
 def test_the_ring_holds_as_many_entries_as_it_has_records_for() -> None:
     world = World(CudaDriver)
-    for _ in range(ENTRIES + 3):
+    for _ in range(RING_ENTRIES + 3):
         send(world, 0, (KEYS[0], None), "idle")
-    assert world.sender.count == ENTRIES
+    assert world.sender.count == RING_ENTRIES
     assert len(world.sender.waiting) == 3
 
 

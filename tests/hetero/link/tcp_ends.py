@@ -14,11 +14,10 @@ import pytest
 
 from hetero.device.device import Device
 from hetero.device.host import HostDevice
-from hetero.link.carrier import Carrier
-from hetero.link.control import Control
+from hetero.link.carrier import Carrier, Control
 from hetero.link.handshake import Rendezvous
+from hetero.link.ring import RingOptions
 from hetero.link.ring_link import RingLink
-from hetero.link.ring_options import RingOptions
 from hetero.link.tcp import open_tcp
 from tests.hetero.link.joined import CPU, JoinedEnds
 

@@ -1,69 +1,11 @@
-/* What Python calls through ctypes (binding.py). Nothing here holds the GIL, and nothing blocks but the
- * GPU's driver.
+/* One direction of one end of a link over a ring (hetero/link/ring_link.py; ring.h has the memory layout).
  *
- * A flow is one direction of one end of a link over a ring (hetero/link/flow.py; ring.h has the memory
- * layout). Call everything that takes a flow with its link's lock, which Python holds. */
-#ifndef HETERO_NATIVE_H
-#define HETERO_NATIVE_H
+ * Call everything with the link's lock, which Python holds. */
+#ifndef HETERO_FLOW_H
+#define HETERO_FLOW_H
 
-#include "host.h"
 #include "ring.h"
-
-#include <stdbool.h>
-#include <stdint.h>
-
-/* A checksum of the sources that the library was built from (setup.py). */
-uint32_t native_version(void);
-
-/* For loops that spin: a monotonic clock in nanoseconds, a pause between two polls, and the number of
- * polls between two system calls. */
-#define SPIN_POLLS 32
-int64_t spin_clock(void);
-void spin_pause(void);
-
-/* Upper half: the enum step that failed; lower half: what the driver returned. 0 for success. */
-typedef uint64_t failure;
-
-enum step {
-    STEP_WAIT_VALUE = 1,
-    STEP_COPY,
-    STEP_WRITE_VALUE,
-    STEP_RECORD_EVENT,
-    STEP_WAIT_EVENT,
-    STEP_COUNTER_LIMIT
-};
-
-/* Where copies go and, joined with it by an event, the waits and writes of messages of several chunks. All
- * three may be one. */
-struct streams {
-    struct entry_points driver;
-    uint64_t copies;
-    uint64_t waits;
-    uint64_t writes;
-    uint64_t join_event;
-    /* Whether the last write went to the side stream: one among the copies must then follow it. */
-    bool last_write_on_side;
-};
-
-/* A GPU's asynchronous copy; returns the driver's code. */
-int driver_copy(const struct entry_points *driver, uint64_t stream, const struct copy_step *step);
-
-/* Whether a caller's stream can wait for a word: not where it is the calling thread, whose work is complete
- * when a call returns. */
-static inline bool caller_can_wait(const struct streams *streams)
-{
-    return streams->driver.vendor != HOST;
-}
-
-/* `on_side_stream` for an entry that others of its message precede or follow. */
-failure streams_enqueue(struct streams *streams, const struct copy_step *step, bool on_side_stream);
-/* Make one stream of a driver wait until a word has come to a value, or write it. */
-failure native_wait_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
-                          uint32_t value);
-failure native_write_value(const struct entry_points *driver, uint64_t stream, uint64_t address,
-                           uint32_t value);
-/* Make a stream wait for all work enqueued on another so far. */
-failure streams_wait_stream(const struct streams *streams, uint64_t stream, uint64_t other);
+#include "streams.h"
 
 /* Python sets all fields before those that C maintains, and owns it and what it points to. */
 struct flow {
@@ -87,7 +29,7 @@ struct flow {
     uint64_t wake_peer;
     uint64_t wake_argument;
     /* A message of bytes; its numbers are filled in for each. */
-    uint8_t bytes_header[RING_HEADER_BYTES];
+    struct message_header bytes_header;
     bool is_outgoing;
 
     /* Maintained by C, 0 at first. */
@@ -127,7 +69,7 @@ struct transfer {
     uint32_t completes_at_receiver; /* when the receiver's device has consumed it, not the sender's */
     uint64_t offset;                /* bytes enqueued */
     uint64_t count;                 /* entries that its flow has enqueued with it */
-    uint8_t header[RING_HEADER_BYTES];
+    struct message_header header;
 };
 
 /* Enqueue as many entries as possible of the first message of its flow that is not; returns its progress.

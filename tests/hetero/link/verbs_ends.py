@@ -8,8 +8,8 @@ import torch
 
 from hetero.link.handshake import Rendezvous
 from hetero.link.nics import Nics
+from hetero.link.ring import RingOptions
 from hetero.link.ring_link import RingLink
-from hetero.link.ring_options import RingOptions
 from hetero.link.verbs import open_verbs
 from tests.hetero.link.joined import CPU, JoinedEnds
 

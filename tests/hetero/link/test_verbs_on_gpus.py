@@ -17,10 +17,10 @@ import torch
 from hetero.device.driver import driver_for
 from hetero.device.gpu import GpuDevice
 from hetero.link.ring_link import RingLink
-from hetero.native.binding import native
-from hetero.native.structures import CopyStep
+from hetero.native.binding import CopyStep
 from tests.gpus import gpu_of
-from tests.hetero.link.verbs.ends import Setup
+from tests.hetero.link.verbs_ends import Setup
+from tests.hetero.native.internals import internals
 from tests.loopback_nic.library import Fault, LoopbackNics, lacking
 
 pytestmark = [
@@ -49,7 +49,7 @@ def reaching_gpus(nics: LoopbackNics) -> Iterator[LoopbackNics]:
     def copy_between_gpus(target: int, source: int, nbytes: int) -> None:
         with driver.on_device(0):
             step = CopyStep(target=target, source=source, nbytes=nbytes)
-            copied = native().driver_copy(byref(entry), stream.cuda_stream, byref(step))
+            copied = internals().driver_copy(byref(entry), stream.cuda_stream, byref(step))
             assert copied == 0
             stream.synchronize()
 

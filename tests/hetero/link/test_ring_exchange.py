@@ -14,7 +14,7 @@ from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from hetero.link.ring_exchange import Message, RingExchange, begin
-from hetero.native.structures import Step
+from hetero.native.binding import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken
 from tests.hetero.link.ring.pair import LARGE, Pair, number_of, opened

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from hetero.device.cuda_driver import CudaDriver
-from hetero.link import flow, ring
-from hetero.link.ring import CONTROL_BYTES, EndState
-from hetero.link.shared_memory import SharedMemory, make_memory
+from hetero.link import ring, ring_link
+from hetero.link.ring import CONTROL_BYTES, EndState, SharedMemory, make_memory
 from tests.hetero.link.ring.driven import World
 
 
@@ -30,7 +29,7 @@ class Unseen:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> Unseen:
     made = Unseen()
-    for module in (ring, flow):
+    for module in (ring, ring_link):
         monkeypatch.setattr(module, "acquire_fence", lambda: made)
     return made
 

@@ -21,7 +21,7 @@ from hetero.device.device import CurrentStream, Word
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
-from hetero.native.structures import Step
+from hetero.native.binding import Step
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import CPU, is_broken, meanwhile, wait_for
 from tests.hetero.link.ring.pair import (
