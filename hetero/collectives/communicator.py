@@ -17,29 +17,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.calls import Call
-from hetero.collectives.cpu_p2p import CpuP2P
-from hetero.collectives.failure_report import (
+from hetero.collectives.failures import (
     ABORTED,
     IDLE,
     IN_A_CALL,
     LEFT,
     POLL_SECONDS,
-    CollectiveError,
+    Presence,
     RankStatus,
     StatusBoard,
     explain,
 )
-from hetero.collectives.gpu_p2p import GpuP2P
-from hetero.collectives.group_links import Link, Links, address_for_gloo, clone
-from hetero.collectives.intra_vendor import VendorLibrary, new_library
-from hetero.collectives.p2p_batch import CallContext
-from hetero.collectives.presence import Presence
-from hetero.collectives.running_call import Algorithm, RunningCall
-from hetero.collectives.side_stream import SideStream
-from hetero.collectives.vendor_layout import Layout
-from hetero.collectives.work import CollectiveWork, Worker
+from hetero.collectives.layout import Layout
+from hetero.collectives.links import CallContext, Links, address_for_gloo, clone
+from hetero.collectives.p2p import CpuP2P, GpuP2P
+from hetero.collectives.vendor_library import VendorLibrary, new_library
+from hetero.collectives.work import (
+    Algorithm,
+    Call,
+    CollectiveError,
+    CollectiveWork,
+    RunningCall,
+    SideStream,
+    Worker,
+)
 from hetero.errors import LinkError
+from hetero.link.base import Link
 
 _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
@@ -148,7 +151,7 @@ class Communicator:
             check_abort=_weakly(self._check_peer),
         )
         if on_cpu:
-            return CpuP2P(layout=self.layout, links=links, store=store)
+            return CpuP2P(layout=self.layout, links=links)
         return GpuP2P(rank=self.layout.rank, links=links, device=self.device)
 
     @property

@@ -1,10 +1,12 @@
 """Which reductions there are for which dtype, and how they come about."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.reductions import UnsupportedError, reduction_for
+from hetero.collectives.vendor_library import UnsupportedError, reduction_for
 
 
 @pytest.mark.parametrize(

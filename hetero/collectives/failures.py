@@ -1,25 +1,35 @@
-"""The error of a failed call: every rank reports its status, and `explain` names the culprit.
+"""How the ranks of a group learn that one has failed or ended, and which.
 
 A rank whose call fails writes its status to the group's store and sets a failure flag there. Ranks
 that are in no call poll the flag and then report their last call. A rank that reports nothing has
-ended.
+exited; one that waits for it to open a link sees that by its `Presence`. `explain` names the
+culprit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from hetero.collectives.calls import Call
-from hetero.collectives.vendor_layout import Layout, Member
+from hetero.collectives.layout import Layout, Member
+from hetero.collectives.work import Call
 from hetero.errors import LinkError
+from hetero.startup.addresses import (
+    PORT_RANGE,
+    interface_with,
+    is_loopback,
+    listen_everywhere,
+)
+from hetero.startup.process import close_in_children
 from hetero.startup.store import BoundedStore, StoreHostEnded
 from hetero.text import spans
 
@@ -30,10 +40,6 @@ _FAILURE_FLAG = "failure"
 _PAUSE_SECONDS = 0.05
 
 IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
-
-
-class CollectiveError(LinkError, dist.DistBackendError):
-    """A call of a group failed; the text names the rank at fault, and what each rank called."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class StatusBoard:
         while time.monotonic() < deadline:
             for member in missing:
                 if self._has_gone(member):
-                    yield f"{member} has ended, or has left the group"
+                    yield f"{member} has exited or left the group"
                     return
             time.sleep(_PAUSE_SECONDS)
 
@@ -160,7 +166,9 @@ def explain(
     if report.store_error:
         reasons.append(report.store_error)
     elif missing:
-        reasons.append(f"{_names(missing)} said nothing: ended, or out of reach; see its log")
+        reasons.append(
+            f"{_names(missing)} did not report: exited, or cannot be reached; see its log"
+        )
     calls = _ranks_by_call(layout, in_call)
     latest = max((call.sequence for call in calls), default=0)
     # A rank that is in another call of another number has not called anything different.
@@ -223,3 +231,146 @@ def _ranks_by_call(layout: Layout, statuses: Sequence[RankStatus]) -> Mapping[Ca
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(map(str, members))
+
+
+_LARGEST_BACKLOG = 4096
+_CONNECT_SECONDS = 1.0
+
+
+class Presence:
+    """One rank's listener, and its connections to those that it waits for.
+
+    Each rank listens until it leaves the group or its process exits. Nothing is ever accepted or
+    sent: the kernel resets the connections of a process that has exited, and refuses new ones.
+
+    Args:
+        size: of the group.
+        store_host: by which name this rank reaches the host of the store.
+    """
+
+    def __init__(self, *, size: int, store_host: str) -> None:
+        # A rank's two kinds of devices wait for each peer twice each: calls and messages.
+        self._listener = listen_everywhere(backlog=min(4 * size, _LARGEST_BACKLOG))
+        close_in_children(self._listener)
+        self.store_host = store_host
+        self.port: int = self._listener.getsockname()[1]
+        self._connections: dict[int, socket.socket] = {}
+
+    def has_gone(self, member: Member) -> bool:
+        """Whether a rank of the group has ended or left. Any thread may call it."""
+        if _is_own_address_of_another_host(member):
+            return False
+        connection = self._connections.get(member.rank)
+        try:
+            # A connection may be lost with a network. Only a refusal shows that nobody listens.
+            if connection is None or _is_lost(connection):
+                self._connections[member.rank] = self._connect(member)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def require(self, member: Member) -> None:
+        """Raise LinkError if a rank of the group has ended or left."""
+        was_reached = member.rank in self._connections
+        if not self.has_gone(member):
+            return
+        if was_reached:
+            raise LinkError(f"{member} has exited or left the group; see its log")
+        host, port = member.address
+        raise LinkError(
+            f"{member} has exited or left the group, or a firewall rejects connections to "
+            f"{host}:{port}; see its log, or open the ports between the hosts ({PORT_RANGE})"
+        )
+
+    def _connect(self, member: Member) -> socket.socket:
+        host, port = member.address
+        # A rank whose own address is of the loopback interface is on the store's host.
+        host = self.store_host if is_loopback(host) else host
+        connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+        connection.setblocking(False)
+        return connection
+
+    def leave(self) -> None:
+        """Stop listening. The others' `require` raises from now on."""
+        for connection in (self._listener, *self._connections.values()):
+            connection.close()
+
+
+def _is_own_address_of_another_host(member: Member) -> bool:
+    """Whether this host has a member's address too, as of `docker0`, and would answer itself."""
+    host, _ = member.address
+    if is_loopback(host) or member.host == socket.gethostname():
+        return False
+    return interface_with(host) is not None
+
+
+def _is_lost(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+_VERDICT_SECONDS = 2.0
+_PASSED, _FAILED = "passed", "failed"
+
+
+class MonitoredBarrier:
+    """The monitored barriers of one group, with gloo's errors, over the store alone."""
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._count = 0
+
+    def wait(self, timeout: timedelta, *, wait_all_ranks: bool = False) -> None:
+        """Rank 0 waits for all others, which wait for its verdict. RuntimeError names the missing.
+
+        Args:
+            wait_all_ranks: name all missing ranks, not only the first.
+        """
+        self._count += 1
+        store = BoundedStore(self._store, seconds=timeout.total_seconds() + _VERDICT_SECONDS)
+        name = f"monitored barrier {self._count}"
+        if self._rank:
+            self._report_to_rank_0(store, name, timeout)
+            return
+        missing: list[int] = []
+        deadline = time.monotonic() + timeout.total_seconds()
+        for rank in range(1, self._size):
+            if not missing and time.monotonic() > deadline:
+                store.set(f"{name}/verdict", _FAILED)
+                raise RuntimeError(
+                    f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
+                )
+            if not _comes(store, f"{name}/{rank}", seconds=deadline - time.monotonic()):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        store.set(f"{name}/verdict", _FAILED if missing else _PASSED)
+        if missing:
+            noun = "Ranks" if wait_all_ranks else "Rank"
+            names = ", ".join(map(str, missing))
+            raise RuntimeError(
+                f"{noun} {names} failed to pass monitoredBarrier in {timeout}; see the log there"
+            )
+
+    def _report_to_rank_0(self, store: BoundedStore, name: str, timeout: timedelta) -> None:
+        store.set(f"{name}/{self._rank}", "reached")
+        verdict, seconds = f"{name}/verdict", timeout.total_seconds() + _VERDICT_SECONDS
+        if not _comes(store, verdict, seconds=seconds) or store.get(verdict).decode() != _PASSED:
+            raise RuntimeError(
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                "while waiting for send/recv from rank 0; see what rank 0 says"
+            )
+
+
+def _comes(store: BoundedStore, key: str, *, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
