@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hetero.link.control import Control, PathsLost
-from tests.hetero.test_liveness import TimedOut
+from tests.hetero.startup.test_liveness import TimedOut
 
 
 @pytest.fixture
