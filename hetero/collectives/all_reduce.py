@@ -22,7 +22,6 @@ from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
 from hetero.collectives.vendor_library import (
     LibraryWork,
     Reduction,
-    UnsupportedError,
     combine_in_order,
 )
 
@@ -206,7 +205,7 @@ def reduce(
 def require_sum(reduction: Reduction) -> None:
     """Refuse any other reduction of sparse tensors, before anything is sent."""
     if reduction.kernel != "SUM" or reduction.factor is not None:
-        raise UnsupportedError(
+        raise NotImplementedError(
             f"there is no reduction {reduction.name} of sparse tensors; take SUM"
         )
 

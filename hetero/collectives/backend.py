@@ -112,15 +112,11 @@ def replace_backends() -> None:
             and not c10d._world.pg_map
             and bound.arguments["group_size"] > 1
         )
-        if is_watched:
-            _tell_vendor(bound.arguments["store"], rank=bound.arguments["group_rank"])
+        vendors = _submit_vendor(**bound.arguments) if is_watched else None
         group, store = original(*bound.args, **bound.kwargs)
-        if is_watched and bound.arguments["group_rank"] == 0:
-            _warn_of_one_library(
-                bound.arguments["store"],
-                backend=c10d.get_backend(group) if group in c10d._world.pg_map else str(requested),
-                size=bound.arguments["group_size"],
-            )
+        if vendors is not None and bound.arguments["group_rank"] == 0:
+            backend = c10d.get_backend(group) if group in c10d._world.pg_map else str(requested)
+            _warn_of_one_library(vendors, backend)
         if bound.arguments["backend"] is not requested and group in c10d._world.pg_map:
             # Report the requested backend: scripts compare get_backend() with it.
             c10d._world.pg_map[group] = (requested, store)
@@ -141,28 +137,26 @@ def instead_of(backend: Any) -> Any:
     return Backend("hetero") if requested & replaced else backend
 
 
-_VENDOR_KEY = "hetero vendor"
-
-
-def _tell_vendor(store: Any, *, rank: int) -> None:
-    """Before a first group that `hetero` does not make: leave this rank's vendor for rank 0."""
+def _submit_vendor(*, store: Any, group_rank: int, group_size: int, **_: Any) -> Any:
+    """Before a first group that `hetero` does not make: tell rank 0 this rank's vendor."""
     import torch
 
+    from hetero.startup.exchange import Exchange
     from hetero.startup.identity import VENDOR_VARIABLE, own_vendor
 
     vendor = "amd" if torch.version.hip else ("nvidia" if torch.version.cuda else "cpu")
     if os.environ.get(VENDOR_VARIABLE, "plan") != "plan":
         vendor = own_vendor()  # else only the build is looked at: a script may fork before CUDA
-    store.set(f"{_VENDOR_KEY}/{rank}", vendor)
+    vendors = Exchange(store, "hetero vendors", member=group_rank, size=group_size)
+    vendors.submit({"vendor": vendor})
+    return vendors
 
 
-def _warn_of_one_library(store: Any, *, backend: str, size: int) -> None:
+def _warn_of_one_library(exchange: Any, backend: str) -> None:
     """On rank 0, after that group was made: warn where its ranks are of several vendors."""
-    keys = [f"{_VENDOR_KEY}/{rank}" for rank in range(size)]
-    if not store.check(keys):  # a library that connects later, when all ranks have come
+    if exchange.missing():  # a library that connects later, when all ranks have come
         return
-    told = [vendor.decode() for vendor in store.multi_get(keys)]
-    vendors = list(dict.fromkeys(told))
+    vendors = list(dict.fromkeys(told["vendor"] for told in exchange.wait(0.0)))
     if len(vendors) == 1:
         return
     print_line(

@@ -1,42 +1,40 @@
-"""How the ranks of a group learn that one has failed or ended, and which.
+"""How the ranks of a group learn that one has failed or exited, and which.
 
-A rank whose call fails writes its status to the group's store and sets a failure flag there. Ranks
-that are in no call poll the flag and then report their last call. A rank that reports nothing has
-exited; one that waits for it to open a link sees that by its `Presence`. `explain` names the
-culprit.
+A rank whose call fails submits its status to an exchange in the group's store. Ranks that are in no
+call poll that exchange, and then submit their last call. A rank that submits nothing has exited;
+one that waits for it to open a link sees that by its `Presence`. `explain` names the culprit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from hetero.collectives.layout import Layout, Member
 from hetero.collectives.work import Call
-from hetero.errors import LinkError
+from hetero.errors import ExchangeError, LinkError
 from hetero.startup.addresses import (
     PORT_RANGE,
     interface_with,
     is_loopback,
     listen_everywhere,
 )
+from hetero.startup.exchange import Exchange
 from hetero.startup.process import close_in_children
 from hetero.startup.store import BoundedStore, StoreHostEnded
 from hetero.text import spans
 
 POLL_SECONDS = 2.0
-"""How often a rank that is in no call polls the failure flag."""
+"""How often a rank that is in no call looks whether another one has failed."""
 _GRACE_SECONDS = 3 * POLL_SECONDS
-_FAILURE_FLAG = "failure"
 _PAUSE_SECONDS = 0.05
 
 IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
@@ -44,7 +42,7 @@ IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank reports when something has failed."""
+    """What one rank reports when a rank has failed, or when it leaves the group."""
 
     rank: int
     """In the group."""
@@ -53,62 +51,65 @@ class RankStatus:
     call: Call | None
     """The call that failed, or the last one that was made."""
     error: str = ""
-    failure_order: int = 0
-    """Position among the ranks that set the failure flag: the first has the cause, later ones its
-    consequences."""
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes | str) -> RankStatus:
-        values: dict[str, Any] = json.loads(text)
-        if values["call"] is not None:
-            values["call"] = Call.from_dict(values["call"])
-        return cls(**values)
+    def from_dict(cls, values: Mapping[str, Any]) -> RankStatus:
+        call = values["call"]
+        return cls(**{**values, "call": call and Call.from_dict(call)})
 
 
 @dataclass(frozen=True)
-class StatusReport:
-    """The statuses that the ranks of a group have reported."""
+class Report:
+    """The statuses that the ranks of a group have reported, the first one first.
+
+    The first with an error has the cause, later ones its consequences.
+    """
 
     statuses: Sequence[RankStatus]
     store_error: str = ""
-    """Why statuses could not be read, if so, and who has ended as far as that is known."""
+    """Why statuses could not be read, if so, and who has exited as far as that is known."""
 
 
-class StatusBoard:
-    """The statuses of one group's ranks, in the group's store."""
+class Statuses:
+    """The statuses of one group's ranks: an exchange for whose end nobody waits."""
 
     def __init__(
         self, store: dist.Store, layout: Layout, *, has_gone: Callable[[Member], bool]
     ) -> None:
         """`has_gone` says whether a rank will report nothing any more."""
-        # A caller's next call waits for a poll to end.
-        self._store, self._layout = BoundedStore(store, seconds=POLL_SECONDS), layout
-        self._has_gone = has_gone
+        self._exchange = Exchange(
+            BoundedStore(store, seconds=POLL_SECONDS),  # a caller's next call waits for a poll
+            "statuses",
+            member=layout.rank,
+            size=layout.size,
+        )
+        self._layout, self._has_gone = layout, has_gone
+        self._lock, self._has_submitted = threading.Lock(), False
         self._is_lost = False
         """Whether the store's host has ended. PyTorch logs a stack trace each time it is asked."""
 
-    def publish(self, status: RankStatus, *, failed: bool = False) -> RankStatus:
-        """Write this rank's status, and with `failed` the flag. A store that is gone is ignored."""
-        with contextlib.suppress(RuntimeError):
-            if failed:
-                status = replace(status, failure_order=self._store.add(_FAILURE_FLAG, 1))
-            self._store.set(self._key(status.rank), status.encode())
-        return status
+    def submit(self, status: RankStatus) -> None:
+        """Report this rank's status. The first one counts; a store that is gone is ignored."""
+        with self._lock:
+            is_first, self._has_submitted = not self._has_submitted, True
+        if is_first:
+            with contextlib.suppress(ExchangeError, RuntimeError):
+                self._exchange.submit(asdict(status))
 
     def has_failure(self) -> bool:
+        """Whether a rank has reported anything but that it leaves."""
         if self._is_lost:
             return False
         try:
-            return self._store.check([_FAILURE_FLAG])
-        except RuntimeError as error:
+            return self._exchange.has_begun() and any(
+                status.state != LEFT for status in self._submitted().values()
+            )
+        except (ExchangeError, RuntimeError) as error:
             # One that only hangs may answer later.
-            self._is_lost = isinstance(error, StoreHostEnded)
+            self._is_lost = isinstance(error.__cause__, StoreHostEnded)
             return False
 
-    def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> StatusReport:
+    def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> Report:
         """This rank's status and those that the others report within `seconds`."""
         found = {own.rank: own}
         began = time.monotonic()
@@ -119,23 +120,26 @@ class StatusBoard:
                 # each question is a connection.
                 asks = time.monotonic() > began + POLL_SECONDS
                 gone = {member.rank for member in missing if asks and self._has_gone(member)}
-                for member in missing:
-                    if self._store.check([self._key(member.rank)]):
-                        text = self._store.get(self._key(member.rank))
-                        found[member.rank] = RankStatus.decode(text)
+                submitted = self._submitted()
+                found = submitted if own.rank in submitted else {**submitted, own.rank: own}
                 missing = [m for m in missing if m.rank not in {*found, *gone}]
                 if missing:
                     time.sleep(_PAUSE_SECONDS)
             store_error = ""
-        except dist.DistNetworkError as error:
-            store_error = "; ".join([*self._ended_with_store(missing), str(error)])
-        return StatusReport([found[rank] for rank in sorted(found)], store_error)
+        except ExchangeError as error:
+            store_error = "; ".join([*self._ended_with_store(missing), str(error.__cause__)])
+        return Report(list(found.values()), store_error)
+
+    def _submitted(self) -> dict[int, RankStatus]:
+        """By rank, the first one first."""
+        submitted = self._exchange.submitted()
+        return {rank: RankStatus.from_dict(values) for rank, values in submitted.items()}
 
     def _ended_with_store(self, missing: Sequence[Member]) -> Iterator[str]:
-        """Which rank has ended, if the store was in its process.
+        """Which rank has exited, if the store was in its process.
 
-        Without a store the others cannot say that they are there, and end for the same reason: only
-        who has ended first is of interest.
+        Without a store the others cannot say that they are there, and exit for the same reason:
+        only who has exited first is of interest.
         """
         deadline = time.monotonic() + POLL_SECONDS
         while time.monotonic() < deadline:
@@ -145,16 +149,10 @@ class StatusBoard:
                     return
             time.sleep(_PAUSE_SECONDS)
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"status/{rank}"
 
-
-def explain(
-    group: str, layout: Layout, report: StatusReport, *, own: RankStatus, timeout: float
-) -> str:
+def explain(group: str, layout: Layout, report: Report, *, own: RankStatus, timeout: float) -> str:
     """One sentence on what happened. Pure."""
-    statuses = report.statuses
+    statuses = sorted(report.statuses, key=lambda status: status.rank)
     called = f"{own.call}" if own.call else "a call"
     opening = (
         f"{called} of group {group}, whose timeout is {timeout:g} s, failed on "
@@ -190,19 +188,13 @@ def explain(
             if status.state == state and last < latest:
                 after = f" since {status.call}" if status.call else ""
                 reasons.append(f"{layout.members[status.rank]} {what}{after}")
-    first = _first_failed(statuses)
+    first = next((status for status in report.statuses if status.error), None)
     if first is None or not reasons:
         return f"{opening}: {'; '.join(reasons or _first_error(layout, first, calls))}"
     # The links of the others say that a rank has closed its own, which is not to blame for that.
-    who = "" if first is own else f"{layout.members[first.rank]}: "
+    who = "" if first.rank == own.rank else f"{layout.members[first.rank]}: "
     is_told = different or first.state == ABORTED
     return f"{opening}: {'; '.join(reasons)}{'' if is_told else f' ({who}{first.error})'}"
-
-
-def _first_failed(statuses: Sequence[RankStatus]) -> RankStatus | None:
-    """The status whose error came before all others."""
-    failed = [status for status in statuses if status.error]
-    return min(failed, key=lambda status: status.failure_order) if failed else None
 
 
 def _first_error(layout: Layout, first: RankStatus | None, calls: Mapping[Call, str]) -> list[str]:
@@ -313,64 +305,3 @@ def _is_lost(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-_VERDICT_SECONDS = 2.0
-_PASSED, _FAILED = "passed", "failed"
-
-
-class MonitoredBarrier:
-    """The monitored barriers of one group, with gloo's errors, over the store alone."""
-
-    def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._count = 0
-
-    def wait(self, timeout: timedelta, *, wait_all_ranks: bool = False) -> None:
-        """Rank 0 waits for all others, which wait for its verdict. RuntimeError names the missing.
-
-        Args:
-            wait_all_ranks: name all missing ranks, not only the first.
-        """
-        self._count += 1
-        store = BoundedStore(self._store, seconds=timeout.total_seconds() + _VERDICT_SECONDS)
-        name = f"monitored barrier {self._count}"
-        if self._rank:
-            self._report_to_rank_0(store, name, timeout)
-            return
-        missing: list[int] = []
-        deadline = time.monotonic() + timeout.total_seconds()
-        for rank in range(1, self._size):
-            if not missing and time.monotonic() > deadline:
-                store.set(f"{name}/verdict", _FAILED)
-                raise RuntimeError(
-                    f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
-                )
-            if not _comes(store, f"{name}/{rank}", seconds=deadline - time.monotonic()):
-                missing.append(rank)
-                if not wait_all_ranks:
-                    break
-        store.set(f"{name}/verdict", _FAILED if missing else _PASSED)
-        if missing:
-            noun = "Ranks" if wait_all_ranks else "Rank"
-            names = ", ".join(map(str, missing))
-            raise RuntimeError(
-                f"{noun} {names} failed to pass monitoredBarrier in {timeout}; see the log there"
-            )
-
-    def _report_to_rank_0(self, store: BoundedStore, name: str, timeout: timedelta) -> None:
-        store.set(f"{name}/{self._rank}", "reached")
-        verdict, seconds = f"{name}/verdict", timeout.total_seconds() + _VERDICT_SECONDS
-        if not _comes(store, verdict, seconds=seconds) or store.get(verdict).decode() != _PASSED:
-            raise RuntimeError(
-                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
-                "while waiting for send/recv from rank 0; see what rank 0 says"
-            )
-
-
-def _comes(store: BoundedStore, key: str, *, seconds: float) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        return False
-    return True

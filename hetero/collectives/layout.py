@@ -330,11 +330,6 @@ def write_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor.data.copy_(memory)
 
 
-def materialized_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as flat bytes, to read: the tensor's own memory if it is contiguous."""
-    return as_bytes(materialize(tensor))
-
-
 def pad_to_multiple(flat: torch.Tensor, multiple: int) -> torch.Tensor:
     """Flat memory padded with zeros to a multiple of a length: itself if it needs no padding."""
     missing = -flat.numel() % multiple

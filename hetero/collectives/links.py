@@ -27,7 +27,7 @@ from hetero.link.connect import connect
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions
 from hetero.link.ring_exchange import Message, RingExchange
-from hetero.startup.addresses import address_towards, is_loopback, reachable_address
+from hetero.startup.addresses import address_towards
 from hetero.startup.store import BoundedStore, as_link_error
 
 NICS_VARIABLE = "HETERO_NICS"
@@ -133,17 +133,6 @@ class Links:
 def own_address(store_host: str) -> str:
     """The first of the addresses at which this rank's links listen."""
     return find_nics(nic_names(), own=address_towards(store_host)).addresses[0]
-
-
-def address_for_gloo(layout: Layout) -> str | None:
-    """The address at which gloo has to listen; None if it may choose.
-
-    It may if the user has named its interface, and if all ranks are on one host.
-    """
-    addresses = [member.address[0] for member in layout.members]
-    if "GLOO_SOCKET_IFNAME" in os.environ or all(map(is_loopback, addresses)):
-        return None
-    return reachable_address(addresses[layout.rank], addresses)
 
 
 def nic_names() -> list[str]:

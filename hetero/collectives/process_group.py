@@ -10,12 +10,11 @@ the former. Some methods have different names in different releases of PyTorch; 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,13 +27,12 @@ from hetero.collectives.all_gather import all_gather
 from hetero.collectives.all_reduce import all_reduce, all_reduce_sparse, reduce, require_sum
 from hetero.collectives.backend import is_active
 from hetero.collectives.communicator import Communicator
-from hetero.collectives.failures import MonitoredBarrier, Presence
+from hetero.collectives.failures import Presence
 from hetero.collectives.layout import (
     Layout,
     Member,
     full_segment,
     materialize,
-    materialized_bytes,
     output_buffer,
     split_segments,
     write_back,
@@ -42,7 +40,6 @@ from hetero.collectives.layout import (
 from hetero.collectives.links import (
     CallContext,
     Schedule,
-    address_for_gloo,
     clone,
     own_address,
 )
@@ -63,15 +60,17 @@ from hetero.collectives.work import (
     require_matching_numel,
     require_no_internal_overlap,
 )
-from hetero.errors import LinkError, UserError, print_line
+from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
 from hetero.link.connect import host_of
+from hetero.startup.exchange import Exchange
 from hetero.startup.identity import identify, require_equal
 from hetero.startup.process import LAUNCHER_VARIABLE, unknown_variables
 from hetero.startup.store import BoundedStore
 from hetero.text import counted, spans
 
 BACKEND = "hetero"
+_BARRIER_GRACE_SECONDS = 2.0
 Tensors = Sequence[torch.Tensor]
 
 
@@ -112,9 +111,10 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._coalescing: list[CollectiveWork] | None = None
         self._split_counts: Counter[str] = Counter()
         self._description = ""
-        self._monitored_barrier = MonitoredBarrier(store, rank=layout.rank, size=layout.size)
+        self._monitored_barriers = 0
+        """So far; numbered alike on all ranks."""
         self._process = os.getpid()
-        """A fork that ends the group, as its parent's handlers of signals do, is no rank of it."""
+        """The rank's: a forked child that runs its signal handlers must not end the group."""
 
     def __repr__(self) -> str:
         return f"<group of {counted(self.size(), 'rank')} of {len(self._layout.vendors)} vendors>"
@@ -418,7 +418,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
                     pieces = [full_segment(buffer) for buffer in buffers]
                     yield from all_gather(context, pieces, materialize(source))
                 else:
-                    row = materialized_bytes(source)
+                    row = as_bytes(materialize(source))
                     table = row.new_empty(len(parts), max(sizes))
                     row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
                     pieces = split_segments(table, [max(sizes)] * len(parts))
@@ -609,10 +609,41 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose error names a rank that is missing, or all of them."""
-        if timeout is None:
-            timeout = self._timeout
-        self._monitored_barrier.wait(timeout, wait_all_ranks=wait_all_ranks)
+        """A barrier whose error names, on rank 0, a rank that is missing, or all of them.
+
+        The errors are RuntimeErrors in gloo's words.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        seconds, rank = timeout.total_seconds(), self._layout.rank
+        self._monitored_barriers += 1
+        if rank:  # rank 0, which names the missing ones, gives up first
+            seconds += _BARRIER_GRACE_SECONDS
+        barrier = Exchange(
+            BoundedStore(self._store, seconds=seconds + _BARRIER_GRACE_SECONDS),
+            f"monitored barrier {self._monitored_barriers}",
+            member=rank,
+            size=self._layout.size,
+        )
+        try:
+            barrier.run(timeout=seconds)
+        except ExchangeError as error:
+            missing = [member for member in error.missing if member]
+            if error.store_lost or not (rank or missing):
+                text = str(error)
+            elif rank:
+                text = (
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
+                    "while waiting for send/recv from rank 0; see what rank 0 says"
+                )
+            elif not timeout:
+                text = f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
+            else:
+                named = missing if wait_all_ranks else missing[:1]
+                text = (
+                    f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, named))} failed "
+                    f"to pass monitoredBarrier in {timeout}; see the log there"
+                )
+            raise RuntimeError(text) from error
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -801,19 +832,15 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
         incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
-    rendezvous = _Rendezvous(
-        options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        global_ranks=global_ranks,
-        timeout=options.timeout,
-    )
+    store = BoundedStore(options.store, seconds=options.timeout.total_seconds())
     with contextlib.ExitStack() as unless_mixed:
         presence = Presence(size=options.group_size, store_host=host_of(options.store))
         unless_mixed.callback(presence.leave)
         planned = backend_options if isinstance(backend_options, str) else "cpu"
         with _building(options.group_id):
-            layout = rendezvous.exchange_identities(planned_vendor=planned, presence=presence)
+            layout = _exchange_identities(
+                store, options, global_ranks, planned_vendor=planned, presence=presence
+            )
         group, error = None, None
         # Where a plan names the vendors, its own lines say what is joined.
         is_planned = isinstance(backend_options, str)
@@ -834,7 +861,15 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         except Exception as failure:
             error = failure
         with _building(options.group_id):
-            rendezvous.confirm_created(error, layout, presence)
+            _exchange(
+                store,
+                "results",
+                options,
+                {},
+                error=error,
+                name_members=lambda members: ", ".join(str(layout.members[m]) for m in members),
+                require_present=lambda member: presence.require(layout.members[member]),
+            )
         assert group is not None
         if len(layout.vendors) > 1:
             unless_mixed.pop_all()
@@ -868,10 +903,8 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
         library = new_library(
             device_type,
             dist.PrefixStore(f"{device_type}/", options.store),
-            rank=layout.rank,
-            size=layout.size,
+            layout,
             timeout=options.timeout,
-            address=address_for_gloo(layout),
         )
         library._set_sequence_number_for_group()
         group._register_backend(torch.device(device_type), kind, library)
@@ -908,112 +941,95 @@ def _building(name: str) -> Iterator[None]:
     """Have errors of the group's store and members say which group they have ended."""
     try:
         yield
-    except (LinkError, UserError, dist.DistNetworkError) as error:
+    except (HeteroError, dist.DistNetworkError) as error:
         raise LinkError(f"group {name} could not be built: {error}") from error
 
 
-class _Rendezvous:
-    """What the members of a group tell each other, through its store, while they create it."""
-
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        size: int,
-        global_ranks: Sequence[int],
-        timeout: timedelta,
-    ) -> None:
-        self._store = BoundedStore(store, seconds=timeout.total_seconds())
-        self._rank, self._size = rank, size
-        self._global_ranks, self._timeout = global_ranks, timeout
-        world = dist.GroupMember.WORLD
-        self._require_present: Callable[[int], None] = lambda _: None
-        """Raises LinkError if a rank, by its number in the group, is known to have ended."""
-        if isinstance(world, HeteroProcessGroup):
-            self._require_present = lambda member: world.require_present(global_ranks[member])
-
-    def exchange_identities(self, *, planned_vendor: str, presence: Presence) -> Layout:
-        """Every member's host, vendor and address. If one cannot tell its own, all fail."""
-        own: dict[str, Any] = {}
-        try:
-            global_rank = self._global_ranks[self._rank]
-            identity = identify(
-                rank=global_rank,
-                local_rank=int(os.environ.get("LOCAL_RANK", global_rank)),
-                planned_vendor=planned_vendor,
-                flags={},
-            )
-            own |= {"vendor": identity.vendor, "version": identity.project_version}
-            own["simulated"] = identity.simulated
-            own["address"] = own_address(presence.store_host), presence.port
-        except (UserError, ValueError, OSError) as error:
-            own["error"] = str(error)
-        identities = self._exchange("identity", own)
-        versions = [identity["version"] for identity in identities]
-        hosts = {self._global_ranks[rank]: each["host"] for rank, each in enumerate(identities)}
-        require_equal(hosts, versions, what="versions of this project")
-        members = tuple(
-            Member(
-                rank=rank,
-                global_rank=self._global_ranks[rank],
-                host=identity["host"],
-                vendor=identity["vendor"],
-                address=tuple(identity["address"]),
-                simulated=identity["simulated"],
-            )
-            for rank, identity in enumerate(identities)
+def _exchange_identities(
+    store: BoundedStore,
+    options: Any,
+    global_ranks: Sequence[int],
+    *,
+    planned_vendor: str,
+    presence: Presence,
+) -> Layout:
+    """Every member's host, vendor and address. If one cannot tell its own, all fail."""
+    global_rank = global_ranks[options.group_rank]
+    own: dict[str, Any] = {"host": socket.gethostname()}
+    try:
+        identity = identify(
+            rank=global_rank,
+            local_rank=int(os.environ.get("LOCAL_RANK", global_rank)),
+            planned_vendor=planned_vendor,
+            flags={},
         )
-        return Layout(members, self._rank)
+        own |= {"vendor": identity.vendor, "version": identity.project_version}
+        own["simulated"] = identity.simulated
+        own["address"] = own_address(presence.store_host), presence.port
+    except (UserError, ValueError, OSError) as error:
+        own["error"] = str(error)
+    world = dist.GroupMember.WORLD
+    identities = _exchange(
+        store,
+        "identities",
+        options,
+        own,
+        name_members=lambda members: spans(global_ranks[member] for member in members),
+        require_present=lambda member: (
+            world.require_present(global_ranks[member])
+            if isinstance(world, HeteroProcessGroup)
+            else None
+        ),
+    )
+    for rank, told in zip(global_ranks, identities, strict=True):
+        if "error" in told:
+            raise LinkError(f"rank {rank} on {told['host']}: {told['error']}")
+    hosts = {rank: told["host"] for rank, told in zip(global_ranks, identities, strict=True)}
+    versions = [told["version"] for told in identities]
+    require_equal(hosts, versions, what="versions of this project")
+    members = tuple(
+        Member(
+            rank=rank,
+            global_rank=global_ranks[rank],
+            host=told["host"],
+            vendor=told["vendor"],
+            address=tuple(told["address"]),
+            simulated=told["simulated"],
+        )
+        for rank, told in enumerate(identities)
+    )
+    return Layout(members, options.group_rank)
 
-    def confirm_created(self, error: Exception | None, layout: Layout, presence: Presence) -> None:
-        """Return once every member has created its part; fail on all if one could not."""
-        self._require_present = lambda member: presence.require(layout.members[member])
-        own = {"error": str(error) or type(error).__name__} if error is not None else {}
-        try:
-            self._exchange("created", own)
-        except LinkError as failure:
-            raise failure from error
 
-    def _exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every member's payload, with its host; LinkError if one has an error or does not come."""
-        payloads = self._all_gather(what, {**own, "host": socket.gethostname()})
-        for global_rank, told in zip(self._global_ranks, payloads, strict=True):
-            if "error" in told:
-                raise LinkError(f"rank {global_rank} on {told['host']}: {told['error']}")
-        return payloads
+def _exchange(
+    store: BoundedStore,
+    what: str,
+    options: Any,
+    own: Mapping[str, Any],
+    *,
+    error: Exception | None = None,
+    name_members: Callable[[Sequence[int]], str],
+    require_present: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Exchange values between the group's members; ExchangeError on all if one does not come.
 
-    def _all_gather(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        store, everyone = self._store, f"{what}/all"
-        keys = [f"{what}/{rank}" for rank in range(self._size)]
-        coming = deque(enumerate(keys))
+    `require_present` raises LinkError if a member is known to have exited.
+    """
+    exchange = Exchange(
+        store,
+        what,
+        member=options.group_rank,
+        size=options.group_size,
+        name_members=name_members,
+        remedy="see the log there",
+    )
 
-        def require_coming() -> None:
-            """Raise LinkError if the first member that is missing has ended."""
-            while coming and store.check([coming[0][1]]):
-                coming.popleft()
-            if not coming:  # the last has died before it could say so
-                store.set(everyone, "1")
-                return
-            rank, key = coming[0]
-            try:
-                self._require_present(rank)
-            except LinkError:
-                # One that has left the group since may have left its key before.
-                if not store.check([key]):
-                    raise
+    def check() -> None:
+        if missing := exchange.absent() or exchange.missing():
+            require_present(missing[0])
+        else:  # the last one exited before it could end the exchange, which has all values
+            exchange.abort(LinkError("a member exited"))
 
-        store.set(keys[self._rank], json.dumps(own))
-        # All poll one key: polls for all keys of all ranks would be too many for the store.
-        if store.add(f"{what}/count", 1) == self._size:
-            store.set(everyone, "1")
-        try:
-            store.wait([everyone], self._timeout, check_abort=require_coming)
-        except dist.DistStoreError as error:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            names = spans(self._global_ranks[rank] for rank in missing)
-            seconds = self._timeout.total_seconds()
-            raise LinkError(
-                f"{names} did not come within {seconds:g} s; see the log there"
-            ) from error
-        return [json.loads(text) for text in store.multi_get(keys)]
+    exchange.arrive()
+    exchange.submit(own, error=error)
+    return exchange.wait(options.timeout.total_seconds(), check=check)

@@ -6,6 +6,7 @@ vendors' partial results, always in vendor order, so that every rank holds the s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from hetero.collectives.layout import Layout
 from hetero.errors import LinkError
+from hetero.startup.addresses import is_loopback, reachable_address
 
 Combine = Callable[..., torch.Tensor]
 
@@ -52,10 +55,6 @@ _KINDS: Mapping[str, Any] = dist.ReduceOp.RedOpType.__members__
 # torch's own types takes microseconds.
 _NAMES = {hash(kind): name for name, kind in _KINDS.items()}
 _PREMUL_SUM = hash(_KINDS["PREMUL_SUM"])
-
-
-class UnsupportedError(RuntimeError):
-    """A reduction that does not exist for a dtype."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def combine_in_order(
 
 
 def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True) -> Reduction:
-    """How to compute `op` for tensors of `dtype`. Raises UnsupportedError if it does not exist."""
+    """How to compute `op` for tensors of `dtype`. NotImplementedError if it does not exist."""
     kind = hash(op)
     if kind == _PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
         return Reduction("PREMUL_SUM", "SUM", size, factor=_factor(op))
@@ -155,7 +154,7 @@ def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True
 def _reduction_for(kind: int, dtype: torch.dtype, size: int, on_cpu: bool) -> Reduction:
     reduction = _reduction_named(_NAMES[kind], dtype, size)
     if not on_cpu and reduction.kernel in _BITWISE:
-        raise UnsupportedError(
+        raise NotImplementedError(
             f"there is no reduction {reduction.name} in NCCL and RCCL; move the tensor to the CPU"
         )
     return reduction
@@ -178,7 +177,7 @@ def _reduction_named(name: str, dtype: torch.dtype, size: int) -> Reduction:
         or (dtype in _COMPLEX and name == "SUM")
     ):
         return Reduction(name, name, size)
-    raise UnsupportedError(f"there is no reduction {name} of {dtype} tensors; take another")
+    raise NotImplementedError(f"there is no reduction {name} of {dtype} tensors; take another")
 
 
 def _factor(op: Any) -> float | torch.Tensor:
@@ -192,23 +191,12 @@ _CONNECT = timedelta(seconds=20)
 """gloo waits five times as long for a connection."""
 
 
-def new_library(
-    device_type: str,
-    store: dist.Store,
-    *,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    address: str | None,
-) -> Any:
-    """The c10d backend of a group of one vendor. On a CPU, collective over its ranks.
-
-    `address`: this rank's, for gloo. With None it takes the interfaces of GLOO_SOCKET_IFNAME, or
-    else what the host's own name resolves to, which may be the loopback interface.
-    """
+def new_library(device_type: str, store: dist.Store, layout: Layout, *, timeout: timedelta) -> Any:
+    """The c10d backend of the ranks of this one's vendor. On a CPU, collective over them."""
+    rank, size = layout.vendor_rank, len(layout.vendor_ranks)
     if device_type == "cpu":
         try:
-            library = _new_gloo(store, rank=rank, size=size, address=address, timeout=timeout)
+            library = _new_gloo(store, layout, timeout=timeout)
         except RuntimeError as error:
             raise LinkError(
                 f"gloo did not connect the ranks of its vendor ({str(error).strip()}); see that "
@@ -222,13 +210,16 @@ def new_library(
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _new_gloo(
-    store: dist.Store, *, rank: int, size: int, address: str | None, timeout: timedelta
-) -> Any:
+def _new_gloo(store: dist.Store, layout: Layout, *, timeout: timedelta) -> Any:
+    rank, size = layout.vendor_rank, len(layout.vendor_ranks)
     # All ranks are there by now. One that cannot connect does not tell those that wait for it.
     timeout = min(timeout, _CONNECT)
-    if address is None:
+    addresses = [member.address[0] for member in layout.members]
+    if "GLOO_SOCKET_IFNAME" in os.environ or all(map(is_loopback, addresses)):
         return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    # By itself gloo listens at what the host's own name resolves to, which may be the loopback
+    # interface.
+    address = reachable_address(addresses[layout.rank], addresses)
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout

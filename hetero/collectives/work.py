@@ -525,19 +525,12 @@ class Worker:
                 self._running.release()
 
 
-def flat_list(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists of them."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [tensor for value in values for tensor in flat_list(value)]
-
-
 @skip_dynamo
 class CoalescedWork(CollectiveWork):
     """Several calls as one handle."""
 
     def __init__(self, works: list[CollectiveWork]) -> None:
-        tensors = flat_list([work.result() for work in works])
+        tensors = [tensor for work in works for tensor in work.result()]
         super().__init__("a coalesced call", tensors, timeout=0.0, group="")
         self._works = works
 

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -27,11 +27,10 @@ from hetero.collectives.failures import (
     IDLE,
     IN_A_CALL,
     LEFT,
-    MonitoredBarrier,
     Presence,
     RankStatus,
-    StatusBoard,
-    StatusReport,
+    Report,
+    Statuses,
     explain,
 )
 from hetero.collectives.layout import Layout, Member
@@ -199,7 +198,7 @@ def test_an_abort_ends_the_others(told):
 
 
 def test_what_is_not_supported_is_refused_on_every_rank(told):
-    assert {cases["refused"].partition(":")[0] for cases in told} == {"UnsupportedError"}
+    assert {cases["refused"].partition(":")[0] for cases in told} == {"NotImplementedError"}
 
 
 @pytest.fixture(scope="module")
@@ -460,7 +459,9 @@ LAYOUT = Layout(
 
 
 def explained(*statuses: RankStatus) -> str:
-    return explain("dp", LAYOUT, StatusReport(statuses), own=statuses[0], timeout=30.0)
+    """To rank 0 of the group; `statuses` in the order in which they were submitted."""
+    own = next(status for status in statuses if status.rank == 0)
+    return explain("dp", LAYOUT, Report(statuses), own=own, timeout=30.0)
 
 
 def status(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> RankStatus:
@@ -497,14 +498,22 @@ def test_where_all_called_the_same_the_reason_itself_is_told():
     assert text.count("the wire is cut") == 1
 
 
-def test_statuses_are_read_as_they_were_published():
-    board = StatusBoard(dist.HashStore(), LAYOUT, has_gone=lambda _: False)
-    own, other = status(0, error="so"), status(2, None, IDLE)
-    board.publish(other)
-    assert not board.has_failure()
-    board.publish(own, failed=True)
-    assert board.has_failure()
-    assert board.collect(own, seconds=0.2) == StatusReport([own, other])
+def statuses_of(store: dist.Store, rank: int, *, gone: Sequence[int] = ()) -> Statuses:
+    return Statuses(store, replace(LAYOUT, rank=rank), has_gone=lambda member: member.rank in gone)
+
+
+def test_statuses_are_read_as_they_were_submitted_the_first_one_first():
+    store = dist.HashStore()
+    boards = [statuses_of(store, rank) for rank in range(3)]
+    left, own, other = status(1, None, LEFT), status(0, error="so"), status(2, None, IDLE)
+    assert not boards[0].has_failure()
+    boards[1].submit(left)
+    assert not boards[0].has_failure(), "a rank that leaves has not failed"
+    boards[2].submit(other)
+    assert boards[0].has_failure()
+    boards[0].submit(own)
+    boards[0].submit(status(0, None, IDLE))  # as where a call fails because of an abort
+    assert boards[0].collect(own, seconds=0.2) == Report([left, other, own])
 
 
 class FailingStore(dist.Store):
@@ -521,30 +530,33 @@ class FailingStore(dist.Store):
             raise dist.DistNetworkError("Connection was likely closed")
         if self.asked == 1:
             time.sleep(0.5)
-        return True
+        return False
+
+    def append(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Connection was likely closed")
 
 
 def test_a_store_whose_host_has_ended_is_asked_no_more():
     """Every rank that is left would else log a stack trace every 2 seconds to its end."""
     store = FailingStore(hangs=False)
-    board = StatusBoard(store, LAYOUT, has_gone=lambda _: False)
+    board = statuses_of(store, 0)
     assert [board.has_failure() for _ in range(3)] == [False] * 3
     assert store.asked == 1
 
 
 def test_a_store_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr(failures, "POLL_SECONDS", 0.1)
-    board = StatusBoard(FailingStore(hangs=True), LAYOUT, has_gone=lambda _: False)
+    store = FailingStore(hangs=True)
+    board = statuses_of(store, 0)
     assert not board.has_failure()
     time.sleep(0.6)
-    assert board.has_failure()
+    assert not board.has_failure()
+    assert store.asked == 2
 
 
 def test_nobody_is_blamed_where_the_store_cannot_be_asked():
     own = status(0, error="the link to rank 5 timed out")
-    text = explain(
-        "dp", LAYOUT, StatusReport([own], "the store's host hangs"), own=own, timeout=30.0
-    )
+    text = explain("dp", LAYOUT, Report([own], "the store's host hangs"), own=own, timeout=30.0)
     assert text.endswith(
         "failed on rank 4 on host0: the store's host hangs (the link to rank 5 timed out)"
     )
@@ -553,8 +565,9 @@ def test_nobody_is_blamed_where_the_store_cannot_be_asked():
 
 def test_where_the_store_ended_with_its_rank_that_rank_alone_is_blamed():
     """The others cannot say that they are there, and some leave before they are asked."""
-    board = StatusBoard(FailingStore(hangs=False), LAYOUT, has_gone=lambda member: member.rank > 0)
-    own = board.publish(status(0, error="the link is closed"), failed=True)
+    board = statuses_of(FailingStore(hangs=False), 0, gone=[1, 2])
+    own = status(0, error="the link is closed")
+    board.submit(own)
     report = board.collect(own)
     assert report.store_error.startswith("rank 5 on host1 has exited or left the group; the")
     text = explain("dp", LAYOUT, report, own=own, timeout=30.0)
@@ -566,8 +579,8 @@ def test_where_the_store_ended_with_its_rank_that_rank_alone_is_blamed():
 def test_beside_who_is_to_blame_only_the_first_error_is_told():
     """Later ones name ranks that have closed their links because of it."""
     text = explained(
-        status(0, error="rank 5 has closed the link", failure_order=2),
-        status(1, error="rank 6 has closed the link", failure_order=1),
+        status(1, error="rank 6 has closed the link"),
+        status(0, error="rank 5 has closed the link"),
     )
     assert "rank 6 on host2 did not report" in text
     assert text.endswith("(rank 5 on host1: rank 6 has closed the link)")
@@ -575,9 +588,9 @@ def test_beside_who_is_to_blame_only_the_first_error_is_told():
 
 def test_why_a_rank_aborted_the_group_is_told_once():
     text = explained(
-        status(0, error="a link is closed", failure_order=2),
-        status(1, None, ABORTED, error="its GPU is lost", failure_order=1),
-        status(2, error="a link is closed", failure_order=3),
+        status(1, None, ABORTED, error="its GPU is lost"),
+        status(0, error="a link is closed"),
+        status(2, error="a link is closed"),
     )
     assert text.endswith("rank 5 on host1 aborted the group: its GPU is lost")
 
@@ -592,8 +605,8 @@ def test_calls_that_differ_in_anything_have_other_tags():
 
 def test_of_several_errors_the_first_one_is_told():
     text = explained(
-        status(0, error="another rank failed", failure_order=2),
-        status(1, error="the cause", failure_order=1),
+        status(1, error="the cause"),
+        status(0, error="another rank failed"),
         status(2),
     )
     assert "rank 5 on host1: the cause" in text
@@ -601,9 +614,9 @@ def test_of_several_errors_the_first_one_is_told():
 
 def test_a_rank_that_had_gone_on_to_the_next_call_did_not_call_something_else():
     text = explained(
-        status(0, Call(8, "barrier"), error="a consequence", failure_order=2),
-        status(1, error="the cause", failure_order=1),
-        status(2, error="a consequence", failure_order=3),
+        status(1, error="the cause"),
+        status(0, Call(8, "barrier"), error="a consequence"),
+        status(2, error="a consequence"),
     )
     assert "different" not in text
     assert f"rank 5 on host1 failed in {CALL}: the cause" in text
@@ -654,42 +667,3 @@ def test_an_address_that_this_host_has_too_says_nothing_of_a_rank_elsewhere() ->
         here = Member(1, 1, socket.gethostname(), "amd", ("172.17.0.1", 1))
         assert own.has_gone(here)
     own.leave()
-
-
-BRIEFLY = timedelta(seconds=0.2)
-
-
-def barrier(store: dist.Store, rank: int) -> MonitoredBarrier:
-    return MonitoredBarrier(store, rank=rank, size=4)
-
-
-def test_all_ranks_pass_together_and_again() -> None:
-    store = dist.HashStore()
-    barriers = [barrier(store, rank) for rank in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(2):
-            waits = [pool.submit(one.wait, timedelta(seconds=20)) for one in barriers]
-            for wait in waits:
-                wait.result()
-
-
-@pytest.mark.parametrize(
-    ("wait_all_ranks", "message"),
-    [
-        (False, "Rank 2 failed to pass monitoredBarrier in 0:00:00.2"),
-        (True, "Ranks 2, 3 failed to pass monitoredBarrier in 0:00:00.2"),
-    ],
-)
-def test_missing_ranks_are_named(wait_all_ranks: bool, message: str) -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor() as pool:
-        present = pool.submit(barrier(store, 1).wait, BRIEFLY)
-        with pytest.raises(RuntimeError, match=message):
-            barrier(store, 0).wait(BRIEFLY, wait_all_ranks=wait_all_ranks)
-        with pytest.raises(RuntimeError, match="Rank 1 successfully reached monitoredBarrier"):
-            present.result()
-
-
-def test_a_rank_0_without_time_says_so_and_blames_nobody() -> None:
-    with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier after 0:00:00"):
-        barrier(dist.HashStore(), 0).wait(timedelta(0))

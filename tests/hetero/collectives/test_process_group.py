@@ -11,7 +11,9 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives import process_group
+from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.startup import identity
+from hetero.startup.store import BoundedStore
 from tests.forked_ranks import values
 from tests.hetero.collectives import references as ref
 from tests.hetero.collectives.ranks import TWO_AND_TWO, Side, open_group, run_ranks
@@ -67,12 +71,12 @@ def test_who_dies_while_the_first_group_is_built_is_named_long_before_the_timeou
 
 
 def build_where_rank_1_dies(side: Side) -> str:
-    def die(*_: Any) -> None:
+    def die(*_: Any, **__: Any) -> None:
         side.say("end/1")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if side.rank == 1:
-        process_group.HeteroProcessGroup = die
+        HeteroProcessGroup.__init__ = die  # type: ignore[method-assign]
     try:
         open_group(side)
     except Exception as error:
@@ -98,11 +102,22 @@ def build_again_under_the_same_names(side: Side) -> list[float]:
     return sums
 
 
-def test_what_a_rank_that_died_had_told_is_told_though_it_could_not_count_itself():
-    store, timeout = dist.HashStore(), timedelta(seconds=60)
-    store.set("identity/1", '{"vendor": "amd"}')
-    own = process_group._Rendezvous(store, rank=0, size=2, global_ranks=[0, 1], timeout=timeout)
-    assert own._all_gather("identity", {"vendor": "cpu"})[1] == {"vendor": "amd"}
+def test_a_rank_that_exits_before_the_group_is_counted_as_complete_has_told_its_values():
+    store = dist.HashStore()
+    options = SimpleNamespace(group_size=2, timeout=timedelta(seconds=60))
+
+    def exchange(rank: int, store: Any) -> list[dict[str, Any]]:
+        options.group_rank = rank
+        return process_group._exchange(
+            store, "values", options, {"n": rank}, name_members=str, require_present=lambda _: None
+        )
+
+    with (
+        mock.patch.object(BoundedStore, "add", side_effect=KeyboardInterrupt, create=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        exchange(1, store)
+    assert exchange(0, store) == [{"n": 0}, {"n": 1}]
 
 
 @contextlib.contextmanager
@@ -236,3 +251,49 @@ def call_without_options(side: Side) -> None:
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other), what
+
+
+BRIEFLY = timedelta(seconds=0.2)
+
+
+class Barriers:
+    """The monitored barriers of one rank of a group of 4."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        layout = SimpleNamespace(rank=rank, size=4)
+        self._group: Any = SimpleNamespace(_store=store, _layout=layout, _monitored_barriers=0)
+
+    def wait(self, timeout: timedelta, *, wait_all_ranks: bool = False) -> None:
+        HeteroProcessGroup.monitored_barrier(self._group, timeout, wait_all_ranks)
+
+
+def test_all_ranks_pass_together_and_again() -> None:
+    store = dist.HashStore()
+    barriers = [Barriers(store, rank) for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            waits = [pool.submit(one.wait, timedelta(seconds=20)) for one in barriers]
+            for wait in waits:
+                wait.result()
+
+
+@pytest.mark.parametrize(
+    ("wait_all_ranks", "message"),
+    [
+        (False, "Rank 2 failed to pass monitoredBarrier in 0:00:00.2"),
+        (True, "Ranks 2, 3 failed to pass monitoredBarrier in 0:00:00.2"),
+    ],
+)
+def test_missing_ranks_are_named(wait_all_ranks: bool, message: str) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        present = pool.submit(Barriers(store, 1).wait, BRIEFLY)
+        with pytest.raises(RuntimeError, match=message):
+            Barriers(store, 0).wait(BRIEFLY, wait_all_ranks=wait_all_ranks)
+        with pytest.raises(RuntimeError, match="Rank 1 successfully reached monitoredBarrier"):
+            present.result()
+
+
+def test_a_rank_0_without_time_says_so_and_blames_nobody() -> None:
+    with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier after 0:00:00"):
+        Barriers(dist.HashStore(), 0).wait(timedelta(0))
