@@ -86,7 +86,7 @@ class Statuses:
         self._layout, self._has_gone = layout, has_gone
         self._lock, self._has_submitted = threading.Lock(), False
         self._is_lost = False
-        """Whether the store's host has ended. PyTorch logs a stack trace each time it is asked."""
+        """Whether the store's host has exited. PyTorch logs a stack trace each time it is asked."""
 
     def submit(self, status: RankStatus) -> None:
         """Report this rank's status. The first one counts; a store that is gone is ignored."""
@@ -249,7 +249,7 @@ class Presence:
         self._connections: dict[int, socket.socket] = {}
 
     def has_gone(self, member: Member) -> bool:
-        """Whether a rank of the group has ended or left. Any thread may call it."""
+        """Whether a rank of the group has exited or left. Any thread may call it."""
         if _is_own_address_of_another_host(member):
             return False
         connection = self._connections.get(member.rank)
@@ -264,7 +264,7 @@ class Presence:
         return False
 
     def require(self, member: Member) -> None:
-        """Raise LinkError if a rank of the group has ended or left."""
+        """Raise LinkError if a rank of the group has exited or left."""
         was_reached = member.rank in self._connections
         if not self.has_gone(member):
             return

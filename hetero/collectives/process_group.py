@@ -659,7 +659,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
             communicator.check()
 
     def require_present(self, rank: int) -> None:
-        """Raise LinkError if a rank of this group has ended or left it."""
+        """Raise LinkError if a rank of this group has exited or left it."""
         self._presence.require(self._layout.members[rank])
 
     def abort(self, reason: str = "") -> None:
@@ -938,7 +938,7 @@ def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> Callable[[
 
 @contextlib.contextmanager
 def _building(name: str) -> Iterator[None]:
-    """Have errors of the group's store and members say which group they have ended."""
+    """Have errors of the store and of members say which group could not be built."""
     try:
         yield
     except (HeteroError, dist.DistNetworkError) as error:
