@@ -9,8 +9,7 @@ from hetero.errors import LinkError
 from hetero.version import __version__
 
 if TYPE_CHECKING:
-    from hetero.collectives.announce import is_active
-    from hetero.collectives.autoload import register
+    from hetero.collectives.backend import is_active, register
     from hetero.link.base import Link, Work
     from hetero.link.open import connect
 
@@ -20,8 +19,8 @@ _MODULES = {
     "Link": "hetero.link.base",
     "Work": "hetero.link.base",
     "connect": "hetero.link.open",
-    "is_active": "hetero.collectives.announce",
-    "register": "hetero.collectives.autoload",
+    "is_active": "hetero.collectives.backend",
+    "register": "hetero.collectives.backend",
 }
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,6 +78,32 @@ class AgreedFailure(HeteroError):
 
 class StoreLost(AgreedFailure):
     """The rendezvous store is gone, which each rank notices by itself."""
+
+
+class ExchangeError(HeteroError):
+    """An exchange failed; every member that waits for it raises this with the same text.
+
+    Attributes:
+        errors: the text of each member that submitted an error; the first to do so comes first.
+        missing: the members that submitted nothing in time.
+        known_to_all: whether member 0 has come, and so can report the error for all.
+        store_lost: the store is gone, so each member found this by itself.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        errors: Mapping[int, str] | None = None,
+        missing: Sequence[int] = (),
+        exit_code: int = HeteroError.exit_code,
+        known_to_all: bool = False,
+        store_lost: bool = False,
+    ) -> None:
+        super().__init__(text)
+        self.errors, self.missing = dict(errors or {}), list(missing)
+        self.exit_code, self.known_to_all = exit_code, known_to_all
+        self.store_lost = store_lost
 
 
 class LinkError(HeteroError, RuntimeError):

@@ -62,7 +62,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.collectives.autoload import replace_nccl
+from hetero.collectives.backend import replace_nccl
 from hetero.launch.exits import exit_of, find_cause, is_printed, kills_for_memory
 from hetero.launch.launcher_rendezvous import BACKEND, LauncherRendezvous, RendezvousSettings
 from hetero.launch.node_failures import NodeFailures

@@ -128,7 +128,7 @@ def _run(asked: dict) -> int:
     import runpy
     import types
 
-    from hetero.collectives.autoload import on_import_of_torch
+    from hetero.collectives.backend import on_import_of_torch
 
     os.chdir(asked["cwd"])
     os.environ.clear()

@@ -32,7 +32,7 @@ from bench.planner_validation.own_cases import (
     Scale,
     cases,
 )
-from hetero.collectives.group_links import RING_BYTES
+from hetero.collectives.links import RING_BYTES
 from hetero.errors import HeteroError, UserError
 from hetero.link.open import PROBE_SIZES, ChannelOptions
 from hetero.plan import load_plan

@@ -6,22 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.collectives.all_reduce import direct_bytes
-from hetero.collectives.group_links import as_bytes
-from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.memory_segments import (
+from hetero.collectives.layout import (
     Segment,
+    chunks_ahead,
+    columns,
+    copies_directly,
     copy_segment,
+    equal_parts,
     full_segment,
     merged_bytes,
+    overlaps,
+    row_spans,
     same_memory,
     segment_bytes,
     share_memory,
     split_segments,
 )
-from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped
-from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.vendor_layout import equal_parts, overlaps, row_spans
+from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.vendor_library import LibraryWork
+from hetero.link.base import as_bytes
 
 
 def all_gather(
@@ -40,7 +43,8 @@ def all_gather(
     """
     if not row.numel():
         return iter(())
-    if _goes_direct(context, len(rows) * row.nbytes):
+    layout, nbytes = context.layout, len(rows) * row.nbytes
+    if layout.alignment > 1 and copies_directly(layout, context.device, nbytes):
         return _all_gather_direct(context, rows, row)
     if context.library is None:
         return _all_gather_one_per_vendor(context, rows, row)
@@ -48,18 +52,6 @@ def all_gather(
     if table is None:
         return _all_gather_into_rows(context, rows, row)
     return _all_gather_into_table(context, as_bytes(table).view(len(rows), -1), row)
-
-
-def _goes_direct(context: CallContext, nbytes: int) -> bool:
-    """Whether one operation of the library and one batch take less time than shards.
-
-    So it is for any size on one host, where the links between vendors are as fast as those within:
-    shards cross once, but are then gathered in an operation of their own.
-    """
-    layout = context.layout
-    if layout.alignment == 1:
-        return False
-    return not layout.has_several_hosts or nbytes <= direct_bytes(context)
 
 
 def _all_gather_direct(
@@ -98,7 +90,7 @@ def _all_gather_one_per_vendor(
     layout, batch, source = context.layout, P2PBatch(context), full_segment(row)
     if any(share_memory(rows[rank], source) for rank in layout.remote_ranks):
         row = row.clone()  # another rank's row would be received into what is being sent
-    for span in columns(context, row.nbytes, element_size=1, rows=len(rows)):
+    for span in columns(context.layout, context.device, row.nbytes, element_size=1, rows=len(rows)):
         for vendor in layout.other_vendors:
             ranks = layout.vendors[vendor]
             for rank, part in zip(ranks, equal_parts(len(span), len(ranks)), strict=True):
@@ -122,8 +114,8 @@ def _all_gather_into_rows(
 def _all_gather_into_table(
     context: CallContext, table: torch.Tensor, row: torch.Tensor
 ) -> Schedule:
-    spans = columns(context, row.numel(), element_size=1, rows=len(table))
-    ahead = chunks_ahead(context, len(spans))
+    spans = columns(context.layout, context.device, row.numel(), element_size=1, rows=len(table))
+    ahead = chunks_ahead(context.device, len(spans))
     pipeline = [
         _Chunk(context, table[:, s.begin : s.end], row[s.begin : s.end], ahead=ahead) for s in spans
     ]

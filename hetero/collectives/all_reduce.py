@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 
-from hetero.collectives.overlapped_steps import chunk_spans, chunks_ahead, overlapped
-from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.reductions import Reduction, combine_in_order
-from hetero.collectives.sharded_chunk import ShardedChunk
-from hetero.collectives.vendor_layout import Piece, shared_pieces
-
-_DIRECT_BYTES = 64 << 10
-_DIRECT_BYTES_ON_GPUS_OF_ONE_HOST = 32 << 20
-_DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
-
-
-def direct_bytes(context: CallContext) -> int:
-    """Up to this size the algorithm with the fewest steps is the fastest.
-
-    With it every rank gets the other vendors' whole part: of a reduction, or of a table of rows.
-    """
-    layout, kind = context.layout, context.device.type
-    if layout.alignment == 1:
-        return _DIRECT_BYTES_ONE_PER_VENDOR[kind]
-    if kind == "cuda" and not layout.has_several_hosts:
-        return _DIRECT_BYTES_ON_GPUS_OF_ONE_HOST
-    return _DIRECT_BYTES
+from hetero.collectives.all_gather import all_gather
+from hetero.collectives.layout import (
+    Piece,
+    chunk_spans,
+    chunks_ahead,
+    direct_bytes,
+    equal_parts,
+    materialize,
+    pad_to_multiple,
+    shared_pieces,
+    split_segments,
+)
+from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.vendor_library import (
+    LibraryWork,
+    Reduction,
+    combine_in_order,
+)
 
 
 def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
     """Reduce flat memory in place."""
     if not flat.numel():
         return iter(())
-    if flat.nbytes <= direct_bytes(context):
+    if flat.nbytes <= direct_bytes(context.layout, context.device):
         return all_reduce_direct(context, flat, reduction)
     return _all_reduce_sharded(context, flat, reduction)
 
@@ -57,8 +55,10 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
 
     The steps of successive chunks overlap.
     """
-    spans = chunk_spans(context, flat.numel(), element_size=flat.element_size())
-    ahead = chunks_ahead(context, len(spans))
+    spans = chunk_spans(
+        context.layout, context.device, flat.numel(), element_size=flat.element_size()
+    )
+    ahead = chunks_ahead(context.device, len(spans))
     pipeline = [
         _Chunk(context, flat[span.begin : span.end], reduction, ahead=ahead) for span in spans
     ]
@@ -70,6 +70,50 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
         (2 + 2 * ahead, _Chunk.finish),
     )
     return overlapped(pipeline, steps)
+
+
+class ShardedChunk:
+    """What all_reduce and broadcast have in common: how a chunk begins, and how it ends.
+
+    Derived classes add the steps between, which fill the shards.
+    """
+
+    def __init__(self, context: CallContext, target: torch.Tensor, *, ahead: int) -> None:
+        """`ahead`: how many chunks are in flight beside it."""
+        layout = context.layout
+        self._context, self._target, self._ahead = context, target, ahead
+        self._padded = pad_to_multiple(target, layout.alignment)
+        self._spans = tuple(
+            equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors
+        )
+        self._span = self._spans[layout.vendor][layout.vendor_rank]
+        self._shard = self._padded
+        self._library_work: LibraryWork | None = None
+        self._batch = P2PBatch(context)
+
+    def all_gather_within(self) -> Schedule:
+        """Once the shards have come, gather those of this vendor."""
+        yield self._batch
+        if (library := self._context.library) is not None:
+            self._library_work = library.all_gather(self._padded, self._shard)
+
+    def finish(self) -> Schedule:
+        self._wait_for_library()
+        if self._padded is not self._target:
+            self._target.copy_(self._padded[: self._target.numel()])
+        # Free the memory now: that of all chunks together is as large as the tensor.
+        self._padded = self._shard = self._target
+        self._batch = P2PBatch(self._context)
+        yield from ()
+
+    def _start_batch(self) -> None:
+        if self._ahead:
+            self._batch.start()
+
+    def _wait_for_library(self) -> None:
+        if self._library_work is not None:
+            self._library_work.wait()
+            self._library_work = None
 
 
 class _Chunk(ShardedChunk):
@@ -156,3 +200,50 @@ def reduce(
         batch.recv(layout.partner(root, vendor), partials[vendor])
     yield batch
     combine_in_order(reduction, partials, out=flat)
+
+
+def require_sum(reduction: Reduction) -> None:
+    """Refuse any other reduction of sparse tensors, before anything is sent."""
+    if reduction.kernel != "SUM" or reduction.factor is not None:
+        raise NotImplementedError(
+            f"there is no reduction {reduction.name} of sparse tensors; take SUM"
+        )
+
+
+def all_reduce_sparse(context: CallContext, tensor: torch.Tensor, reduction: Reduction) -> Schedule:
+    """Sum a sparse COO tensor over all ranks, in the order of ranks, in place.
+
+    Indices and values are all-gathered, and each rank adds them up.
+    """
+    own = tensor.coalesce()
+    nnz = torch.tensor([own._nnz()], device=tensor.device)
+    counts = (yield from _gathered(context, nnz)).view(-1).tolist()
+    longest = max(counts)
+    indices, values = own.indices(), own.values()
+    missing = longest - own._nnz()
+    all_indices = yield from _gathered(context, _padded(indices.t().contiguous(), missing))
+    all_values = yield from _gathered(context, _padded(values, missing))
+    total = None
+    for rank, count in enumerate(counts):
+        part = torch.sparse_coo_tensor(
+            all_indices[rank, :count].t(), all_values[rank, :count], tensor.shape
+        )
+        total = part if total is None else total + part
+    assert total is not None
+    result = total.coalesce()
+    tensor.copy_(result / reduction.size if reduction.averages else result)
+
+
+def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+
+def _gathered(
+    context: CallContext, tensor: torch.Tensor
+) -> Generator[P2PBatch, None, torch.Tensor]:
+    """Every rank's tensor, all of one shape, stacked along a new first dimension."""
+    size = context.layout.size
+    table = tensor.new_empty((size, *tensor.shape))
+    pieces = split_segments(table, [tensor.nbytes] * size)
+    yield from all_gather(context, pieces, materialize(tensor), table=table)
+    return table

@@ -1,33 +1,596 @@
 # The stubs of torch describe one release; this file serves several, whose names and forms differ.
 # mypy: disable-error-code="override,assignment,call-arg"
-"""The process group of the backend `hetero`: all operations, and the barriers."""
+"""The process group of the backend `hetero`: its operations, and how one is created.
+
+A group within one vendor is PyTorch's own, over NCCL or gloo. A group that crosses vendors is a
+`HeteroProcessGroup`: a `ProcessGroup` and not a `Backend`, because PyTorch lets Python derive only
+the former. Some methods have different names in different releases of PyTorch; both are here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import _DistributedBackendOptions
 
-from hetero.collectives import all_reduce
-from hetero.collectives.call_arguments import as_options
-from hetero.collectives.copying_operations import CopyingOperations
-from hetero.collectives.monitored_barrier import MonitoredBarrier
-from hetero.collectives.p2p_batch import CallContext, Schedule
-from hetero.collectives.reducing_operations import ReducingOperations
-from hetero.collectives.reductions import reduction_for
-from hetero.collectives.skip_dynamo import skip_dynamo
+from hetero.collectives.all_gather import all_gather
+from hetero.collectives.all_reduce import all_reduce, all_reduce_sparse, reduce, require_sum
+from hetero.collectives.backend import is_active
+from hetero.collectives.communicator import Communicator
+from hetero.collectives.failures import Presence
+from hetero.collectives.layout import (
+    Layout,
+    Member,
+    full_segment,
+    materialize,
+    output_buffer,
+    split_segments,
+    write_back,
+)
+from hetero.collectives.links import (
+    CallContext,
+    Schedule,
+    clone,
+    own_address,
+)
+from hetero.collectives.other import all_to_all, broadcast, gather, scatter
+from hetero.collectives.reduce_scatter import reduce_scatter
+from hetero.collectives.torch_patches import skip_dynamo, support_ddp
+from hetero.collectives.vendor_library import Reduction, new_library, reduction_for
+from hetero.collectives.work import (
+    Algorithm,
+    CoalescedWork,
+    CollectiveWork,
+    as_list,
+    as_options,
+    is_fake,
+    only_list,
+    profiled,
+    require_dense,
+    require_matching_numel,
+    require_no_internal_overlap,
+)
+from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
+from hetero.link.base import Link, as_bytes
+from hetero.link.open import host_of
+from hetero.startup.exchange import Exchange
+from hetero.startup.identity import identify, require_equal
+from hetero.startup.process import LAUNCHER_VARIABLE, unknown_variables
+from hetero.startup.store import BoundedStore
+from hetero.text import counted, spans
+
+BACKEND = "hetero"
+_BARRIER_GRACE_SECONDS = 2.0
+Tensors = Sequence[torch.Tensor]
+
+
+class GroupOptions(c10d.Backend.Options):
+    """Options that can be deep-copied, which PyTorch does to split a group."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupOptions:
+        return GroupOptions(self.backend, self._timeout)
 
 
 @skip_dynamo
-class HeteroProcessGroup(ReducingOperations, CopyingOperations):
-    """A group whose ranks belong to several vendors."""
+class HeteroProcessGroup(dist.ProcessGroup):
+    """A group whose ranks belong to several vendors.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._monitored_barrier = MonitoredBarrier(self._store, rank=self.rank(), size=self.size())
+    Each operation comes in all forms in which PyTorch calls it. Arguments that cannot be carried
+    are refused on this rank before anything is sent.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        presence: Presence,
+        *,
+        name: str,
+        store: dist.Store,
+        timeout: timedelta,
+        on_first_crossing: Callable[[Link], None] = lambda _: None,
+    ) -> None:
+        """Collective. `on_first_crossing` is called with the first link to another vendor."""
+        super().__init__(layout.rank, layout.size)
+        self._layout, self._presence, self._store = layout, presence, store
+        self._timeout, self._on_first_crossing = timeout, on_first_crossing
+        self._name, self._created_as = name, name
+        self._cpu_communicator = self._new_communicator(torch.device("cpu"))
+        self._gpu_communicator: Communicator | None = None
+        self._connecting = threading.Lock()
+        """Held while the GPU's communicator is built: two threads may make its first calls."""
+        self._coalescing: list[CollectiveWork] | None = None
+        self._split_counts: Counter[str] = Counter()
+        self._description = ""
+        self._monitored_barriers = 0
+        """So far; numbered alike on all ranks."""
+        self._process = os.getpid()
+        """The rank's: a forked child that runs its signal handlers must not end the group."""
+
+    def __repr__(self) -> str:
+        return f"<group of {counted(self.size(), 'rank')} of {len(self._layout.vendors)} vendors>"
+
+    def _new_communicator(self, device: torch.device) -> Communicator:
+        return Communicator(
+            layout=self._layout,
+            name=self._created_as,
+            # A connection of its own: other threads use the caller's, and a wait would block them.
+            store=dist.PrefixStore(f"{device.type}/", clone(self._store)),
+            device=device,
+            timeout=self._timeout,
+            presence=self._presence,
+            on_first_crossing=self._on_first_crossing,
+        )
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return (
+            [self._cpu_communicator]
+            if self._gpu_communicator is None
+            else [self._cpu_communicator, self._gpu_communicator]
+        )
+
+    def _communicator_for(self, device: torch.device) -> Communicator:
+        """The communicator for a device. That for a GPU is built by the first call that needs it.
+
+        Unless the group is bound to a device, only then is it known which GPU this rank uses.
+        """
+        if device.type == "cpu":
+            return self._cpu_communicator
+        if self._gpu_communicator is None and device.type == "cuda":
+            with self._connecting:
+                if self._gpu_communicator is None:
+                    self._gpu_communicator = self._new_communicator(device)
+        if self._gpu_communicator is None or self._gpu_communicator.device != device:
+            known = "cpu" if self._gpu_communicator is None else self._gpu_communicator.device
+            raise RuntimeError(
+                f"this group across vendors carries tensors on {known} here and was given one on "
+                f"{device}; move it, or make another group"
+            )
+        return self._gpu_communicator
+
+    def _run(
+        self,
+        algorithm: Algorithm,
+        operation: str,
+        tensors: list[torch.Tensor],
+        *,
+        opts: Any,
+        common: Sequence[torch.Tensor] = (),
+        results: Sequence[torch.Tensor] | None = None,
+        reduction: str = "",
+        root: int | None = None,
+        sparse: bool = False,
+    ) -> dist.Work:
+        """`results`: those of `tensors` that the call writes on this rank; all if it is None."""
+        used = tensors if common is tensors else [*common, *tensors]
+        if is_fake(used[0]):
+            return self._coalesced(_finished_work(operation, tensors))
+        communicator = self._communicator_for(used[0].device)
+        device = communicator.device
+        for tensor in used:
+            if tensor.device != device:
+                raise RuntimeError(
+                    f"{operation}: tensors on {device} and on {tensor.device}; "
+                    "move them to one device"
+                )
+            if not sparse:
+                require_dense(operation, tensor)
+        require_no_internal_overlap(operation, tensors if results is None else results)
+        if root is not None:
+            self._require_rank(operation, "root", root)
+        with profiled(operation):
+            work = communicator.run(
+                algorithm,
+                operation=operation,
+                tensors=tensors,
+                common=common,
+                reduction=reduction,
+                root=root,
+                blocking=not getattr(opts, "asyncOp", True),
+            )
+        return self._coalesced(work)
+
+    def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
+        return reduction_for(opts.reduceOp, like.dtype, size=self._layout.size, on_cpu=like.is_cpu)
+
+    def _require_one_per_rank(self, parts: Sequence[Any], operation: str) -> None:
+        if len(parts) != self._layout.size:
+            raise ValueError(
+                f"{operation}: {counted(len(parts), 'tensor')} for "
+                f"{counted(self.size(), 'rank')}; give one for each"
+            )
+
+    def _require_rank(self, operation: str, what: str, rank: int) -> None:
+        if not 0 <= rank < self._layout.size:
+            raise ValueError(
+                f"{operation}: {what} {rank} is out of range for a group of "
+                f"{counted(self.size(), 'rank')}; give one of 0 to {self.size() - 1}"
+            )
+
+    def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
+        works, self._coalescing = self._coalescing or [], None
+        return CoalescedWork(works)
+
+    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllreduceOptions, given, named)
+        return self._all_reduce("all_reduce", as_list(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllreduceCoalescedOptions, given, named)
+        return self._all_reduce("all_reduce (coalesced)", as_list(tensors), opts)
+
+    def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        if tensors[0].is_sparse or any(tensor.is_sparse for tensor in tensors[1:]):
+            return self._all_reduce_sparse(tensors, opts)
+        reduction = self._reduction(opts, tensors[0])
+        _require_one_dtype(tensors)
+
+        def algorithm(context: CallContext) -> Schedule:
+            # Reduce all in one buffer, so that many small tensors cost as much as one.
+            if len(tensors) == 1:
+                flat = reduction.prepare(tensors[0])
+                yield from all_reduce(context, flat, reduction)
+                reduction.finish(flat, tensors[0])
+                return
+            parts = [reduction.prepare(tensor) for tensor in tensors]
+            flat = torch.cat(parts)
+            yield from all_reduce(context, flat, reduction)
+            for part, tensor in zip(flat.split([p.numel() for p in parts]), tensors, strict=True):
+                reduction.finish(part, tensor)
+
+        return self._run(
+            algorithm, operation, tensors, common=tensors, opts=opts, reduction=reduction.name
+        )
+
+    def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        reduction = self._reduction(opts, tensors[0])
+        require_sum(reduction)
+
+        def algorithm(context: CallContext) -> Schedule:
+            for tensor in tensors:
+                yield from all_reduce_sparse(context, tensor, reduction)
+
+        return self._run(
+            algorithm,
+            f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})",
+            tensors,
+            common=tensors,
+            opts=opts,
+            reduction=reduction.name,
+            sparse=True,
+        )
+
+    def reduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.ReduceOptions, given, named)
+        (tensor,) = as_list(tensors)
+        reduction = self._reduction(opts, tensor)
+        results = [tensor] if self._layout.rank == opts.rootRank else []
+
+        def algorithm(context: CallContext) -> Schedule:
+            flat = reduction.prepare(tensor, private=True)
+            yield from reduce(context, flat, reduction, root=opts.rootRank)
+            if results:
+                reduction.finish(flat, tensor)
+
+        return self._run(
+            algorithm,
+            "reduce",
+            [tensor],
+            common=[tensor],
+            results=results,
+            opts=opts,
+            reduction=reduction.name,
+            root=opts.rootRank,
+        )
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.ReduceScatterOptions, given, named)
+        (output,), parts = as_list(outputs), only_list(inputs)
+        self._require_one_per_rank(parts, "reduce_scatter")
+        reduction = self._reduction(opts, output)
+        sizes = {part.numel() for part in parts}
+
+        def algorithm(context: CallContext) -> Schedule:
+            prepared = [reduction.prepare(part) for part in parts]
+            flat = torch.cat(prepared)
+            if len(sizes) == 1:
+                result = reduction.output_buffer(output)
+                yield from reduce_scatter(context, result, flat, reduction)
+                reduction.finish(result, output)
+                return
+            # Parts of different sizes: all-reduce everything, and keep this rank's part.
+            yield from all_reduce(context, flat, reduction)
+            own = flat.split([part.numel() for part in prepared])[self._layout.rank]
+            reduction.finish(own.clone(), output)
+
+        if output.numel() != parts[self._layout.rank].numel():
+            raise ValueError(
+                f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
+                f"this rank's input {parts[self._layout.rank].numel()}; give both the same"
+            )
+        return self._run(
+            algorithm,
+            "reduce_scatter",
+            [output],
+            common=[output] if len(sizes) == 1 else parts,
+            opts=opts,
+            reduction=reduction.name,
+        )
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [source], *given, **named)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
+    ) -> dist.Work:
+        opts = as_options(c10d.ReduceScatterOptions, given, named)
+        outputs, inputs = as_list(outputs), as_list(inputs)
+        reductions = [self._reduction(opts, output) for output in outputs]
+        for output, source in zip(outputs, inputs, strict=True):
+            require_matching_numel(
+                "reduce_scatter", small=output, large=source, size=self._layout.size
+            )
+
+        def algorithm(context: CallContext) -> Schedule:
+            for output, source, reduction in zip(outputs, inputs, reductions, strict=True):
+                result = reduction.output_buffer(output)
+                yield from reduce_scatter(context, result, reduction.prepare(source), reduction)
+                reduction.finish(result, output)
+
+        return self._run(
+            algorithm,
+            "reduce_scatter",
+            outputs,
+            common=outputs,
+            opts=opts,
+            reduction=reductions[0].name,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.BroadcastOptions, given, named)
+        tensors = as_list(tensors)
+        results = [] if self._layout.rank == opts.rootRank else tensors
+
+        def algorithm(context: CallContext) -> Schedule:
+            for tensor in tensors:
+                memory = materialize(tensor)
+                yield from broadcast(context, memory, root=opts.rootRank)
+                if results:
+                    write_back(memory, tensor)
+
+        return self._run(
+            algorithm,
+            "broadcast",
+            tensors,
+            common=tensors,
+            results=results,
+            opts=opts,
+            root=opts.rootRank,
+        )
+
+    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllgatherOptions, given, named)
+        parts, (source,) = only_list(outputs), as_list(inputs)
+        self._require_one_per_rank(parts, "all_gather")
+        return self._all_gather([parts], [source], opts)
+
+    def allgather_coalesced(
+        self, outputs: Any, inputs: Any, *given: Any, **named: Any
+    ) -> dist.Work:
+        opts = as_options(c10d.AllgatherOptions, given, named)
+        self._require_one_per_rank(outputs, "all_gather")
+        by_tensor = [as_list(parts) for parts in zip(*outputs, strict=True)]
+        return self._all_gather(by_tensor, as_list(inputs), opts)
+
+    def _all_gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """outputs[i][r] receives inputs[i] of rank r. The ranks' sizes may differ."""
+
+        def algorithm(context: CallContext) -> Schedule:
+            for parts, source in zip(outputs, inputs, strict=True):
+                sizes = [part.nbytes for part in parts]
+                buffers = [output_buffer(part) for part in parts]
+                if min(sizes) == max(sizes):
+                    pieces = [full_segment(buffer) for buffer in buffers]
+                    yield from all_gather(context, pieces, materialize(source))
+                else:
+                    row = as_bytes(materialize(source))
+                    table = row.new_empty(len(parts), max(sizes))
+                    row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
+                    pieces = split_segments(table, [max(sizes)] * len(parts))
+                    yield from all_gather(context, pieces, row, table=table)
+                    for rank, buffer in enumerate(buffers):
+                        as_bytes(buffer).copy_(table[rank, : sizes[rank]])
+                _write_back(buffers, parts)
+
+        if any(
+            p[self._layout.rank].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)
+        ):
+            raise ValueError(
+                "all_gather: this rank's output and its input differ in size; give both the same"
+            )
+        return self._run(
+            algorithm,
+            "all_gather",
+            [part for parts in outputs for part in parts],
+            common=[
+                part
+                for parts in outputs
+                for part in (parts[:1] if _have_equal_sizes(parts) else parts)
+            ],
+            opts=opts,
+        )
+
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
+    ) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [source], *given, **named)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
+    ) -> dist.Work:
+        opts = as_options(c10d.AllgatherOptions, given, named)
+        outputs, inputs = as_list(outputs), as_list(inputs)
+        for output, source in zip(outputs, inputs, strict=True):
+            require_matching_numel("all_gather", small=source, large=output, size=self._layout.size)
+
+        def algorithm(context: CallContext) -> Schedule:
+            for output, source in zip(outputs, inputs, strict=True):
+                buffer = output_buffer(output)
+                pieces = split_segments(buffer, [source.nbytes] * self._layout.size)
+                yield from all_gather(context, pieces, materialize(source), table=buffer)
+                write_back(buffer, output)
+
+        return self._run(algorithm, "all_gather", outputs, common=inputs, opts=opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.AllToAllOptions, given, named)
+        outputs, inputs = as_list(outputs), as_list(inputs)
+        self._require_one_per_rank(outputs, "all_to_all")
+        self._require_one_per_rank(inputs, "all_to_all")
+
+        def algorithm(context: CallContext) -> Schedule:
+            buffers = [output_buffer(output) for output in outputs]
+            targets = [full_segment(buffer) for buffer in buffers]
+            sources = [full_segment(materialize(tensor)) for tensor in inputs]
+            yield from all_to_all(context, targets, sources)
+            _write_back(buffers, outputs)
+
+        return self._run(algorithm, "all_to_all", outputs, opts=opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        *given: Any,
+        **named: Any,
+    ) -> dist.Work:
+        opts = as_options(c10d.AllToAllOptions, given, named)
+        output, source = as_list([output, source])
+        output_sizes = self._split_bytes(output, output_splits, "output")
+        input_sizes = self._split_bytes(source, input_splits, "input")
+
+        def algorithm(context: CallContext) -> Schedule:
+            buffer = output_buffer(output)
+            targets = split_segments(buffer, output_sizes)
+            sources = split_segments(materialize(source), input_sizes)
+            yield from all_to_all(context, targets, sources)
+            write_back(buffer, output)
+
+        return self._run(algorithm, "all_to_all", [output], opts=opts)
+
+    alltoall_base = all_to_all_single
+
+    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
+        """The bytes for each rank, in order."""
+        length = tensor.shape[0] if tensor.dim() else 1
+        size = self._layout.size
+        if not splits:
+            if length % size:
+                raise ValueError(
+                    f"all_to_all: the {what} has {counted(length, 'row')} for "
+                    f"{counted(size, 'rank')}; give a multiple, or split sizes"
+                )
+            return [tensor.nbytes // size] * size
+        if len(splits) != size or sum(splits) != length or min(splits) < 0:
+            raise ValueError(
+                f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
+                f"{list(splits)}; give {size} of 0 or more that add up to it"
+            )
+        return [split * (tensor.nbytes // length if length else 0) for split in splits]
+
+    def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.GatherOptions, given, named)
+        (source,) = as_list(inputs)
+        parts = only_list(outputs)
+        if self._layout.rank == opts.rootRank:
+            self._require_one_per_rank(parts, "gather")
+            _require_size(parts, source, "gather")
+
+        def algorithm(context: CallContext) -> Schedule:
+            buffers = [output_buffer(part) for part in parts]
+            yield from gather(context, buffers, materialize(source), root=opts.rootRank)
+            _write_back(buffers, parts)
+
+        return self._run(algorithm, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
+
+    def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+        opts = as_options(c10d.ScatterOptions, given, named)
+        (output,) = as_list(outputs)
+        parts = only_list(inputs)
+        if self._layout.rank == opts.rootRank:
+            self._require_one_per_rank(parts, "scatter")
+            _require_size(parts, output, "scatter")
+
+        def algorithm(context: CallContext) -> Schedule:
+            buffer, sources = output_buffer(output), [materialize(part) for part in parts]
+            yield from scatter(context, buffer, sources, root=opts.rootRank)
+            write_back(buffer, output)
+
+        return self._run(
+            algorithm, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
+        )
+
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = as_list(tensors)
+        self._require_rank("send", "destination", rank)
+        require_dense("send", tensor)
+        if is_fake(tensor):
+            return self._coalesced(_finished_work("send", [tensor]))
+        with profiled("send"):
+            work = self._communicator_for(tensor.device).send(materialize(tensor), rank, tag)
+        return self._coalesced(work)
+
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
+        return self._recv(tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
+        (tensor,) = as_list(tensors)
+        if rank is not None:
+            self._require_rank("recv", "source", rank)
+        require_dense("recv", tensor)
+        require_no_internal_overlap("recv", [tensor])
+        if is_fake(tensor):
+            return self._coalesced(_finished_work("recv", [tensor]))
+        buffer = output_buffer(tensor)
+        communicator = self._communicator_for(tensor.device)
+        with profiled("recv"):
+            work = communicator.recv(
+                as_bytes(buffer), rank, tag, lambda: write_back(buffer, tensor)
+            )
+        return self._coalesced(work)
 
     def barrier(self, *given: Any, **named: Any) -> dist.Work:
         opts = as_options(c10d.BarrierOptions, given, named)
@@ -39,14 +602,434 @@ class HeteroProcessGroup(ReducingOperations, CopyingOperations):
             self._gpu_communicator.drain()
 
         def algorithm(context: CallContext) -> Schedule:
-            yield from all_reduce.all_reduce(context, one, reduction)
+            yield from all_reduce(context, one, reduction)
 
         return self._run(algorithm, "barrier", [one], opts=opts)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose error names a rank that is missing, or all of them."""
-        if timeout is None:
-            timeout = self._timeout
-        self._monitored_barrier.wait(timeout, wait_all_ranks=wait_all_ranks)
+        """A barrier whose error names, on rank 0, a rank that is missing, or all of them.
+
+        The errors are RuntimeErrors in gloo's words.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        seconds, rank = timeout.total_seconds(), self._layout.rank
+        self._monitored_barriers += 1
+        if rank:  # rank 0, which names the missing ones, gives up first
+            seconds += _BARRIER_GRACE_SECONDS
+        barrier = Exchange(
+            BoundedStore(self._store, seconds=seconds + _BARRIER_GRACE_SECONDS),
+            f"monitored barrier {self._monitored_barriers}",
+            member=rank,
+            size=self._layout.size,
+        )
+        try:
+            barrier.run(timeout=seconds)
+        except ExchangeError as error:
+            missing = [member for member in error.missing if member]
+            if error.store_lost or not (rank or missing):
+                text = str(error)
+            elif rank:
+                text = (
+                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
+                    "while waiting for send/recv from rank 0; see what rank 0 says"
+                )
+            elif not timeout:
+                text = f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
+            else:
+                named = missing if wait_all_ranks else missing[:1]
+                text = (
+                    f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, named))} failed "
+                    f"to pass monitoredBarrier in {timeout}; see the log there"
+                )
+            raise RuntimeError(text) from error
+
+    def links(self) -> list[Link]:
+        """The links to ranks of other vendors that its collectives have opened so far."""
+        return [link for communicator in self._communicators for link in communicator.links()]
+
+    def check(self) -> None:
+        """Raise the error of this group, if it has failed.
+
+        A GPU's call may fail after it has returned. Use its result only after synchronising with
+        the GPU and then calling this.
+        """
+        for communicator in self._communicators:
+            communicator.check()
+
+    def require_present(self, rank: int) -> None:
+        """Raise LinkError if a rank of this group has exited or left it."""
+        self._presence.require(self._layout.members[rank])
+
+    def abort(self, reason: str = "") -> None:
+        """End all calls in flight on all ranks, with errors that give the reason."""
+        if os.getpid() != self._process:
+            return
+        for communicator in self._communicators:
+            communicator.abort(reason)
+
+    def shutdown(self) -> None:
+        if os.getpid() != self._process:
+            return
+        for communicator in self._communicators:
+            communicator.shutdown()
+        self._presence.leave()
+
+    def getBackendName(self) -> str:
+        # Never the replaced backend's name: C++ would look for that backend in the group.
+        return BACKEND
+
+    # PyTorch keeps these in a group's backends, of which this one has none.
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
+
+    def _get_backend(self, device: torch.device) -> HeteroProcessGroup:
+        """A group across vendors is its own backend."""
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"a group across vendors carries no tensors on {device.type}")
+        return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of some ranks of this one; None if this rank is not among them.
+
+        Every rank of this group calls it, each with the ranks of the group that it will be in.
+        """
+        _require_subset(ranks, size=self.size())
+        if self.rank() not in ranks:
+            return None
+        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        # Name it after its ranks. PyTorch's own name contains how many groups a rank is in, and
+        # ranks may differ in that, as in how often they have split this group.
+        names = spans(global_ranks)
+        self._split_counts[names] += 1
+        name = f"{names}, split {self._split_counts[names]} of {self._name}"
+        subgroup: Any = create_subgroup(
+            dist.PrefixStore(f"split {self._split_counts[names]}/{names}/", self._store),
+            rank=list(ranks).index(self.rank()),
+            global_ranks=global_ranks,
+            name=name,
+            timeout=timeout or self.options._timeout,
+        )
+        subgroup._set_group_name(group_name or name)
+        subgroup._set_group_desc(group_desc or "")
+        return subgroup
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """No-op. NCCL has ranks call it that will not be in a split."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """No-op. NCCL connects early if a group is bound to a device; links open when needed."""
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        return False
+
+    @property
+    def supports_shrinking(self) -> bool:
+        return False
+
+    @property
+    def options(self) -> Any:
+        return GroupOptions(BACKEND, self._timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        for communicator in self._communicators:
+            communicator.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """No-op: each communicator counts its calls from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return sum(communicator.sequence for communicator in self._communicators)
+
+
+def _require_one_dtype(tensors: Tensors) -> None:
+    if len(tensors) > 1 and len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"one call reduces tensors of one dtype, got {sorted(map(str, dtypes))}")
+
+
+def _require_size(parts: Tensors, own: torch.Tensor, operation: str) -> None:
+    for rank, part in enumerate(parts):
+        if part.nbytes != own.nbytes:
+            raise ValueError(
+                f"{operation}: the tensor for rank {rank} of the group has "
+                f"{counted(part.nbytes, 'byte')} and this rank's own {own.nbytes}; give all the "
+                "same size"
+            )
+
+
+def _write_back(buffers: Tensors, tensors: Tensors) -> None:
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        write_back(buffer, tensor)
+
+
+def _have_equal_sizes(parts: Tensors) -> bool:
+    return len({part.nbytes for part in parts}) == 1
+
+
+def _require_subset(ranks: Sequence[int], *, size: int) -> None:
+    """Refuse ranks that could never all join the subgroup."""
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise ValueError(
+            f"split_group: the ranks {list(ranks)} are no part of a group of "
+            f"{counted(size, 'rank')}; give some of 0 to {size - 1}, each once"
+        )
+
+
+def _finished_work(operation: str, tensors: list[torch.Tensor]) -> CollectiveWork:
+    work = CollectiveWork(operation, tensors, timeout=0.0, group="")
+    work.finish()
+    return work
+
+
+def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
+    """Create this rank's part of a group. Collective; succeeds on all of its members or on none.
+
+    `backend_options`: the vendor that the plan assigns to this rank, if there is a plan.
+    """
+    global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
+    # may have been others.
+    names = spans(global_ranks)
+    with _building(options.group_id):
+        shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
+        incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
+    options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
+    store = BoundedStore(options.store, seconds=options.timeout.total_seconds())
+    with contextlib.ExitStack() as unless_mixed:
+        presence = Presence(size=options.group_size, store_host=host_of(options.store))
+        unless_mixed.callback(presence.leave)
+        planned = backend_options if isinstance(backend_options, str) else "cpu"
+        with _building(options.group_id):
+            layout = _exchange_identities(
+                store, options, global_ranks, planned_vendor=planned, presence=presence
+            )
+        group, error = None, None
+        # Where a plan names the vendors, its own lines say what is joined.
+        is_planned = isinstance(backend_options, str)
+        announce = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
+        try:
+            if len(layout.vendors) == 1:
+                group = _vendor_group(options, layout)
+            else:
+                support_ddp(HeteroProcessGroup)
+                group = HeteroProcessGroup(
+                    layout,
+                    presence,
+                    name=options.group_id or "0",
+                    store=options.store,
+                    timeout=options.timeout,
+                    on_first_crossing=announce,
+                )
+        except Exception as failure:
+            error = failure
+        with _building(options.group_id):
+            _exchange(
+                store,
+                "results",
+                options,
+                {},
+                error=error,
+                name_members=lambda members: ", ".join(str(layout.members[m]) for m in members),
+                require_present=lambda member: presence.require(layout.members[member]),
+            )
+        assert group is not None
+        if len(layout.vendors) > 1:
+            unless_mixed.pop_all()
+        return group
+
+
+def create_subgroup(
+    store: dist.Store,
+    *,
+    rank: int,
+    global_ranks: Sequence[int],
+    name: str,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
+    """A group for `split_group`, which PyTorch leaves to the group that is split."""
+    options = _DistributedBackendOptions()
+    options.store, options.timeout, options.group_id = store, timeout, name
+    options.group_rank, options.group_size = rank, len(global_ranks)
+    options.global_ranks_in_group = list(global_ranks)
+    return create_group(options)
+
+
+def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
+    """PyTorch's own group: the vendor's library for GPU tensors, gloo for CPU tensors."""
+    group = dist.ProcessGroup(options.store, layout.rank, layout.size)
+    backends = {"cpu": dist.ProcessGroup.BackendType.GLOO}
+    if torch.cuda.is_available():
+        backends["cuda"] = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(list(backends.values())[-1])
+    for device_type, kind in backends.items():
+        library = new_library(
+            device_type,
+            dist.PrefixStore(f"{device_type}/", options.store),
+            layout,
+            timeout=options.timeout,
+        )
+        library._set_sequence_number_for_group()
+        group._register_backend(torch.device(device_type), kind, library)
+    return group
+
+
+def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> Callable[[Link], None]:
+    """Say of the first group which ranks it has, at once or with its first link across vendors.
+
+    Returns what is to be called with that link, on every rank.
+    """
+    if is_silent or layout.rank != 0 or layout.size == 1 or is_active():
+        return lambda _: None
+    if LAUNCHER_VARIABLE not in os.environ:
+        for sentence in unknown_variables(os.environ):
+            print_line(f"hetero: warning: {sentence}")
+    counts = Counter((member.vendor, member.simulated) for member in layout.members)
+    simulated = " (simulated)" if any(member.simulated for member in layout.members) else ""
+    parts = [f"{count} {vendor}" for (vendor, _), count in counts.items()]
+    text = f"hetero: group {name} of {counted(layout.size, 'rank')}: {' + '.join(parts)}{simulated}"
+    if len(layout.vendors) == 1:
+        library = "nccl" if torch.cuda.is_available() else "gloo"
+        print_line(f"{text} over {library}")
+        return lambda _: None
+
+    def announce(link: Link) -> None:
+        print_line(f"{text} over {link.transport}")
+
+    return announce
+
+
+@contextlib.contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Have errors of the store and of members say which group could not be built."""
+    try:
+        yield
+    except (HeteroError, dist.DistNetworkError) as error:
+        raise LinkError(f"group {name} could not be built: {error}") from error
+
+
+def _exchange_identities(
+    store: BoundedStore,
+    options: Any,
+    global_ranks: Sequence[int],
+    *,
+    planned_vendor: str,
+    presence: Presence,
+) -> Layout:
+    """Every member's host, vendor and address. If one cannot tell its own, all fail."""
+    global_rank = global_ranks[options.group_rank]
+    own: dict[str, Any] = {"host": socket.gethostname()}
+    try:
+        identity = identify(
+            rank=global_rank,
+            local_rank=int(os.environ.get("LOCAL_RANK", global_rank)),
+            planned_vendor=planned_vendor,
+            flags={},
+        )
+        own |= {"vendor": identity.vendor, "version": identity.project_version}
+        own["simulated"] = identity.simulated
+        own["address"] = own_address(presence.store_host), presence.port
+    except (UserError, ValueError, OSError) as error:
+        own["error"] = str(error)
+    world = dist.GroupMember.WORLD
+    identities = _exchange(
+        store,
+        "identities",
+        options,
+        own,
+        name_members=lambda members: spans(global_ranks[member] for member in members),
+        require_present=lambda member: (
+            world.require_present(global_ranks[member])
+            if isinstance(world, HeteroProcessGroup)
+            else None
+        ),
+    )
+    for rank, told in zip(global_ranks, identities, strict=True):
+        if "error" in told:
+            raise LinkError(f"rank {rank} on {told['host']}: {told['error']}")
+    hosts = {rank: told["host"] for rank, told in zip(global_ranks, identities, strict=True)}
+    versions = [told["version"] for told in identities]
+    require_equal(hosts, versions, what="versions of this project")
+    members = tuple(
+        Member(
+            rank=rank,
+            global_rank=global_ranks[rank],
+            host=told["host"],
+            vendor=told["vendor"],
+            address=tuple(told["address"]),
+            simulated=told["simulated"],
+        )
+        for rank, told in enumerate(identities)
+    )
+    return Layout(members, options.group_rank)
+
+
+def _exchange(
+    store: BoundedStore,
+    what: str,
+    options: Any,
+    own: Mapping[str, Any],
+    *,
+    error: Exception | None = None,
+    name_members: Callable[[Sequence[int]], str],
+    require_present: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Exchange values between the group's members; ExchangeError on all if one does not come.
+
+    `require_present` raises LinkError if a member is known to have exited.
+    """
+    exchange = Exchange(
+        store,
+        what,
+        member=options.group_rank,
+        size=options.group_size,
+        name_members=name_members,
+        remedy="see the log there",
+    )
+
+    def check() -> None:
+        if missing := exchange.absent() or exchange.missing():
+            require_present(missing[0])
+        else:  # the last one exited before it could end the exchange, which has all values
+            exchange.abort(LinkError("a member exited"))
+
+    exchange.arrive()
+    exchange.submit(own, error=error)
+    return exchange.wait(options.timeout.total_seconds(), check=check)

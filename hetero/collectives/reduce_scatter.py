@@ -6,13 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.collectives.all_reduce import all_reduce_direct, direct_bytes
-from hetero.collectives.intra_vendor import LibraryWork
-from hetero.collectives.memory_segments import full_segment, pad_to_multiple, share_memory
-from hetero.collectives.overlapped_steps import chunks_ahead, columns, overlapped, row_chunks
-from hetero.collectives.p2p_batch import CallContext, P2PBatch, Schedule
-from hetero.collectives.reductions import Reduction, combine_in_order
-from hetero.collectives.vendor_layout import Span, equal_parts, overlaps, row_spans
+from hetero.collectives.all_reduce import all_reduce_direct
+from hetero.collectives.layout import (
+    Span,
+    chunk_spans,
+    chunks_ahead,
+    columns,
+    direct_bytes,
+    equal_parts,
+    full_segment,
+    overlaps,
+    pad_to_multiple,
+    row_spans,
+    share_memory,
+)
+from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.vendor_library import LibraryWork, Reduction, combine_in_order
 
 
 def reduce_scatter(
@@ -26,14 +35,14 @@ def reduce_scatter(
     length = result.numel()
     if not length:
         return iter(())
-    element_size, size = result.element_size(), context.layout.size
-    if context.layout.alignment > 1 and flat.nbytes <= direct_bytes(context):
+    layout, device, element_size = context.layout, context.device, result.element_size()
+    if layout.alignment == 1:  # only the additions overlap with the transfers
+        spans = chunk_spans(layout, device, length, element_size=element_size)
+    elif flat.nbytes <= direct_bytes(layout, device):
         return _reduce_scatter_direct(context, result, flat, reduction)
-    if context.layout.alignment == 1:
-        spans = row_chunks(context, length, element_size=element_size)
     else:
-        spans = columns(context, length, element_size=element_size, rows=size)
-    ahead = chunks_ahead(context, len(spans))
+        spans = columns(layout, device, length, element_size=element_size, rows=layout.size)
+    ahead = chunks_ahead(device, len(spans))
     if context.library is None and len(spans) <= 1 + ahead:
         return _reduce_scatter_between_vendors(context, result, flat, reduction, spans)
     table = flat.view(-1, length)

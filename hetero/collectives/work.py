@@ -1,20 +1,262 @@
-"""Work handles of a group's calls, and the worker thread that runs the calls in order."""
+"""A call of a group: its name, its arguments, its handle, and the stream and thread it runs on."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import profiler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hetero.collectives.failure_report import CollectiveError
-from hetero.collectives.side_stream import current_stream
-from hetero.collectives.skip_dynamo import skip_dynamo
+from hetero.collectives.links import CallContext, P2PBatch, Schedule
+from hetero.collectives.torch_patches import skip_dynamo
+from hetero.device.gpu import require_no_capture
 from hetero.errors import LinkError
+from hetero.text import counted
+
+_HASH_MULTIPLIER = 2654435761
+"""Knuth's; odd, so that different sequence numbers give different tags."""
+_NO_EVENT: AbstractContextManager[object] = nullcontext()
+
+
+def profiled(operation: str) -> AbstractContextManager[object]:
+    """A range in torch's profiler, while that records, named like NCCL's ("nccl:all_reduce")."""
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"hetero:{operation}")
+    return _NO_EVENT
+
+
+class CollectiveError(LinkError, dist.DistBackendError):
+    """A call of a group failed; the text names the rank at fault, and what each rank called."""
+
+
+# Bounded: the shapes of a script's calls may be new in every step.
+@lru_cache(maxsize=1024)
+def _digest(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Call:
+    """One operation; equal on all ranks that make the same call."""
+
+    sequence: int
+    operation: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Numbers of elements that all ranks must have alike; empty if they may differ."""
+    reduction: str = ""
+    root: int | None = None
+    """The global rank."""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.reduction:
+            parts.append(self.reduction)
+        if self.dtype:
+            parts.append(f"{self.dtype} {list(self.shape)}" if self.shape else self.dtype)
+        if self.root is not None:
+            parts.append(f"root {self.root}")
+        details = f" ({', '.join(parts)})" if parts else ""
+        return f"{self.operation}{details} as number {self.sequence}"
+
+    @property
+    def tag(self) -> int:
+        """Goes with each message of the call; a receiver rejects another call's."""
+        kind = _digest(self.operation, self.dtype, self.shape, self.reduction, self.root)
+        return (kind + self.sequence * _HASH_MULTIPLIER) % (1 << 32)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Call:
+        return cls(**{**values, "shape": tuple(values["shape"])})
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has no memory, as under FakeTensorMode or on the device `meta`.
+
+    Calls of such tensors do nothing, as over PyTorch's groups.
+    """
+    return tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor))
+
+
+def as_list(tensors: Any) -> list[torch.Tensor]:
+    """A tensor, or each of several, with memory that the call can use."""
+    several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+    return [tensor if type(tensor) is torch.Tensor else _with_memory(tensor) for tensor in several]
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective has returned, once that is done; any other tensor as it is.
+
+    A wrapper has no memory of its own, and only PyTorch's own groups dispatch to its class.
+    """
+    if isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.trigger_wait()
+    raise ValueError(
+        f"a {type(tensor).__name__} has no memory that could be carried; give the tensors in it, "
+        "such as to_local()"
+    )
+
+
+def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Options of an operation from what a caller passes: those, or a reduction, a root, a timeout.
+
+    PyTorch's groups take either form, by position and by name.
+    """
+    if given and type(given[0]) is kind:
+        return given[0]
+    options = kind()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    for value in (*given, *named.values()):
+        if isinstance(value, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
+            options.reduceOp = value
+        elif isinstance(value, timedelta):
+            options.timeout = value
+        elif isinstance(value, int):
+            options.rootRank = value
+        elif value is not None:
+            return value
+    return options
+
+
+def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in a list of one list of them, or in one list: PyTorch's groups take either."""
+    if not lists or isinstance(lists[0], torch.Tensor):
+        return as_list(lists)
+    return as_list(lists[0])
+
+
+def require_dense(operation: str, tensor: torch.Tensor) -> None:
+    """Refuse values that do not lie in memory as they are, before anything is sent."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
+        raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")
+
+
+def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse to write to tensors whose elements share memory, before anything is sent."""
+    for tensor in tensors:
+        if tensor.is_sparse or tensor.is_contiguous():
+            continue
+        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{operation}: elements of a tensor {list(tensor.shape)} that takes the result lie "
+                "in one place, as expand() puts them; give it contiguous()"
+            )
+
+
+def require_matching_numel(
+    operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int
+) -> None:
+    if small.numel() * size != large.numel() or small.dtype != large.dtype:
+        raise ValueError(
+            f"{operation}: {counted(large.numel(), 'element')} of {large.dtype} do not hold "
+            f"{small.numel()} of {small.dtype} for each of {counted(size, 'rank')}; make the "
+            f"larger {size} times the smaller"
+        )
+
+
+@cache
+def _stream_of(handle: int, index: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(index)
+
+
+def current_stream(index: int) -> torch.cuda.Stream:
+    """`torch.cuda.current_stream` without the microseconds that making a new object takes."""
+    return _stream_of(torch._C._cuda_getCurrentRawStream(index), index)
+
+
+class _StreamContext:
+    """`torch.cuda.stream` without its repeated queries of the current device and stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._index = stream, stream.device_index
+
+    def __enter__(self) -> None:
+        self._device = torch._C._cuda_getDevice()
+        self._previous = current_stream(self._index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._previous)
+        if self._device != self._index:
+            torch.cuda.set_device(self._device)
+
+
+class SideStream:
+    """The stream of a group's calls for which the caller does not wait at once.
+
+    It waits for what the caller's stream held before the call; `wait()` on the call's handle has
+    the caller's stream wait for the call. A call for which its caller waits at once runs on the
+    caller's own stream. One call uses it at a time. On a CPU all of this is a no-op.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._in_flight: deque[tuple[torch.cuda.Event, object]] = deque()
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self._index = self.stream.device_index
+            self._context = _StreamContext(self.stream)
+
+    @property
+    def exists(self) -> bool:
+        return self.stream is not None
+
+    def require_no_capture(self) -> None:
+        """Refuse a call inside a CUDA graph's capture before any of it has started."""
+        if self.stream is not None:
+            require_no_capture()
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event after what the current stream holds; None on a CPU."""
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(current_stream(self._index))
+        return event
+
+    def record_end(self, held: object) -> torch.cuda.Event | None:
+        """`record_event`, and keep `held`, which has tensors, alive until the GPU gets there."""
+        end = self.record_event()
+        if end is not None:
+            while self._in_flight and self._in_flight[0][0].query():
+                self._in_flight.popleft()
+            self._in_flight.append((end, held))
+        return end
+
+    def synchronize(self) -> None:
+        """Block until the GPU has done all that this stream and the current one hold."""
+        if self.stream is not None:
+            self.stream.synchronize()
+            current_stream(self._index).synchronize()
+
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
+        """Have this stream wait for an event."""
+        if self.stream is not None and event is not None:
+            event.wait(self.stream)
+
+    def as_current(self) -> AbstractContextManager[None]:
+        """A context in which this is the current stream."""
+        return nullcontext() if self.stream is None else self._context
+
 
 _GRACE_SECONDS = 10.0
 """A handle outlives its call's own timeout by this, because that one's error names the culprit."""
@@ -283,19 +525,12 @@ class Worker:
                 self._running.release()
 
 
-def flat_list(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists of them."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [tensor for value in values for tensor in flat_list(value)]
-
-
 @skip_dynamo
 class CoalescedWork(CollectiveWork):
     """Several calls as one handle."""
 
     def __init__(self, works: list[CollectiveWork]) -> None:
-        tensors = flat_list([work.result() for work in works])
+        tensors = [tensor for work in works for tensor in work.result()]
         super().__init__("a coalesced call", tensors, timeout=0.0, group="")
         self._works = works
 
@@ -316,3 +551,45 @@ class CoalescedWork(CollectiveWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(self._result_or_raise)
+
+
+Algorithm = Callable[[CallContext], Schedule]
+
+
+class RunningCall:
+    """A call and how far its schedule has come: one thread may start it and another finish it."""
+
+    __slots__ = (
+        "_context",
+        "_pending",
+        "_schedule",
+        "algorithm",
+        "call",
+        "in_inference_mode",
+        "is_started",
+        "work",
+    )
+
+    def __init__(
+        self, call: Call, work: CollectiveWork, algorithm: Algorithm, context: CallContext
+    ) -> None:
+        self.call, self.work, self.algorithm = call, work, algorithm
+        self.is_started = False
+        self.in_inference_mode = any(map(torch.Tensor.is_inference, work.result()))
+        """Whether its tensors are of inference mode, which is not that of another thread."""
+        self._context, self._schedule = context, algorithm(context)
+        self._pending: P2PBatch | None = None
+
+    def progress(self, *, blocking: bool) -> bool:
+        """Run it until it is done, or without `blocking` until a peer must come; whether done."""
+        self._context.may_block = blocking
+        if not self.is_started:
+            self.is_started = True
+            self._pending = next(self._schedule, None)
+        while self._pending is not None:
+            if blocking:
+                self._pending.wait()
+            elif not self._pending.poll():
+                return False
+            self._pending = next(self._schedule, None)
+        return True

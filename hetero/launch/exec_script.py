@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from hetero.collectives.autoload import replace_nccl
+from hetero.collectives.backend import replace_nccl
 from hetero.startup.process import end_with_parent
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hetero.collectives.autoload import register
+from hetero.collectives.backend import register
 from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.link.base import Link
 from hetero.plan import Plan

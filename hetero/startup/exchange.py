@@ -20,24 +20,364 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from hetero.errors import AgreedError, AgreedFailure, HeteroError, StoreLost, UserError, print_line
+from hetero.errors import (
+    AgreedError,
+    AgreedFailure,
+    ExchangeError,
+    HeteroError,
+    StoreLost,
+    UserError,
+    print_line,
+)
 from hetero.startup.liveness import Liveness, LocalRanks, ended_early
 from hetero.startup.store import ANSWER_SECONDS, BoundedStore, StoreUnresponsive, in_thread
-from hetero.text import name_ranks
+from hetero.text import counted, name_ranks, spans
 
+_MOST_ERRORS = 3
+"""Different ones that an error repeats."""
 _TIMEOUT_WITH_AN_ERROR = 30.0
 """How long a rank that has an error, and so must end, waits for the others before it reports it."""
 _CAUSE_SECONDS = 4.0
 """How long a rank that failed waits to learn whether another rank's failure is the cause."""
 _GRACE_SECONDS = 5.0
 """Added to the timeout of other ranks once rank 0, with the same timeout, is there to report."""
+
+
+class Exchange:
+    """One exchange of values between the members of a job, a group or a pair, over a store.
+
+    Each member submits a JSON mapping, or an error. The last to submit folds what all of them
+    submitted into the outcome, which is set once and which all read: every member's value, or one
+    error. A member that has waited for too long, or whose `check` raises, sets the outcome to that
+    error instead, so all members that come raise the same.
+
+        values = Exchange(store, "addresses", member=rank, size=size).run(
+            {"address": own}, timeout=60.0, check=require_peers_alive
+        )
+
+    Each member makes the same number of store operations, however many members there are: two to
+    submit, and to wait a wait and a get (the last: a get and a compare_set). `arrive` is one more.
+
+    Use it from one thread at a time. Each exchange needs a `key` of its own in the store.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        what: str,
+        *,
+        member: int,
+        size: int,
+        key: str = "",
+        endpoint: str = "",
+        name_members: Callable[[Sequence[int]], str] = spans,
+        remedy: str = "see whether it was started, and what its own log says",
+    ) -> None:
+        """
+        Args:
+            store: any store of torch's, or a BoundedStore, whose deadlines then hold.
+            what: is exchanged, as errors name it: a plural such as "addresses".
+            member: the number of this member, from 0 to `size` - 1.
+            key: prefix of its keys in the store, the same on all members; `what` by default.
+            endpoint: of the store, as errors name it.
+            name_members: how errors name members; by default as ranks.
+            remedy: ends the error that names missing members.
+        """
+        self.what = what
+        self._store = store if isinstance(store, BoundedStore) else BoundedStore(store)
+        self._member, self._size = member, size
+        self._name_members, self._remedy = name_members, remedy
+        self._at = f" at {endpoint}" if endpoint else ""
+        key = key or what
+        self._arrived_key, self._values_key = f"{key}/arrived", f"{key}/values"
+        self._count_key, self._outcome_key = f"{key}/count", f"{key}/outcome"
+        self._error: Exception | None = None
+        self._outcome: dict[str, Any] | None = None
+
+    def run(
+        self,
+        value: Mapping[str, Any] | None = None,
+        *,
+        error: Exception | None = None,
+        timeout: float,
+        check: Callable[[], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Submit, then wait: see there."""
+        self.submit(value, error=error)
+        return self.wait(timeout, check=check)
+
+    def arrive(self) -> None:
+        """Optional: say that this member is there, and will submit later.
+
+        Until it has, `absent` does not list it, and an error says that it "did not answer".
+        """
+        with self._storing():
+            self._store.append(self._arrived_key, f"{self._member}\n")
+
+    def submit(
+        self, value: Mapping[str, Any] | None = None, *, error: Exception | None = None
+    ) -> None:
+        """Submit this member's value or error, once, without waiting for others.
+
+        Values of one name that are the same JSON for all members travel once.
+        """
+        self._error = error
+        record = _Record.of(self._member, self.what, value, error)
+        with self._storing():
+            self._store.append(self._values_key, record.line())
+            count = int(self._store.add(self._count_key, 1))
+            if count == self._size:
+                self._outcome = self._decide(self._folded(self._records(are_any=True)))
+        if count > self._size:
+            raise ExchangeError(
+                f"more than {counted(self._size, 'process', 'processes')} came{self._at} to "
+                f"exchange {self.what}; if another job uses this store, give each job its own port "
+                "(--master-port), else give each process its own rank",
+                exit_code=UserError.exit_code,
+            )
+
+    def wait(
+        self, timeout: float, *, check: Callable[[], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Wait for the outcome; return every member's value, in the order of members.
+
+        Never modify what is in them: equal values are the same object.
+
+        Args:
+            timeout: seconds from now.
+            check: called about once a second while waiting. A HeteroError that it raises ends the
+                exchange with its text, exit code and `known_to_all`, for all members.
+
+        Raises:
+            ExchangeError: a member submitted an error or did not submit in time, `check` raised, or
+                the store is lost.
+        """
+        with self._storing():
+            outcome = self._outcome or self._await(timeout, check)
+        if (failure := self._failure_in(outcome)) is not None:
+            raise failure from self._error
+        return unfold(outcome["columns"], self._size)
+
+    def failure(self) -> ExchangeError | None:
+        """The error with which the exchange has ended; None if it has not, or not with an error."""
+        with self._storing():
+            if self._outcome is None and self._store.check([self._outcome_key]):
+                self._outcome = unpack(self._store.get(self._outcome_key))
+            return None if self._outcome is None else self._failure_in(self._outcome)
+
+    def has_begun(self) -> bool:
+        """Whether any member has submitted. One small store operation, for members that poll."""
+        with self._storing():
+            return bool(self._store.check([self._count_key]))
+
+    def submitted(self) -> dict[int, dict[str, Any]]:
+        """What members have submitted so far, first come first; {} of one with an error."""
+        with self._storing():
+            records = self._records()
+        values = unfold(fold(records), len(records))
+        return {record.member: value for record, value in zip(records, values, strict=True)}
+
+    def missing(self) -> list[int]:
+        """The members that have submitted nothing yet. Reads all that the others have."""
+        with self._storing():
+            return self._missing_in(self._records())
+
+    def absent(self) -> list[int]:
+        """The members that have not called `arrive`. Reads a small value."""
+        with self._storing():
+            has_any = self._store.check([self._arrived_key])
+            arrived = self._store.get(self._arrived_key).split() if has_any else []
+        return sorted(set(range(self._size)) - set(map(int, arrived)))
+
+    def abort(self, error: HeteroError) -> ExchangeError | None:
+        """End the exchange for all members with an error, unless it has ended already.
+
+        Returns the error with which it has ended; None if all have submitted a value.
+        """
+        with self._storing():
+            self._outcome = self._decide(self._failed(error))
+        return self._failure_in(self._outcome)
+
+    def _await(self, timeout: float, check: Callable[[], None] | None) -> dict[str, Any]:
+        limit = timedelta(seconds=max(0.0, timeout))
+        try:
+            self._store.wait([self._outcome_key], limit, check_abort=check or (lambda: None))
+            return unpack(self._store.get(self._outcome_key))
+        except DistStoreError:
+            return self._decide(self._timed_out(timeout))
+        except HeteroError as error:
+            # A member may have submitted its value and then ended, before it could set the outcome.
+            return self._decide(self._failed(error))
+
+    def _decide(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the outcome unless another member has; return the one that is set."""
+        return unpack(self._store.compare_set(self._outcome_key, "", pack(outcome)))
+
+    def _records(self, *, are_any: bool = False) -> list[_Record]:
+        """What has been submitted, first come first. One operation less if `are_any` are."""
+        if not (are_any or self._store.check([self._values_key])):
+            return []
+        return [
+            _Record(*json.loads(line)) for line in self._store.get(self._values_key).splitlines()
+        ]
+
+    def _missing_in(self, records: Iterable[_Record]) -> list[int]:
+        return sorted(set(range(self._size)) - {record.member for record in records})
+
+    def _folded(self, records: Sequence[_Record]) -> dict[str, Any]:
+        """The outcome when all have submitted."""
+        first = records[0]
+        if other := [record for record in records if record.what != first.what]:
+            text = (
+                f"{self._name_members([other[0].member])} exchanges {other[0].what} while "
+                f"{self._name_members([first.member])} exchanges {first.what}; start both with "
+                "the same flags and the same version of this project"
+            )
+            return _failure(text, code=UserError.exit_code, known_to_all=True)
+        if self._missing_in(records):
+            members = [record.member for record in records]
+            twice = next(member for member in members if members.count(member) > 1)
+            text = (
+                f"two processes say that they are {self._name_members([twice])}{self._at}; give "
+                "each process its own rank, and each job its own port (--master-port)"
+            )
+            return _failure(text, code=UserError.exit_code, known_to_all=True)
+        if any(record.error is not None for record in records):
+            return self._errors_of(records, known_to_all=True)
+        return {"columns": fold(sorted(records, key=lambda record: record.member))}
+
+    def _failed(self, error: HeteroError) -> dict[str, Any]:
+        """The outcome when a `check` has raised: its error after those that were submitted."""
+        records = self._records()
+        missing = self._missing_in(records)
+        if not missing:
+            return self._folded(records)
+        texts = _texts(records)
+        told = [*([self._combined(texts)] if texts else []), str(error)]
+        return _failure(
+            "; ".join(told),
+            code=error.exit_code,
+            known_to_all=error.known_to_all,
+            errors=texts,
+            missing=missing,
+        )
+
+    def _timed_out(self, timeout: float) -> dict[str, Any]:
+        """The outcome at the timeout: errors that were submitted, or else the missing members."""
+        records = self._records()
+        missing = self._missing_in(records)
+        if not missing:
+            return self._folded(records)
+        absent = sorted(set(missing) & set(self.absent()))
+        known_to_all = 0 not in (absent or missing)
+        if any(record.error is not None for record in records):
+            return self._errors_of(records, known_to_all=known_to_all)
+        verb = "come" if absent else "answer"
+        text = (
+            f"{self._name_members(absent or missing)} did not {verb}{self._at} within {timeout:g} "
+            f"s to exchange {self.what}; {self._remedy}"
+        )
+        return _failure(text, code=UserError.exit_code, known_to_all=known_to_all, missing=missing)
+
+    def _errors_of(self, records: Sequence[_Record], *, known_to_all: bool) -> dict[str, Any]:
+        """The outcome when members have submitted errors."""
+        texts = _texts(records)
+        return _failure(
+            self._combined(texts),
+            code=next(record.code for record in records if record.error is not None),
+            known_to_all=known_to_all,
+            errors=texts,
+            missing=self._missing_in(records),
+        )
+
+    def _combined(self, texts: Mapping[int, str]) -> str:
+        """The errors of members as one sentence. Equal ones are told once."""
+        members: dict[str, list[int]] = {}
+        for member, text in sorted(texts.items()):
+            members.setdefault(text, []).append(member)
+        if len(members) == 1 and len(texts) == self._size:
+            return next(iter(members))
+        parts = [f"{self._name_members(those[:1])}: {text}" for text, those in members.items()]
+        more = f"; and {len(parts) - _MOST_ERRORS} more" if len(parts) > _MOST_ERRORS else ""
+        return "; ".join(parts[:_MOST_ERRORS]) + more
+
+    def _failure_in(self, outcome: Mapping[str, Any]) -> ExchangeError | None:
+        """The error that an outcome is; None if it is every member's value."""
+        if "columns" in outcome:
+            return None
+        text = outcome["error"]
+        if not outcome["known_to_all"] and isinstance(self._error, HeteroError):
+            text = str(self._error) or text  # each member reports its own
+        return ExchangeError(
+            text,
+            errors=dict(outcome["errors"]),
+            missing=outcome["missing"],
+            exit_code=outcome["code"],
+            known_to_all=outcome["known_to_all"],
+        )
+
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        try:
+            yield
+        except DistNetworkError as error:
+            raise ExchangeError(
+                f"the store{self._at} was lost while {self.what} were exchanged: {error}",
+                store_lost=True,
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What one member submitted."""
+
+    member: int
+    what: str
+    fields: dict[str, str]
+    """By name; values as JSON, so that equal ones are decoded once."""
+    error: str | None
+    code: int
+
+    @classmethod
+    def of(
+        cls, member: int, what: str, value: Mapping[str, Any] | None, error: Exception | None
+    ) -> _Record:
+        fields = {name: json.dumps(field) for name, field in (value or {}).items()}
+        code = error.exit_code if isinstance(error, HeteroError) else HeteroError.exit_code
+        return cls(member, what, fields, error_text(error), code)
+
+    def line(self) -> str:
+        return json.dumps(astuple(self)) + "\n"
+
+
+def _texts(records: Iterable[_Record]) -> dict[int, str]:
+    """The errors among them, by member."""
+    return {record.member: record.error for record in records if record.error is not None}
+
+
+def _failure(
+    text: str,
+    *,
+    code: int,
+    known_to_all: bool,
+    errors: Mapping[int, str] | None = None,
+    missing: Sequence[int] = (),
+) -> dict[str, Any]:
+    """An outcome that is an error."""
+    return {
+        "error": text,
+        "code": code,
+        "known_to_all": known_to_all,
+        "errors": list((errors or {}).items()),  # JSON's objects have no keys that are numbers
+        "missing": list(missing),
+    }
 
 
 class Agreement:
@@ -356,7 +696,7 @@ def read_lines(data: bytes) -> list[Record]:
     return sorted((Record(*json.loads(line)) for line in data.splitlines()), key=lambda r: r.rank)
 
 
-def fold(records: Sequence[Record]) -> dict[str, Any]:
+def fold(records: Sequence[Any]) -> dict[str, Any]:
     """By field: the distinct values, and which of them each record has (None: all the first)."""
     names = dict.fromkeys(name for record in records for name in record.fields)
     return {name: _column([record.fields.get(name) for record in records]) for name in names}

@@ -20,6 +20,7 @@ _Result = TypeVar("_Result")
 ANSWER_SECONDS = 60.0
 """For a store to answer one operation."""
 _POLL_SECONDS = 1.0
+_LONGER = timedelta(seconds=60.0)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
@@ -55,9 +56,18 @@ class BoundedStore:
     else listens there. So each operation has a thread, which is abandoned at the deadline.
     """
 
-    def __init__(self, store: Any, *, seconds: float = ANSWER_SECONDS) -> None:
-        """`store` is one of torch's."""
-        self._store, self._seconds = store, seconds
+    def __init__(
+        self, store: Any, *, seconds: float = ANSWER_SECONDS, waits_on: Any = None
+    ) -> None:
+        """
+        Args:
+            store: any store of torch's.
+            seconds: for the store to answer one operation.
+            waits_on: the same store over a connection (`clone`) that only `wait` of this object
+                uses, one at a time: the store's own wait blocks its connection, and costs one
+                operation. Without it `wait` polls.
+        """
+        self._store, self._seconds, self._waits_on = store, seconds, waits_on
         self._last: Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -82,17 +92,24 @@ class BoundedStore:
         began = time.monotonic()
         deadline, next_check = began + timeout.total_seconds(), began + _POLL_SECONDS
         pause = _SHORTEST_PAUSE
-        # Poll instead of the store's own wait, which blocks the connection, and logs two warnings
-        # whenever it times out.
-        while not self.check(keys):
+        native: Future[Any] | None = None
+        if self._waits_on is not None:
+            # Longer than the caller waits: the store logs two warnings whenever a wait times out.
+            native = in_thread(partial(self._waits_on.wait, keys, timeout + _LONGER))
+        while not (self.check(keys) if native is None else native.done()):
             now = time.monotonic()
             if now >= min(deadline, next_check):
                 check_abort()
                 next_check = now + _POLL_SECONDS
             if now >= deadline:
                 raise DistStoreError(f"{', '.join(keys)} did not come within {timeout}")
+            if native is not None:
+                futures.wait([native], min(deadline, next_check) - now)
+                continue
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        if native is not None:
+            _told_of_host(native)
 
     def _call(self, operation: Callable[[], Any]) -> Any:
         """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
-from hetero.collectives.group_links import NICS_VARIABLE
+from hetero.collectives.backend import INSTEAD_OF_VARIABLE
+from hetero.collectives.links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.device.choose_device import choose_device
 from hetero.errors import (

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.collectives.group_links import nic_names
+from hetero.collectives.links import nic_names
 from hetero.link.base import Link
 
 

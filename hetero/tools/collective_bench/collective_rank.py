@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hetero
-from hetero.collectives.autoload import INSTEAD_OF_VARIABLE
+from hetero.collectives.backend import INSTEAD_OF_VARIABLE
 from hetero.device.choose_device import choose_device, sharing_warning
 from hetero.startup.identity import VENDOR_VARIABLE, identify
 from hetero.text import size_text

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from hetero.collectives.all_gather import all_gather
-from hetero.collectives.group_links import Message
-from hetero.collectives.memory_segments import split_segments
-from hetero.collectives.p2p_batch import CallContext
-from hetero.collectives.vendor_layout import Layout, Member
+from hetero.collectives.layout import Layout, Member, split_segments
+from hetero.collectives.links import CallContext, Message
 
-ROW_BYTES = 12 << 20
-"""So large that a table of rows is above what is small everywhere."""
+ROW_BYTES = 1 << 20
+"""So large that a table of rows goes in shards between hosts, and so small that in one chunk."""
 
 
 class Library:
@@ -44,22 +42,24 @@ class Ring:
 
 
 @pytest.mark.parametrize(
-    ("vendors", "hosts", "gathered", "sent"),
+    ("device", "vendors", "hosts", "gathered", "sent"),
     [
-        ("nnaa", 1, [2], [(2, 2)]),
-        ("nana", 1, [2], [(1, 2)]),
-        ("nnaacc", 1, [2], [(2, 2), (4, 2)]),
-        ("nnaa", 2, [2, 2], [(2, 1)]),
-        ("nnnaaa", 2, [3, 3], [(3, 1)]),
-        ("nnaaaa", 1, [2], [(2, 2), (3, 2)]),
-        ("naaa", 1, [], [(1, 1), (2, 1), (3, 1)]),
-        ("nnaaaa", 2, [2, 4], [(2, 0.5), (3, 0.5)]),
+        ("cpu", "nnaa", 1, [2], [(2, 2)]),
+        ("cpu", "nana", 1, [2], [(1, 2)]),
+        ("cpu", "nnaacc", 1, [2], [(2, 2), (4, 2)]),
+        ("cpu", "nnaaaa", 1, [2], [(2, 2), (3, 2)]),
+        ("cpu", "naaa", 1, [], [(1, 1), (2, 1), (3, 1)]),
+        ("cpu", "nnaa", 2, [2, 2], [(2, 1)]),
+        ("cuda", "nnaa", 1, [2, 2], [(2, 1)]),
+        ("cuda", "nnaa", 2, [2, 2], [(2, 1)]),
+        ("cuda", "nnnaaa", 2, [3, 3], [(3, 1)]),
+        ("cuda", "nnaaaa", 2, [2, 4], [(2, 0.5), (3, 0.5)]),
     ],
 )
-def test_on_one_host_the_vendor_gathers_once_and_sends_all_that_it_has(
-    vendors: str, hosts: int, gathered: list[int], sent: list[tuple[int, float]]
+def test_cpus_of_one_host_gather_once_within_the_vendor_and_send_all_that_they_have(
+    device: str, vendors: str, hosts: int, gathered: list[int], sent: list[tuple[int, float]]
 ) -> None:
-    """Between hosts its ranks send shards, which the receiving vendor gathers too.
+    """Elsewhere ranks send shards, which the receiving vendor gathers too.
 
     `gathered` and `sent` count rows; the latter with the peer.
     """
@@ -70,8 +70,9 @@ def test_on_one_host_the_vendor_gathers_once_and_sends_all_that_it_has(
     )
     links: Any = SimpleNamespace(by_rank=dict(enumerate(range(size))))
     library: Any = Library() if len(Layout(members, 0).vendor_ranks) > 1 else None
-    gpu = torch.device("cuda")
-    context = CallContext(layout=Layout(members, 0), library=library, links=links, device=gpu)
+    context = CallContext(
+        layout=Layout(members, 0), library=library, links=links, device=torch.device(device)
+    )
     ring: Any = Ring()
     context.ring = ring
 

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.all_reduce import all_reduce
-from hetero.collectives.group_links import Message
-from hetero.collectives.overlapped_steps import CHUNK_BYTES
-from hetero.collectives.reductions import reduction_for
-from hetero.collectives.vendor_layout import Layout, Member
+from hetero.collectives.layout import CHUNK_BYTES, Layout, Member
+from hetero.collectives.links import Message
+from hetero.collectives.vendor_library import reduction_for
 
 
 class Peer:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.failure_report import CollectiveError
+from hetero.collectives import failures
+from hetero.collectives.failures import (
+    ABORTED,
+    IDLE,
+    IN_A_CALL,
+    LEFT,
+    Presence,
+    RankStatus,
+    Report,
+    Statuses,
+    explain,
+)
+from hetero.collectives.layout import Layout, Member
+from hetero.collectives.work import Call, CollectiveError
 from hetero.errors import LinkError
 from tests.forked_ranks import Outcome, values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
@@ -181,7 +198,7 @@ def test_an_abort_ends_the_others(told):
 
 
 def test_what_is_not_supported_is_refused_on_every_rank(told):
-    assert {cases["refused"].partition(":")[0] for cases in told} == {"UnsupportedError"}
+    assert {cases["refused"].partition(":")[0] for cases in told} == {"NotImplementedError"}
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +223,7 @@ def test_a_rank_that_dies_is_named_to_all_others(ended):
         assert not outcomes[rank].hung
         text = outcomes[rank].value
         assert "rank 1 on" in text, f"rank {rank}: {text}"
-        assert "said nothing" in text, f"rank {rank}: {text}"
+        assert "did not report" in text, f"rank {rank}: {text}"
         assert "all_reduce (SUM, float32 [8]) as number 2" in text, f"rank {rank}: {text}"
 
 
@@ -223,7 +240,7 @@ def test_only_the_rank_that_died_is_named_where_links_were_to_be_opened(ended):
     for rank in (0, 2, 3):
         assert not outcomes[rank].hung
         text = outcomes[rank].value
-        assert re.search("failed on rank . on [^ ]+: rank 1 on [^ ]+ said nothing", text), text
+        assert re.search("failed on rank . on [^ ]+: rank 1 on [^ ]+ did not report", text), text
 
 
 def die_before_links_are_open(side: Side) -> str:
@@ -242,7 +259,7 @@ def die_before_links_are_open(side: Side) -> str:
 def test_who_waits_for_a_rank_that_has_gone_is_told_so(go):
     (outcome, _) = run_ranks(wait_for_one_that_goes, ("nvidia", "amd"), go=go)
     for text in outcome.value:
-        assert re.search("rank 1 on [^ ]+ has ended, or has left the group", text), text
+        assert re.search("rank 1 on [^ ]+ has exited or left the group", text), text
 
 
 def wait_for_one_that_goes(side: Side) -> list[str]:
@@ -320,8 +337,8 @@ def test_who_dies_with_the_store_is_named_and_the_others_are_not(ended):
         outcome = ended[die_with_the_store][rank]
         assert outcome.value is not None, outcome.error
         assert "rank 0 on" in outcome.value["call"]
-        assert "has ended, or has left the group; the process that hosts" in outcome.value["call"]
-        assert "said nothing" not in outcome.value["call"]
+        assert "has exited or left the group; the process that hosts" in outcome.value["call"]
+        assert "did not report" not in outcome.value["call"]
         for what in ("group", "monitored barrier"):
             assert "that hosts the store, rank 0 or the launcher, has ended" in outcome.value[what]
         assert outcome.value["group"].startswith("LinkError: group 1 could not be built")
@@ -347,7 +364,7 @@ def test_a_rank_that_dies_in_the_backward_of_ddp_ends_the_others_with_its_name(e
         text = outcomes[rank].value
         assert text is not None, f"rank {rank} ended with {outcomes[rank].exit_code}"
         assert "rank 1 on" in text, f"rank {rank}: {text}"
-        assert "said nothing" in text, f"rank {rank}: {text}"
+        assert "did not report" in text, f"rank {rank}: {text}"
 
 
 def die_in_backward(side: Side) -> str:
@@ -377,8 +394,8 @@ def wrap_another_model(side: Side) -> str:
 def test_what_this_rank_sees_to_be_wrong_is_refused_and_the_group_goes_on():
     for told in values(run_ranks(make_mistakes, ("nvidia", "amd"))):
         assert told[:6] == [
-            "recv: source 9 is no rank of a group of 2; give one of 0 to 1",
-            "send: destination 7 is no rank of a group of 2; give one of 0 to 1",
+            "recv: source 9 is out of range for a group of 2 ranks; give one of 0 to 1",
+            "send: destination 7 is out of range for a group of 2 ranks; give one of 0 to 1",
             "broadcast: a quantized tensor is not carried; give it to_dense() or dequantize()",
             "recv: a tensor of torch.sparse_coo is not carried; give it to_dense() or dequantize()",
             "there is no reduction MAX of sparse tensors; take SUM",
@@ -428,3 +445,225 @@ def call_after_the_end(side: Side) -> str:
     with pytest.raises(CollectiveError) as raised:
         group.allreduce([torch.ones(2)]).wait()
     return str(raised.value)
+
+
+CALL = Call(7, "all_reduce", dtype="float32", shape=(4, 2), reduction="SUM")
+OTHER = Call(7, "broadcast", dtype="float32", shape=(4, 2), root=0)
+LAYOUT = Layout(
+    tuple(
+        Member(rank=r, global_rank=4 + r, host=f"host{r}", vendor=v)
+        for r, v in enumerate(("nvidia", "nvidia", "amd"))
+    ),
+    rank=0,
+)
+
+
+def explained(*statuses: RankStatus) -> str:
+    """To rank 0 of the group; `statuses` in the order in which they were submitted."""
+    own = next(status for status in statuses if status.rank == 0)
+    return explain("dp", LAYOUT, Report(statuses), own=own, timeout=30.0)
+
+
+def status(rank: int, call: Call | None = CALL, state: str = IN_A_CALL, **more) -> RankStatus:
+    return RankStatus(rank=rank, state=state, call=call, **more)
+
+
+def test_a_rank_that_says_nothing_is_named_with_its_host():
+    text = explained(status(0), status(1))
+    assert "rank 6 on host2 did not report" in text
+    assert (
+        "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp, whose timeout is 30 s, failed"
+        in text
+    )
+
+
+def test_ranks_that_called_different_things_are_listed():
+    text = explained(status(0), status(1), status(2, OTHER))
+    assert "ranks 4-5 called all_reduce (SUM, float32 [4, 2]) as number 7" in text
+    assert "rank 6 called broadcast (float32 [4, 2], root 0) as number 7" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [(IDLE, "is in no call since"), (LEFT, "has left the group since")]
+)
+def test_a_rank_that_did_not_come_is_named_with_its_last_call(state, words):
+    last = Call(6, "barrier")
+    assert f"rank 5 on host1 {words} barrier as number 6" in explained(
+        status(0), status(1, last, state), status(2)
+    )
+
+
+def test_where_all_called_the_same_the_reason_itself_is_told():
+    text = explained(status(0, error="the wire is cut"), status(1), status(2))
+    assert text.count("the wire is cut") == 1
+
+
+def statuses_of(store: dist.Store, rank: int, *, gone: Sequence[int] = ()) -> Statuses:
+    return Statuses(store, replace(LAYOUT, rank=rank), has_gone=lambda member: member.rank in gone)
+
+
+def test_statuses_are_read_as_they_were_submitted_the_first_one_first():
+    store = dist.HashStore()
+    boards = [statuses_of(store, rank) for rank in range(3)]
+    left, own, other = status(1, None, LEFT), status(0, error="so"), status(2, None, IDLE)
+    assert not boards[0].has_failure()
+    boards[1].submit(left)
+    assert not boards[0].has_failure(), "a rank that leaves has not failed"
+    boards[2].submit(other)
+    assert boards[0].has_failure()
+    boards[0].submit(own)
+    boards[0].submit(status(0, None, IDLE))  # as where a call fails because of an abort
+    assert boards[0].collect(own, seconds=0.2) == Report([left, other, own])
+
+
+class FailingStore(dist.Store):
+    """A store that fails at once, or hangs, the first time that it is asked."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        super().__init__()
+        self._hangs = hangs
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        if not self._hangs:
+            raise dist.DistNetworkError("Connection was likely closed")
+        if self.asked == 1:
+            time.sleep(0.5)
+        return False
+
+    def append(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Connection was likely closed")
+
+
+def test_a_store_whose_host_has_ended_is_asked_no_more():
+    """Every rank that is left would else log a stack trace every 2 seconds to its end."""
+    store = FailingStore(hangs=False)
+    board = statuses_of(store, 0)
+    assert [board.has_failure() for _ in range(3)] == [False] * 3
+    assert store.asked == 1
+
+
+def test_a_store_that_does_not_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr(failures, "POLL_SECONDS", 0.1)
+    store = FailingStore(hangs=True)
+    board = statuses_of(store, 0)
+    assert not board.has_failure()
+    time.sleep(0.6)
+    assert not board.has_failure()
+    assert store.asked == 2
+
+
+def test_nobody_is_blamed_where_the_store_cannot_be_asked():
+    own = status(0, error="the link to rank 5 timed out")
+    text = explain("dp", LAYOUT, Report([own], "the store's host hangs"), own=own, timeout=30.0)
+    assert text.endswith(
+        "failed on rank 4 on host0: the store's host hangs (the link to rank 5 timed out)"
+    )
+    assert "did not report" not in text
+
+
+def test_where_the_store_ended_with_its_rank_that_rank_alone_is_blamed():
+    """The others cannot say that they are there, and some leave before they are asked."""
+    board = statuses_of(FailingStore(hangs=False), 0, gone=[1, 2])
+    own = status(0, error="the link is closed")
+    board.submit(own)
+    report = board.collect(own)
+    assert report.store_error.startswith("rank 5 on host1 has exited or left the group; the")
+    text = explain("dp", LAYOUT, report, own=own, timeout=30.0)
+    assert "did not report" not in text
+    assert "rank 6" not in text
+    assert text.endswith("(the link is closed)")
+
+
+def test_beside_who_is_to_blame_only_the_first_error_is_told():
+    """Later ones name ranks that have closed their links because of it."""
+    text = explained(
+        status(1, error="rank 6 has closed the link"),
+        status(0, error="rank 5 has closed the link"),
+    )
+    assert "rank 6 on host2 did not report" in text
+    assert text.endswith("(rank 5 on host1: rank 6 has closed the link)")
+
+
+def test_why_a_rank_aborted_the_group_is_told_once():
+    text = explained(
+        status(1, None, ABORTED, error="its GPU is lost"),
+        status(0, error="a link is closed"),
+        status(2, error="a link is closed"),
+    )
+    assert text.endswith("rank 5 on host1 aborted the group: its GPU is lost")
+
+
+def test_calls_that_differ_in_anything_have_other_tags():
+    calls = [CALL, OTHER, replace(CALL, sequence=8), replace(CALL, shape=(2, 4))]
+    calls += [replace(CALL, dtype="int32"), replace(CALL, reduction="MAX"), replace(OTHER, root=1)]
+    assert len({call.tag for call in calls}) == len(calls)
+    assert all(0 <= call.tag < 2**32 for call in calls)
+    assert replace(CALL).tag == CALL.tag
+
+
+def test_of_several_errors_the_first_one_is_told():
+    text = explained(
+        status(1, error="the cause"),
+        status(0, error="another rank failed"),
+        status(2),
+    )
+    assert "rank 5 on host1: the cause" in text
+
+
+def test_a_rank_that_had_gone_on_to_the_next_call_did_not_call_something_else():
+    text = explained(
+        status(1, error="the cause"),
+        status(0, Call(8, "barrier"), error="a consequence"),
+        status(2, error="a consequence"),
+    )
+    assert "different" not in text
+    assert f"rank 5 on host1 failed in {CALL}: the cause" in text
+    assert "; rank 4 had gone on to barrier as number 8" in text
+
+
+def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():
+    text = explained(status(0), status(1, replace(CALL, sequence=6)))
+    assert "rank 6 on host2 did not report" in text
+    assert "different things" not in text
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_rank_has_gone_once_it_listens_no_more(is_connected: bool) -> None:
+    own, other = (Presence(size=2, store_host="127.0.0.1") for _ in range(2))
+    member = Member(1, 1, "b", "amd", ("127.0.0.1", other.port))
+    if is_connected:
+        own.require(member)
+    other.leave()
+    with pytest.raises(LinkError, match="rank 1 on b has exited or left the group") as told:
+        own.require(member)
+    # Who has never been reached may be behind a firewall that answers in its place.
+    assert ("firewall" in str(told.value)) is not is_connected
+    own.leave()
+
+
+def test_a_rank_whose_network_is_lost_has_not_gone() -> None:
+    own, other = (Presence(size=2, store_host="127.0.0.1") for _ in range(2))
+    member = Member(1, 1, "b", "amd", ("127.0.0.1", other.port))
+    lost = mock.Mock(recv=mock.Mock(side_effect=[OSError(errno.ETIMEDOUT, "lost"), b""]))
+    own._connections[1] = lost
+    with mock.patch("socket.create_connection", side_effect=TimeoutError):
+        assert not own.has_gone(member)
+        assert not own.has_gone(member)
+    own.leave()
+    other.leave()
+
+
+def test_an_address_that_this_host_has_too_says_nothing_of_a_rank_elsewhere() -> None:
+    """As that of `docker0`, where this host itself refuses the connection."""
+    own = Presence(size=2, store_host="127.0.0.1")
+    member = Member(1, 1, "b", "amd", ("172.17.0.1", 1))
+    with (
+        mock.patch("socket.create_connection", side_effect=ConnectionRefusedError),
+        mock.patch.object(failures, "interface_with", return_value="docker0"),
+    ):
+        own.require(member)
+        here = Member(1, 1, socket.gethostname(), "amd", ("172.17.0.1", 1))
+        assert own.has_gone(here)
+    own.leave()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives import overlapped_steps
+from hetero.collectives import layout
 from tests.forked_ranks import values
 from tests.gpus import NEEDS_A_GPU, gpu_of
 from tests.hetero.collectives import references as ref
@@ -65,8 +65,7 @@ def walk_all(side: Side) -> dict[str, str]:
         for dtype, name in ((torch.float32, "SUM"), (torch.bfloat16, "AVG"), (torch.int64, "MAX")):
             for shape in SIZES[2:]:
                 if shape == SIZES[-1]:
-                    overlapped_steps._GPU_CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES
-                    overlapped_steps._GPU_ROW_CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES
+                    layout._GPU_CHUNK_BYTES = CHUNK_BYTES, CHUNK_BYTES
                 check_reductions(side, name, dtype, shape, digests)
                 check_copies(side, dtype, shape)
         for check in (check_coalesced, check_strided, check_uneven, check_objects, check_empty):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.overlapped_steps import CHUNK_BYTES
+from hetero.collectives.layout import CHUNK_BYTES
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, run_ranks
 

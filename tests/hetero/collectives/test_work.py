@@ -1,8 +1,9 @@
-"""Handles of calls."""
+"""What ranks compare of a call, and the handles of calls."""
 
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,8 +11,23 @@ from datetime import timedelta
 import pytest
 import torch
 
-from hetero.collectives.work import CoalescedWork, CollectiveWork, Worker
+from hetero.collectives.work import Call, CoalescedWork, CollectiveWork, Worker
 from hetero.errors import LinkError
+
+
+def test_calls_of_ever_new_shapes_take_no_memory() -> None:
+    """As of a script whose batches all have other lengths."""
+    tracemalloc.start()
+    try:
+        for length in range(2_000):
+            _ = Call(length, "all_reduce", "float32", (length,), "SUM").tag
+        before, _ = tracemalloc.get_traced_memory()
+        for length in range(2_000, 20_000):
+            _ = Call(length, "all_reduce", "float32", (length,), "SUM").tag
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 1 << 20
 
 
 def test_the_future_of_a_coalesced_call_fails_with_the_first_of_its_calls_that_did() -> None:

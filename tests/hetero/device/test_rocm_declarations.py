@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from hetero.collectives import reductions
+from hetero.collectives import vendor_library
 from hetero.device import hip_driver
 from hetero.device.driver_base import (
     HOST_REGISTER_FLAGS,
@@ -184,13 +184,13 @@ def test_hsa_of_rocm_7_declares_every_function_as_we_do(hsa: dict[str, list[CTyp
 
 
 def test_todays_rccl_reduces_what_it_is_given_and_nothing_bitwise(rccl: Declarations) -> None:
-    kernels = set(reductions._COMBINE)
+    kernels = set(vendor_library._COMBINE)
     available = set(rccl.enumerators("ncclRedOp_t"))
-    assert {RCCL_NAMES[name] for name in kernels - set(reductions._BITWISE)} <= available
+    assert {RCCL_NAMES[name] for name in kernels - set(vendor_library._BITWISE)} <= available
     # The reason for refusing BAND, BOR and BXOR on GPUs.
     assert not [name for name in available if re.search("and|or|xor|bit", name.lower())]
 
-    dtypes = {str(dtype).removeprefix("torch.") for dtype in reductions._PLAIN}
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in vendor_library._PLAIN}
     assert {RCCL_DTYPES[name] for name in dtypes} <= set(rccl.enumerators("ncclDataType_t"))
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hetero.collectives.failure_report import CollectiveError
-from hetero.collectives.work import CollectiveWork
+from hetero.collectives.work import CollectiveError, CollectiveWork
 from hetero.launch.exits import ProcessExit, exit_of, find_cause
 from hetero.startup import process
 from hetero.startup.process import NAMES, PREFIX, call_in_children, unknown_variables

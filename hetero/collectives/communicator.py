@@ -17,29 +17,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.calls import Call
-from hetero.collectives.cpu_p2p import CpuP2P
-from hetero.collectives.failure_report import (
+from hetero.collectives.failures import (
     ABORTED,
     IDLE,
     IN_A_CALL,
     LEFT,
     POLL_SECONDS,
-    CollectiveError,
+    Presence,
     RankStatus,
-    StatusBoard,
+    Statuses,
     explain,
 )
-from hetero.collectives.gpu_p2p import GpuP2P
-from hetero.collectives.group_links import Link, Links, address_for_gloo, clone
-from hetero.collectives.intra_vendor import VendorLibrary, new_library
-from hetero.collectives.p2p_batch import CallContext
-from hetero.collectives.presence import Presence
-from hetero.collectives.running_call import Algorithm, RunningCall
-from hetero.collectives.side_stream import SideStream
-from hetero.collectives.vendor_layout import Layout
-from hetero.collectives.work import CollectiveWork, Worker
+from hetero.collectives.layout import Layout
+from hetero.collectives.links import CallContext, Links, clone
+from hetero.collectives.p2p import CpuP2P, GpuP2P
+from hetero.collectives.vendor_library import VendorLibrary, new_library
+from hetero.collectives.work import (
+    Algorithm,
+    Call,
+    CollectiveError,
+    CollectiveWork,
+    RunningCall,
+    SideStream,
+    Worker,
+)
 from hetero.errors import LinkError
+from hetero.link.base import Link
 
 _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
@@ -91,16 +94,14 @@ class Communicator:
         self.layout, self.name, self.device = layout, name, device
         self._presence = presence
         self.timeout = timeout.total_seconds()
-        self._statuses = StatusBoard(store, layout, has_gone=presence.has_gone)
+        self._statuses = Statuses(store, layout, has_gone=presence.has_gone)
         self._library: VendorLibrary | None = None
         if len(layout.vendor_ranks) > 1:
             backend = new_library(
                 device.type,
                 dist.PrefixStore(f"vendor {layout.vendor}/", store),
-                rank=layout.vendor_rank,
-                size=len(layout.vendor_ranks),
+                layout,
                 timeout=timeout,
-                address=address_for_gloo(layout),
             )
             check_abort = _weakly(self._check_abort) if device.type == "cpu" else None
             self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)
@@ -117,7 +118,8 @@ class Communicator:
         )
         self._stream = SideStream(device)
         self._p2p = self._new_p2p(store)
-        self._sequence = 0
+        self.sequence = 0
+        """Calls so far."""
         self._submission = threading.Lock()
         self._last_call: Call | None = None
         self._error: CollectiveError | None = None
@@ -148,12 +150,8 @@ class Communicator:
             check_abort=_weakly(self._check_peer),
         )
         if on_cpu:
-            return CpuP2P(layout=self.layout, links=links, store=store)
+            return CpuP2P(layout=self.layout, links=links)
         return GpuP2P(rank=self.layout.rank, links=links, device=self.device)
-
-    @property
-    def sequence(self) -> int:
-        return self._sequence
 
     def run(
         self,
@@ -176,9 +174,9 @@ class Communicator:
         """
         self._stream.require_no_capture()
         with self._submission:
-            self._sequence += 1
+            self.sequence += 1
             call = Call(
-                self._sequence,
+                self.sequence,
                 operation,
                 _name_of(common[0].dtype) if common else "",
                 tuple([tensor.numel() for tensor in common]),
@@ -282,7 +280,7 @@ class Communicator:
         if self._error is None:
             why = f" ({reason})" if reason else ""
             self._error = CollectiveError(f"group {self.name} was aborted{why}; make a new one")
-            self._publish_status(ABORTED, failed=True, error=reason)
+            self._submit_status(ABORTED, error=reason)
         self._abort_calls()
         self._abort_messages()
 
@@ -290,7 +288,7 @@ class Communicator:
         """Leave the group once the calls in flight have ended. Later ones fail at once."""
         self._worker.close(seconds=self.timeout)
         if self._error is None:  # else this rank's status says in which call it failed
-            self._publish_status(LEFT)
+            self._submit_status(LEFT)
             self._error = CollectiveError(
                 f"group {self.name} was destroyed; make a new one, and build anew what uses it"
             )
@@ -340,7 +338,7 @@ class Communicator:
     def _fail(self, call: Call, error: Exception) -> CollectiveError:
         """Report this rank's error, collect those of the others, and end the group."""
         own = RankStatus(rank=self.layout.rank, state=IN_A_CALL, call=call, error=str(error))
-        own = self._statuses.publish(own, failed=True)
+        self._statuses.submit(own)
         self._abort_calls()
         if self._error is None:
             self._error = self._explained(own)
@@ -377,7 +375,7 @@ class Communicator:
         except LinkError as error:
             problem = str(error)
         if problem or self._statuses.has_failure():
-            own = self._publish_status(IDLE, failed=bool(problem), error=problem)
+            own = self._submit_status(IDLE, error=problem)
             self._error = self._explained(own)
             self._abort_calls()
             self._abort_messages()
@@ -397,6 +395,7 @@ class Communicator:
         self._raise_if_failed()
         self._presence.require(self.layout.members[rank])
 
-    def _publish_status(self, state: str, *, failed: bool = False, error: str = "") -> RankStatus:
+    def _submit_status(self, state: str, *, error: str = "") -> RankStatus:
         own = RankStatus(rank=self.layout.rank, state=state, call=self._last_call, error=error)
-        return self._statuses.publish(own, failed=failed)
+        self._statuses.submit(own)
+        return own

@@ -1,9 +1,10 @@
-"""The end of groups, and of a process that has some."""
+"""The calls of a group in their callers' threads and in its own, and the end of groups."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -13,27 +14,29 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hetero.collectives.group_links import clone
-from hetero.collectives.process_group_base import HeteroProcessGroupBase
-from hetero.collectives.vendor_layout import Layout, Member
+from hetero.collectives.layout import Layout, Member
+from hetero.collectives.links import clone
+from hetero.collectives.process_group import HeteroProcessGroup
+from hetero.collectives.work import SideStream
 from hetero.errors import LinkError
 from tests.forked_ranks import values
-from tests.hetero.collectives.ranks import Side, run_ranks
+from tests.hetero.collectives.ranks import THREE_AND_ONE, Side, run_ranks
 from tests.hetero.link.joined import wait_for
 
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
 import hetero
-from hetero.collectives import group_communicator
+from hetero.collectives import communicator
 
-group_communicator.POLL_SECONDS = 0.0001
+communicator.POLL_SECONDS = 0.0001
 hetero.register()
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("hetero", store=store, rank=int(sys.argv[2]), world_size=2)
@@ -172,25 +175,159 @@ def files_of_this_process() -> Counter[str]:
 def test_first_calls_of_two_threads_connect_a_gpu_once() -> None:
     built: list[torch.device] = []
 
-    def new_communicator(device: torch.device) -> Any:
+    def new_communicator(_: HeteroProcessGroup, device: torch.device) -> Any:
         time.sleep(0.05)
         built.append(device)
         return SimpleNamespace(device=device)
 
     members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
     presence: Any = None
-    group = HeteroProcessGroupBase(
-        Layout(members, 0),
-        presence,
-        name="0",
-        store=dist.HashStore(),
-        new_communicator=new_communicator,
-        timeout=timedelta(seconds=1),
-    )
+    with mock.patch.object(HeteroProcessGroup, "_new_communicator", new_communicator):
+        group = HeteroProcessGroup(
+            Layout(members, 0),
+            presence,
+            name="0",
+            store=dist.HashStore(),
+            timeout=timedelta(seconds=1),
+        )
+        call_on_a_gpu_in_two_threads(group)
+    assert built == [torch.device("cpu"), torch.device("cuda", 0)]
+
+
+def call_on_a_gpu_in_two_threads(group: HeteroProcessGroup) -> None:
     gpu = torch.device("cuda", 0)
     threads = [threading.Thread(target=group._communicator_for, args=(gpu,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert built == [torch.device("cpu"), gpu]
+
+
+ROUNDS = 60
+
+
+@pytest.mark.parametrize("vendors", [("nvidia", "amd"), THREE_AND_ONE], ids=["1+1", "3+1"])
+def test_they_stay_in_order_whoever_is_late(vendors: tuple[str, ...]) -> None:
+    for begun_by_callers in values(run_ranks(call_in_turns, vendors)):
+        assert begun_by_callers > 0, "no call was begun by its caller"
+
+
+def as_on_a_gpu() -> list[bool]:
+    """Have calls begun by their callers here too; what their first try has come to."""
+    SideStream.exists = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    from hetero.collectives.communicator import Communicator
+
+    tries: list[bool] = []
+    progress = Communicator._progress
+
+    def watched(self, running, *, on_side_stream=False, blocking=True):
+        is_done = progress(self, running, on_side_stream=on_side_stream, blocking=blocking)
+        if not blocking:
+            tries.append(is_done)
+        return is_done
+
+    Communicator._progress = watched  # type: ignore[method-assign]
+    return tries
+
+
+def call_in_turns(side: Side) -> int:
+    tries = as_on_a_gpu()
+    ranks = torch.arange(side.size)[:, None]
+    for number in range(ROUNDS):
+        chance = random.Random(number)
+        if chance.random() < 0.3 and side.rank == number % side.size:
+            time.sleep(0.002)
+        sums = [
+            torch.full((chance.choice([1, 1000, 100_000, 3_000_000]),), float(side.rank + number))
+            for _ in range(3)
+        ]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in sums]
+        tables = [torch.empty(side.size * length) for length in (77, 200_000)]
+        for table in tables:
+            row = torch.full((table.numel() // side.size,), float(side.rank))
+            works.append(dist.all_gather_into_tensor(table, row, async_op=True))
+        blocking = torch.ones(5)
+        dist.all_reduce(blocking)
+        assert (blocking == side.size).all(), "it has overtaken those before it"
+        for work in works:
+            work.wait()
+        total = sum(rank + number for rank in range(side.size))
+        assert all((tensor == total).all() for tensor in sums), number
+        assert all((table.view(side.size, -1) == ranks).all() for table in tables), number
+    return len(tries)
+
+
+def test_a_caller_is_not_held_up_by_a_peer_that_has_not_come() -> None:
+    values(run_ranks(come_late, ("nvidia", "amd")))
+
+
+def come_late(side: Side) -> None:
+    """Rank 1 makes its call only after rank 0's has returned."""
+    tries = as_on_a_gpu()
+    dist.all_reduce(torch.ones(3))
+    tensor = torch.ones(1000)
+    if side.rank == 1:
+        side.hear("called")
+    work = dist.all_reduce(tensor, async_op=True)
+    if side.rank == 0:
+        assert tries == [False]
+        side.say("called")
+    work.wait()
+    assert (tensor == 2).all()
+
+
+def test_a_callback_may_wait_for_the_next_calls_of_its_group() -> None:
+    values(run_ranks(call_in_callbacks, ("nvidia", "amd"), patience=60.0))
+
+
+def call_in_callbacks(side: Side) -> None:
+    """As the communication hook of DDP's PowerSGD does. A GPU's barrier begins with a drain."""
+    group = dist.group.WORLD
+    assert group is not None
+
+    def then(future: torch.futures.Future) -> torch.Tensor:
+        (value,) = future.value()
+        follow_up = dist.all_reduce(value.clone(), async_op=True).get_future()
+        group._cpu_communicator.drain()
+        dist.barrier()
+        return follow_up.wait()[0]
+
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+    assert (works[0].get_future().then(then).wait() == side.size**2).all()
+    works[1].wait()
+
+
+@pytest.mark.parametrize("method", ["record_end", "wait_event"])
+def test_a_gpu_that_fails_in_the_worker_ends_the_call_and_the_group(method: str) -> None:
+    """Its driver then refuses all that is asked of it."""
+    outcomes = run_ranks(fail_on_a_gpu, ("nvidia", "amd"), method=method, patience=60.0)
+    for error in values(outcomes):
+        assert "rank 1" in error
+        assert "an illegal memory access" in error
+
+
+def fail_on_a_gpu(side: Side) -> str:
+    as_on_a_gpu()
+    dist.all_reduce(torch.ones(3))
+    original = getattr(SideStream, side.options["method"])
+
+    def failing(self: SideStream, *arguments: object) -> object:
+        if threading.current_thread() is threading.main_thread():
+            return original(self, *arguments)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    if side.rank == 1:
+        setattr(SideStream, side.options["method"], failing)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        side.say("called")  # so late that it was left to the worker
+    else:
+        side.hear("called")
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+
+    def go_on() -> None:
+        work.wait()
+        dist.all_reduce(torch.ones(3))
+
+    with pytest.raises(RuntimeError) as error:
+        go_on()
+    return str(error.value)

@@ -1,8 +1,8 @@
-"""Registers the backend `hetero` when PyTorch is imported.
+"""The backend `hetero` of torch.distributed: its registration, and which groups it replaces.
 
-PyTorch finds `on_import_of_torch` by the package's entry point `torch.backends`. Groups that a
-script makes with a backend named in HETERO_INSTEAD_OF, which `hetero.run` sets, are then made with
-`hetero`.
+PyTorch calls `on_import_of_torch` when it is imported (entry point `torch.backends`). With
+HETERO_INSTEAD_OF, which `hetero.run` sets, groups that a script makes with a backend named there
+are made with `hetero`. Imports torch only inside functions: `hetero.run` starts before that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from importlib.metadata import entry_points
 from typing import Any
 
+from hetero.errors import print_line
 from hetero.startup.process import serve_launcher
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
@@ -70,8 +71,7 @@ def register() -> None:
 
 
 def _create_group(options: Any, backend_options: Any = None) -> Any:
-    # Import it with the first group, to keep importing torch fast.
-    from hetero.collectives.create_process_group import create_group
+    from hetero.collectives.process_group import create_group  # with the first group: it is slow
 
     return create_group(options, backend_options)
 
@@ -84,10 +84,12 @@ def replace_backends() -> None:
     """
     from torch.distributed import distributed_c10d as c10d
 
+    from hetero.collectives.torch_patches import replace_nccl_version
+
     original = c10d._new_process_group_helper
     if hasattr(original, "__wrapped__"):
         return
-    _answer_for_absent_nccl()
+    replace_nccl_version()
     signature = inspect.signature(original)
 
     @functools.cache
@@ -99,9 +101,6 @@ def replace_backends() -> None:
 
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        # With the first group, to keep importing torch fast.
-        from hetero.collectives.announce import tell_vendor, warn_of_one_library
-
         lead_to_rank_0()
         bound = signature.bind(*args, **kwargs)
         requested = bound.arguments["backend"]
@@ -113,33 +112,17 @@ def replace_backends() -> None:
             and not c10d._world.pg_map
             and bound.arguments["group_size"] > 1
         )
-        if is_watched:
-            tell_vendor(bound.arguments["store"], rank=bound.arguments["group_rank"])
+        vendors = _submit_vendor(**bound.arguments) if is_watched else None
         group, store = original(*bound.args, **bound.kwargs)
-        if is_watched and bound.arguments["group_rank"] == 0:
-            warn_of_one_library(
-                bound.arguments["store"],
-                backend=c10d.get_backend(group) if group in c10d._world.pg_map else str(requested),
-                size=bound.arguments["group_size"],
-            )
+        if vendors is not None and bound.arguments["group_rank"] == 0:
+            backend = c10d.get_backend(group) if group in c10d._world.pg_map else str(requested)
+            _warn_of_one_library(vendors, backend)
         if bound.arguments["backend"] is not requested and group in c10d._world.pg_map:
             # Report the requested backend: scripts compare get_backend() with it.
             c10d._world.pg_map[group] = (requested, store)
         return group, store
 
     c10d._new_process_group_helper = new_group
-
-
-def _answer_for_absent_nccl() -> None:
-    """Give a build without NCCL no version of it, instead of an AttributeError.
-
-    When a call on a group whose backend is said to be NCCL has failed, torch asks for the version
-    to log it, and that error would take the place of the call's own.
-    """
-    import torch
-
-    if not hasattr(torch._C, "_nccl_version"):
-        torch.cuda.nccl.version = tuple
 
 
 def instead_of(backend: Any) -> Any:
@@ -152,3 +135,46 @@ def instead_of(backend: Any) -> Any:
     else:
         requested = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
     return Backend("hetero") if requested & replaced else backend
+
+
+def _submit_vendor(*, store: Any, group_rank: int, group_size: int, **_: Any) -> Any:
+    """Before a first group that `hetero` does not make: tell rank 0 this rank's vendor."""
+    import torch
+
+    from hetero.startup.exchange import Exchange
+    from hetero.startup.identity import VENDOR_VARIABLE, own_vendor
+
+    vendor = "amd" if torch.version.hip else ("nvidia" if torch.version.cuda else "cpu")
+    if os.environ.get(VENDOR_VARIABLE, "plan") != "plan":
+        vendor = own_vendor()  # else only the build is looked at: a script may fork before CUDA
+    vendors = Exchange(store, "hetero vendors", member=group_rank, size=group_size)
+    vendors.submit({"vendor": vendor})
+    return vendors
+
+
+def _warn_of_one_library(exchange: Any, backend: str) -> None:
+    """On rank 0, after that group was made: warn where its ranks are of several vendors."""
+    if exchange.missing():  # a library that connects later, when all ranks have come
+        return
+    vendors = list(dict.fromkeys(told["vendor"] for told in exchange.wait(0.0)))
+    if len(vendors) == 1:
+        return
+    print_line(
+        f"hetero: warning: the ranks are {' and '.join(vendors)}, and the group of all of them is "
+        f"plain {backend}, which crosses no vendors; set HETERO_INSTEAD_OF={backend}, or make "
+        "groups with backend='hetero'"
+    )
+
+
+def is_active() -> bool:
+    """Whether a group of this process was made by the backend `hetero`.
+
+    False before the first group is made, and where another backend makes all of them: such groups
+    cross no vendors.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return False
+    configs = dist.distributed_c10d._world.pg_backend_config.values()
+    return any("hetero" in str(config) for config in configs)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.group_links import Links
-from hetero.collectives.vendor_layout import Layout
+from hetero.collectives.layout import Layout
+from hetero.collectives.links import Links
 from hetero.errors import LinkError
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, run_ranks
-from tests.hetero.collectives.test_cpu_p2p import MEMBERS
+from tests.hetero.collectives.test_p2p import MEMBERS
 from tests.hetero.link.ring.pair import opened
 
 

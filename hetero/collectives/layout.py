@@ -1,0 +1,387 @@
+"""Who exchanges what: a group's vendors, shards and chunks of a tensor, segments of its memory.
+
+Every rank computes the same from the group's members, so none of this is communicated. Vendors are
+ordered by their lowest rank, the ranks of a vendor by their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+
+from hetero.link.base import as_bytes
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a group, as the others need to know it."""
+
+    rank: int
+    """Its number in the group."""
+    global_rank: int
+    host: str
+    vendor: str
+    address: tuple[str, int] = ("", 0)
+    """Host and port at which it listens while it is in the group (failures.py)."""
+    simulated: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.global_rank} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of elements."""
+
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def shifted(self, by: int) -> Span:
+        return Span(self.begin + by, self.end + by)
+
+    def relative_to(self, outer: Span) -> slice:
+        """The slice of memory holding `outer` that this span is."""
+        return slice(self.begin - outer.begin, self.end - outer.begin)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A group as one of its ranks sees it."""
+
+    members: tuple[Member, ...]
+    """By rank in the group."""
+    rank: int
+
+    @cached_property
+    def vendors(self) -> tuple[tuple[int, ...], ...]:
+        """The group ranks of each vendor, in the order in which partial results are combined."""
+        by_vendor: dict[str, list[int]] = {}
+        for member in self.members:
+            by_vendor.setdefault(member.vendor, []).append(member.rank)
+        return tuple(tuple(ranks) for ranks in by_vendor.values())
+
+    @cached_property
+    def vendor(self) -> int:
+        """This rank's vendor, as an index into `vendors`."""
+        return self.vendor_of(self.rank)
+
+    @cached_property
+    def vendor_rank(self) -> int:
+        """This rank's number within its vendor: its rank in the vendor's library."""
+        return self.vendor_ranks.index(self.rank)
+
+    @cached_property
+    def vendor_ranks(self) -> tuple[int, ...]:
+        """The group ranks of this rank's vendor."""
+        return self.vendors[self.vendor]
+
+    @cached_property
+    def other_vendors(self) -> tuple[int, ...]:
+        """All vendors but this rank's, as indices into `vendors`."""
+        return tuple(v for v in range(len(self.vendors)) if v != self.vendor)
+
+    @cached_property
+    def remote_ranks(self) -> tuple[int, ...]:
+        """The ranks of the other vendors, ascending."""
+        return tuple(sorted(rank for vendor in self.other_vendors for rank in self.vendors[vendor]))
+
+    @cached_property
+    def alignment(self) -> int:
+        """A length that is a multiple of this splits into equal shards at every vendor.
+
+        It is 1 if no vendor has a second rank.
+        """
+        return math.lcm(*(len(ranks) for ranks in self.vendors))
+
+    @cached_property
+    def has_several_hosts(self) -> bool:
+        return len({member.host for member in self.members}) > 1
+
+    @cached_property
+    def inter_vendor_peers(self) -> tuple[int, ...]:
+        """The ranks of other vendors with which this one exchanges shards, ascending."""
+        mine = equal_parts(self.alignment, len(self.vendor_ranks))[self.vendor_rank]
+        found = [
+            self.vendors[vendor][index]
+            for vendor in self.other_vendors
+            for index, _ in overlaps(mine, equal_parts(self.alignment, len(self.vendors[vendor])))
+        ]
+        return tuple(sorted(found))
+
+    @cached_property
+    def intra_vendor_peers(self) -> tuple[int, ...]:
+        """The ranks before and after this one in its vendor.
+
+        If each rank compares with these, all ranks of the vendor have been compared.
+        """
+        return (
+            self.vendor_ranks[max(0, self.vendor_rank - 1) : self.vendor_rank]
+            + self.vendor_ranks[self.vendor_rank + 1 : self.vendor_rank + 2]
+        )
+
+    @cached_property
+    def direct_recv_peers(self) -> dict[int, int]:
+        """By other vendor: the rank that sends this one that vendor's whole partial result."""
+        return {vendor: self.partner(self.rank, vendor) for vendor in self.other_vendors}
+
+    @cached_property
+    def direct_send_peers(self) -> tuple[int, ...]:
+        """The ranks to which this one sends its vendor's whole partial result."""
+        return tuple(r for r in self.remote_ranks if self.partner(r, self.vendor) == self.rank)
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.members)
+
+    def vendor_of(self, rank: int) -> int:
+        return next(v for v, ranks in enumerate(self.vendors) if rank in ranks)
+
+    def partner(self, rank: int, vendor: int) -> int:
+        """The rank of another vendor that sends `rank` that vendor's whole partial result.
+
+        Partners also exchange shards, so small tensors need no further links.
+        """
+        ranks = self.vendors[self.vendor_of(rank)]
+        theirs = self.vendors[vendor]
+        return theirs[ranks.index(rank) * len(theirs) // len(ranks)]
+
+
+# Cached, because a training step repeats its calls and Python needs as long as a GPU for a copy.
+@lru_cache(maxsize=1024)
+def equal_parts(count: int, parts: int) -> tuple[Span, ...]:
+    """Split `count` elements into parts of one length, of which the last ones may be shorter."""
+    length = -(-count // parts)
+    cuts = [min(count, part * length) for part in range(parts + 1)]
+    return tuple(Span(begin, end) for begin, end in pairwise(cuts))
+
+
+@lru_cache(maxsize=1024)
+def row_spans(count: int, length: int) -> tuple[Span, ...]:
+    """Where each of so many rows is in a table of them."""
+    return tuple(Span(row * length, (row + 1) * length) for row in range(count))
+
+
+def overlaps(span: Span, parts: Sequence[Span]) -> list[tuple[int, Span]]:
+    """The non-empty intersections of `span` with `parts`, each with the part's index, in order."""
+    found = []
+    for index, part in enumerate(parts):
+        begin, end = max(span.begin, part.begin), min(span.end, part.end)
+        if begin < end:
+            found.append((index, Span(begin, end)))
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of which each vendor has its partial result at one rank."""
+
+    holders: tuple[int, ...]
+    """By vendor: that rank's number within it."""
+    parts: tuple[Span, ...]
+    """By vendor: the part that it reduces, as equal as possible."""
+
+
+@lru_cache(maxsize=1024)
+def shared_pieces(span: Span, parts: tuple[tuple[Span, ...], ...]) -> tuple[Piece, ...]:
+    """Split `span` wherever the shards of a vendor meet. `parts`: each vendor's, of one total."""
+    inside = {cut for shards in parts for shard in shards for cut in (shard.begin, shard.end)}
+    cuts = sorted({span.begin, span.end, *(c for c in inside if span.begin < c < span.end)})
+    return tuple(
+        Piece(
+            tuple(overlaps(Span(begin, end), shards)[0][0] for shards in parts),
+            tuple(part.shifted(begin) for part in equal_parts(end - begin, len(parts))),
+        )
+        for begin, end in pairwise(cuts)
+    )
+
+
+_DIRECT_BYTES = 64 << 10
+_DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
+CHUNK_BYTES = 4 << 20
+"""On a CPU: a chunk that was just received is still in the cache when it is reduced."""
+_NETWORK_CHUNK_BYTES = 16 << 20
+"""On CPUs of several hosts: of a table that is gathered or scattered, or a tensor that is sent."""
+_GPU_CHUNK_BYTES, _GPU_CHUNKS = (128 << 20, 512 << 20), 4
+"""On GPUs: bounds of a chunk's size, and how many chunks of a call overlap their steps.
+
+A chunk costs a rank's CPU up to half a millisecond.
+"""
+_CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
+"""How many further chunks are in flight while one is reduced.
+
+A GPU's transfer is ordered after all that the stream holds, so issue it several chunks ahead,
+before their reductions are enqueued. A CPU should still find in its cache what it reduces.
+"""
+_ALIGNED_BYTES = 512
+
+
+def direct_bytes(layout: Layout, device: torch.device) -> int:
+    """Up to this size the algorithm with the fewest steps is the fastest.
+
+    With it every rank gets the other vendors' whole part: of a reduction, or of a table of rows.
+    """
+    if layout.alignment == 1:
+        return _DIRECT_BYTES_ONE_PER_VENDOR[device.type]
+    return _DIRECT_BYTES
+
+
+def copies_directly(layout: Layout, device: torch.device, nbytes: int) -> bool:
+    """Whether to copy with the fewest steps: small tensors, and on CPUs of one host all.
+
+    The ranks of such a host share its memory, so that a link to another vendor is as fast as one
+    within.
+    """
+    is_one_host_of_cpus = device.type == "cpu" and not layout.has_several_hosts
+    return is_one_host_of_cpus or nbytes <= direct_bytes(layout, device)
+
+
+def chunk_spans(
+    layout: Layout, device: torch.device, length: int, *, element_size: int
+) -> list[Span]:
+    """The chunks of `length` elements that are reduced; the same on all ranks."""
+    nbytes = CHUNK_BYTES if device.type == "cpu" else _gpu_chunk_bytes(length * element_size)
+    return _chunks(layout, length, nbytes, element_size)
+
+
+def columns(
+    layout: Layout, device: torch.device, length: int, *, element_size: int, rows: int = 1
+) -> list[Span]:
+    """The chunks of a table's columns, to overlap steps within a vendor with those across.
+
+    One chunk where that gains nothing: if no vendor has a second rank, and among CPU ranks of one
+    host, which share its cores and memory in every step.
+
+    Args:
+        length: elements of each of the `rows`.
+    """
+    total = length * rows * element_size
+    if layout.alignment == 1 or (device.type == "cpu" and not layout.has_several_hosts):
+        return [Span(0, length)]
+    nbytes = _NETWORK_CHUNK_BYTES if device.type == "cpu" else _gpu_chunk_bytes(total)
+    return _chunks(layout, length, nbytes // rows, element_size)
+
+
+def _gpu_chunk_bytes(total: int) -> int:
+    least, most = _GPU_CHUNK_BYTES
+    return min(max(least, total // _GPU_CHUNKS), most)
+
+
+def _chunks(layout: Layout, length: int, nbytes: int, element_size: int) -> list[Span]:
+    """Split `length` elements into chunks of about `nbytes`.
+
+    All but the last have shards of one length at every vendor, at addresses at which a GPU copies
+    fast.
+    """
+    if length * element_size <= nbytes:
+        return [Span(0, length)]
+    alignment = layout.alignment * max(1, _ALIGNED_BYTES // element_size)
+    step = nbytes // element_size
+    step = max(alignment, step - step % alignment)
+    return [Span(begin, min(length, begin + step)) for begin in range(0, length, step)]
+
+
+def chunks_ahead(device: torch.device, chunks: int) -> int:
+    """How many further ones of so many chunks to have in flight while one is reduced.
+
+    0 if there is only one, whose messages then need not start before they are waited for.
+    """
+    return _CHUNKS_AHEAD[device.type] if chunks > 1 else 0
+
+
+# A call writes to `tensor.data`, whose changes autograd does not count, as PyTorch's groups write
+# to memory. With `detach()` the backward of a step that all-reduces an activation in place fails.
+
+Segment = tuple[torch.Tensor, int, int]
+"""Contiguous memory, an offset and a size in bytes.
+
+Only a vendor's library needs a tensor of just these bytes, which takes three torch operations.
+"""
+
+
+def _is_materialized(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in contiguous memory with lazy bits resolved: the tensor's own if it is so."""
+    if _is_materialized(tensor):
+        return tensor.data
+    return tensor.data.resolve_conj().resolve_neg().contiguous()
+
+
+def output_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory to receive into, for `write_back`: the tensor's own if it is contiguous."""
+    if _is_materialized(tensor):
+        return tensor.data
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def write_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy what `output_buffer` or `materialize` returned into the tensor, if it is a copy."""
+    if memory.data_ptr() != tensor.data_ptr():
+        tensor.data.copy_(memory)
+
+
+def pad_to_multiple(flat: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Flat memory padded with zeros to a multiple of a length: itself if it needs no padding."""
+    missing = -flat.numel() % multiple
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+
+def full_segment(tensor: torch.Tensor) -> Segment:
+    return tensor, 0, tensor.nbytes
+
+
+def split_segments(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Segment]:
+    """Consecutive segments of the given sizes in bytes."""
+    return [(tensor, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def segment_bytes(segment: Segment) -> torch.Tensor:
+    """A segment as flat bytes."""
+    tensor, offset, nbytes = segment
+    return as_bytes(tensor)[offset : offset + nbytes]
+
+
+def merged_bytes(segments: Sequence[Segment]) -> torch.Tensor | None:
+    """Adjacent segments of one tensor as flat bytes; None if they are not adjacent."""
+    tensor, first, _ = segments[0]
+    end = first
+    for other, offset, nbytes in segments:
+        if other is not tensor or offset != end:
+            return None
+        end += nbytes
+    return as_bytes(tensor)[first:end]
+
+
+def same_memory(segment: Segment, other: Segment) -> bool:
+    """Whether both start at the same address."""
+    return segment[0].data_ptr() + segment[1] == other[0].data_ptr() + other[1]
+
+
+def share_memory(segment: Segment, other: Segment) -> bool:
+    """Whether they have a byte in common."""
+    distance = segment[0].data_ptr() + segment[1] - other[0].data_ptr() - other[1]
+    return -segment[2] < distance < other[2]
+
+
+def copy_segment(target: Segment, source: Segment) -> None:
+    """Copy a segment into another one of its size."""
+    if target[0].dtype is source[0].dtype:
+        _elements(target).copy_(_elements(source))
+    else:
+        segment_bytes(target).copy_(segment_bytes(source))
+
+
+def _elements(segment: Segment) -> torch.Tensor:
+    tensor, offset, nbytes = segment
+    size = tensor.element_size()
+    return tensor.as_strided((nbytes // size,), (1,), tensor.storage_offset() + offset // size)

@@ -1,0 +1,214 @@
+"""broadcast, all_to_all, gather and scatter across vendors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero.collectives.all_reduce import ShardedChunk
+from hetero.collectives.layout import (
+    Segment,
+    chunks_ahead,
+    columns,
+    copies_directly,
+    copy_segment,
+    full_segment,
+    merged_bytes,
+    overlaps,
+    segment_bytes,
+)
+from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.errors import LinkError
+from hetero.link.base import as_bytes
+from hetero.text import counted
+
+
+def broadcast(context: CallContext, memory: torch.Tensor, *, root: int) -> Schedule:
+    """Copy the root's contiguous memory into every rank's."""
+    if not memory.numel():
+        return iter(())
+    if copies_directly(context.layout, context.device, memory.nbytes):
+        return _broadcast_whole(context, memory, root=root)
+    return _broadcast_sharded(context, as_bytes(memory), root=root)
+
+
+def _broadcast_whole(context: CallContext, memory: torch.Tensor, *, root: int) -> Schedule:
+    layout, batch = context.layout, P2PBatch(context)
+    vendor_root = root
+    if layout.vendor_of(root) != layout.vendor:
+        vendor_root = layout.partner(root, layout.vendor)
+        if layout.rank == vendor_root:
+            batch.recv(root, memory)
+            yield batch
+    elif layout.rank == root:
+        for vendor in layout.other_vendors:
+            batch.send(layout.partner(root, vendor), memory)
+    if context.library is None:
+        yield batch
+        return
+    library_root = layout.vendor_ranks.index(vendor_root)
+    work = context.library.broadcast(as_bytes(memory), root=library_root)
+    if layout.rank == root:
+        yield batch
+    work.wait()
+
+
+def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -> Schedule:
+    """For each chunk: scatter in the root's vendor, send shards to the others, gather in each.
+
+    The steps of successive chunks overlap.
+    """
+    spans = columns(context.layout, context.device, flat.numel(), element_size=1)
+    ahead = chunks_ahead(context.device, len(spans))
+    pipeline = [
+        _Chunk(context, flat[span.begin : span.end], root=root, ahead=ahead) for span in spans
+    ]
+    steps = (
+        (0, _Chunk.scatter),
+        (1, _Chunk.exchange),
+        (1 + ahead, _Chunk.all_gather_within),
+        (2 + ahead, _Chunk.finish),
+    )
+    return overlapped(pipeline, steps)
+
+
+class _Chunk(ShardedChunk):
+    """One chunk of a broadcast, as bytes. The steps are called in this order."""
+
+    def __init__(
+        self, context: CallContext, target: torch.Tensor, *, root: int, ahead: int
+    ) -> None:
+        super().__init__(context, target, ahead=ahead)
+        self._root, self._source_vendor = root, context.layout.vendor_of(root)
+
+    def scatter(self) -> Schedule:
+        """Give each rank of the root's vendor a shard."""
+        layout, library = self._context.layout, self._context.library
+        if library is not None:
+            self._shard = self._padded.new_empty(len(self._span))
+            if layout.vendor == self._source_vendor:
+                is_root = layout.rank == self._root
+                parts = list(self._padded.split(len(self._span))) if is_root else []
+                root = layout.vendor_ranks.index(self._root)
+                self._library_work = library.scatter(self._shard, parts, root=root)
+        yield from ()
+
+    def exchange(self) -> Schedule:
+        """Send the shards to the other vendors."""
+        self._wait_for_library()
+        layout = self._context.layout
+        if layout.vendor == self._source_vendor:
+            for vendor in layout.other_vendors:
+                for index, common in overlaps(self._span, self._spans[vendor]):
+                    piece = self._shard[common.relative_to(self._span)]
+                    self._batch.send(layout.vendors[vendor][index], piece)
+        else:
+            for index, common in overlaps(self._span, self._spans[self._source_vendor]):
+                piece = self._shard[common.relative_to(self._span)]
+                self._batch.recv(layout.vendors[self._source_vendor][index], piece)
+        self._start_batch()
+        yield from ()
+
+
+def all_to_all(
+    context: CallContext, outputs: Sequence[Segment], inputs: Sequence[Segment]
+) -> Schedule:
+    """Send inputs[r] to rank r and receive outputs[r] from it; of any sizes."""
+    layout, batch = context.layout, P2PBatch(context)
+    for rank in layout.remote_ranks:
+        batch.send(rank, *inputs[rank])
+        batch.recv(rank, *outputs[rank])
+    if context.library is None:
+        batch.copy(outputs[layout.rank], inputs[layout.rank])
+        yield batch
+        return
+    targets = [outputs[rank] for rank in layout.vendor_ranks]
+    sources = [inputs[rank] for rank in layout.vendor_ranks]
+    output_splits, input_splits = ([size for _, _, size in part] for part in (targets, sources))
+    send_buffer, view = merged_bytes(sources), merged_bytes(targets)
+    if send_buffer is None:
+        send_buffer = torch.cat([segment_bytes(source) for source in sources])
+    recv_buffer = send_buffer.new_empty(sum(output_splits)) if view is None else view
+    if recv_buffer.is_cpu:
+        _require_same_sizes(context, output_splits=output_splits, input_splits=input_splits)
+    work = context.library.all_to_all(
+        recv_buffer, send_buffer, output_splits=output_splits, input_splits=input_splits
+    )
+    yield batch
+    work.wait()
+    if view is None:
+        for target, part in zip(targets, recv_buffer.split(output_splits), strict=True):
+            segment_bytes(target).copy_(part)
+
+
+def _require_same_sizes(
+    context: CallContext, *, output_splits: list[int], input_splits: list[int]
+) -> None:
+    """Compare the sizes within this vendor: gloo aborts a process that receives more than it asked.
+
+    Raises LinkError, which names the rank whose input differs from this rank's output.
+    """
+    layout, library, ones = context.layout, context.library, [1] * len(input_splits)
+    assert library is not None
+    sent = torch.empty(len(input_splits), dtype=torch.int64, device="cpu")
+    own = torch.tensor(input_splits, device="cpu")
+    library.all_to_all(sent, own, output_splits=ones, input_splits=ones).wait()
+    for rank, given, taken in zip(layout.vendor_ranks, sent.tolist(), output_splits, strict=True):
+        if given != taken:
+            raise LinkError(
+                f"{layout.members[rank]} gives {counted(given, 'byte')} to "
+                f"{layout.members[layout.rank]}, which takes {taken}; make both the same"
+            )
+
+
+def gather(
+    context: CallContext, outputs: Sequence[torch.Tensor], source: torch.Tensor, *, root: int
+) -> Schedule:
+    """Copy every rank's memory, all of one size, to the root's outputs."""
+    layout, batch = context.layout, P2PBatch(context)
+    if layout.vendor_of(root) != layout.vendor:
+        batch.send(root, source)
+        yield batch
+        return
+    if context.library is not None:
+        parts = _vendor_parts(context, outputs, root=root)
+        context.library.gather(parts, as_bytes(source), root=layout.vendor_ranks.index(root)).wait()
+    else:
+        copy_segment(full_segment(outputs[root]), full_segment(source))
+    if layout.rank == root:
+        for rank in layout.remote_ranks:
+            batch.recv(rank, outputs[rank])
+        yield batch
+
+
+def scatter(
+    context: CallContext, target: torch.Tensor, inputs: Sequence[torch.Tensor], *, root: int
+) -> Schedule:
+    """Copy each of the root's inputs, all of one size, to its rank's memory."""
+    layout, batch = context.layout, P2PBatch(context)
+    if layout.vendor_of(root) != layout.vendor:
+        batch.recv(root, target)
+        yield batch
+        return
+    if layout.rank == root:
+        for rank in layout.remote_ranks:
+            batch.send(rank, inputs[rank])
+    if context.library is not None:
+        parts = _vendor_parts(context, inputs, root=root)
+        work = context.library.scatter(
+            as_bytes(target), parts, root=layout.vendor_ranks.index(root)
+        )
+        yield batch
+        work.wait()
+    else:
+        copy_segment(full_segment(target), full_segment(inputs[root]))
+        yield batch
+
+
+def _vendor_parts(
+    context: CallContext, tensors: Sequence[torch.Tensor], *, root: int
+) -> list[torch.Tensor]:
+    """At the root its tensors for the ranks of this vendor, as bytes; elsewhere none."""
+    layout = context.layout
+    return [as_bytes(tensors[rank]) for rank in layout.vendor_ranks] if layout.rank == root else []

@@ -1,0 +1,236 @@
+"""Who exchanges which part with whom for any numbers of ranks, and in which chunks and order."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.collectives import layout as layout_module
+from hetero.collectives.layout import (
+    Layout,
+    Member,
+    Span,
+    chunk_spans,
+    columns,
+    equal_parts,
+    overlaps,
+    shared_pieces,
+)
+from hetero.collectives.links import overlapped
+from tests.forked_ranks import values
+from tests.hetero.collectives.ranks import (
+    THREE_AND_ONE,
+    TWO_AND_TWO,
+    Side,
+    open_group,
+    run_ranks,
+)
+from tests.hetero.collectives.test_operations import LARGE, check_copies, check_reductions
+
+VENDORS = st.lists(st.sampled_from(["nvidia", "amd", "cpu"]), min_size=2, max_size=9)
+
+
+def layouts(vendors: list[str]) -> list[Layout]:
+    members = tuple(
+        Member(rank=rank, global_rank=10 + rank, host="host", vendor=vendor)
+        for rank, vendor in enumerate(vendors)
+    )
+    return [Layout(members, rank) for rank in range(len(vendors))]
+
+
+@given(st.integers(0, 1000), st.integers(1, 17))
+def test_parts_cover_everything_once_and_only_the_last_are_shorter(count, parts):
+    spans = equal_parts(count, parts)
+    assert [spans[0].begin, spans[-1].end] == [0, count]
+    assert all(one.end == other.begin for one, other in pairwise(spans))
+    lengths = [len(span) for span in spans]
+    assert lengths == sorted(lengths, reverse=True)
+    assert sum(length not in (0, lengths[0]) for length in lengths) <= 1
+
+
+@given(st.integers(1, 1000), st.integers(1, 9), st.integers(1, 9))
+def test_what_one_side_sends_is_what_the_other_expects(count, here, there):
+    ours, theirs = equal_parts(count, here), equal_parts(count, there)
+    sent = [(i, j, common) for i, span in enumerate(ours) for j, common in overlaps(span, theirs)]
+    expected = [
+        (i, j, common) for j, span in enumerate(theirs) for i, common in overlaps(span, ours)
+    ]
+    assert sorted(sent, key=str) == sorted(expected, key=str)
+    assert sum(len(common) for *_, common in sent) == count
+
+
+@given(st.integers(1, 500), st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_every_element_is_reduced_by_one_vendor_and_all_its_holders_know_by_which(count, sizes):
+    parts = tuple(equal_parts(count, size) for size in sizes)
+    reducers: dict[int, set[tuple[int, int]]] = {}
+    for vendor, shards in enumerate(parts):
+        found = []
+        for number, shard in enumerate(shards):
+            for piece in shared_pieces(shard, parts):
+                assert piece.holders[vendor] == number
+                found += [
+                    (element, (reducer, piece.holders[reducer]))
+                    for reducer, part in enumerate(piece.parts)
+                    for element in range(part.begin, part.end)
+                ]
+        assert [element for element, _ in found] == list(range(count))
+        for element, reducer in found:
+            reducers.setdefault(element, set()).add(reducer)
+    assert all(len(named) == 1 for named in reducers.values())
+
+
+@given(VENDORS)
+def test_every_rank_sees_the_same_vendors_in_the_same_order(vendors):
+    seen = {layout.vendors for layout in layouts(vendors)}
+    assert len(seen) == 1
+    (groups,) = seen
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(len(vendors)))
+    assert [ranks[0] for ranks in groups] == sorted(ranks[0] for ranks in groups)
+
+
+@given(VENDORS)
+def test_inter_vendor_peers_are_mutual_and_include_partners(vendors):
+    every = layouts(vendors)
+    for layout in every:
+        assert all(
+            layout.rank in every[rank].inter_vendor_peers for rank in layout.inter_vendor_peers
+        )
+        partners = {layout.partner(layout.rank, vendor) for vendor in layout.other_vendors}
+        assert partners <= set(layout.inter_vendor_peers)
+
+
+@given(VENDORS)
+def test_shards_are_balanced_and_every_rank_takes_part(vendors):
+    for layout in layouts(vendors):
+        spans = equal_parts(12 * layout.alignment, len(layout.vendor_ranks))
+        assert len({len(span) for span in spans}) == 1
+        reached = {layout.vendor_of(rank) for rank in layout.inter_vendor_peers}
+        assert reached == set(layout.other_vendors)
+
+
+def test_three_ranks_face_one():
+    first, *_, last = layouts(["nvidia", "nvidia", "nvidia", "amd"])
+    assert first.inter_vendor_peers == (3,)
+    assert last.inter_vendor_peers == (0, 1, 2)
+    assert [last.partner(3, 0), first.partner(0, 1)] == [0, 3]
+
+
+def test_a_span_is_placed_in_the_memory_of_another():
+    assert Span(3, 5).relative_to(Span(2, 9)) == slice(1, 3)
+    assert overlaps(Span(0, 4), [Span(6, 9), Span(4, 6), Span(3, 5)]) == [(2, Span(3, 4))]
+
+
+MIB = 1 << 20
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def layout(vendors: str, *, hosts: int = 2) -> Layout:
+    members = tuple(
+        Member(rank, rank, f"host{rank % hosts}", vendor) for rank, vendor in enumerate(vendors)
+    )
+    return Layout(members, 0)
+
+
+@given(
+    st.sampled_from(["na", "nnaa", "nnna", "nana"]),
+    st.sampled_from([CPU, GPU]),
+    st.integers(1, 1 << 34),
+    st.sampled_from([1, 2, 8]),
+)
+def test_chunks_cover_everything_once_and_all_but_the_last_fall_into_equal_parts(
+    vendors: str, device: torch.device, length: int, element_size: int
+) -> None:
+    here = layout(vendors)
+    for spans in (
+        chunk_spans(here, device, length, element_size=element_size),
+        columns(here, device, length, element_size=element_size, rows=len(vendors)),
+    ):
+        assert spans[0].begin == 0
+        assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
+        assert spans[-1].end == length
+        assert all(len(span) % here.alignment == 0 for span in spans[:-1])
+        assert all(len(span) * element_size % 512 == 0 for span in spans[:-1])
+
+
+@pytest.mark.parametrize(
+    ("here", "device", "size"),
+    [
+        pytest.param(layout("na"), CPU, None, id="one rank a vendor"),
+        pytest.param(layout("nnaa", hosts=1), CPU, None, id="CPUs of one host"),
+        pytest.param(layout("nnaa"), CPU, 4 * MIB, id="CPUs of several hosts"),
+        pytest.param(layout("nnaa"), GPU, 64 * MIB, id="GPUs"),
+    ],
+)
+def test_columns_are_cut_where_steps_within_a_vendor_can_overlap_with_a_transfer(
+    here: Layout, device: torch.device, size: int | None
+) -> None:
+    length = 256 * MIB
+    spans = columns(here, device, length, element_size=1, rows=4)
+    assert {len(span) for span in spans} == {length if size is None else size}
+
+
+@pytest.mark.parametrize(
+    ("total", "chunk"), [(100, 100), (256, 128), (512, 128), (1024, 256), (4096, 512)]
+)
+def test_gpus_reduce_in_quarters_of_128_to_512_mib(total: int, chunk: int) -> None:
+    spans = chunk_spans(layout("na"), GPU, total * MIB, element_size=1)
+    assert len(spans[0]) == chunk * MIB
+
+
+@given(st.integers(0, 7), st.lists(st.integers(1, 3), min_size=1, max_size=4))
+def test_each_chunk_s_steps_come_in_order_and_by_so_many_chunks_later(
+    count: int, gaps: list[int]
+) -> None:
+    lags = [sum(gaps[:number]) for number in range(len(gaps))]
+    done: list[tuple[int, int]] = []
+
+    def step(number: int) -> Any:
+        def run(chunk: int) -> Iterator[Any]:
+            done.append((chunk, number))
+            yield from ()
+
+        return run
+
+    list(overlapped(range(count), [(lag, step(n)) for n, lag in enumerate(lags)]))
+    assert sorted(done) == [(chunk, n) for chunk in range(count) for n in range(len(lags))]
+    place = {entry: position for position, entry in enumerate(done)}
+    for chunk in range(count):
+        assert [n for c, n in done if c == chunk] == list(range(len(lags)))
+        for number, lag in enumerate(lags):
+            if chunk + lag < count:
+                assert place[chunk + lag, 0] < place[chunk, number] or lag == 0
+
+
+@pytest.mark.parametrize(
+    "vendors", [pytest.param(TWO_AND_TWO, id="2+2"), pytest.param(THREE_AND_ONE, id="3+1")]
+)
+def test_between_hosts_many_chunks_give_what_one_process_would(vendors: tuple[str, ...]) -> None:
+    digests = values(run_ranks(large_calls, vendors, backend=None))
+    assert all(other == digests[0] for other in digests), "the ranks hold different bits"
+
+
+def large_calls(side: Side) -> dict[str, str]:
+    """As on hosts of two ranks each, with chunks so small that a row has several."""
+    socket.gethostname = lambda: f"host{side.rank // 2}"
+    layout_module._NETWORK_CHUNK_BYTES = MIB
+    open_group(side)
+    length = LARGE[0] * 4
+    assert len(columns(layout("nnaa"), CPU, length, element_size=1, rows=side.size)) > 5
+    digests: dict[str, str] = {}
+    for dtype, name in ((torch.float32, "SUM"), (torch.uint8, "MAX")):
+        check_reductions(side, name, dtype, LARGE, digests)
+        check_copies(side, dtype, LARGE)
+    return digests
+
+
+def test_a_span_that_fits_into_one_chunk_is_not_cut() -> None:
+    assert chunk_spans(layout("na"), CPU, 1000, element_size=4) == [Span(0, 1000)]
