@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,16 +17,17 @@ if __name__ == "__main__":
     sys.exit(cli.main(["preprocess-data", *sys.argv[1:]]))
 
 from hetero.errors import Faults, UserError
-from hetero.text import counted, integer, number, text
+from hetero.text import counted, integer, text
 from hetero.tools.preprocessing.batches import cut_batches
 from hetero.tools.preprocessing.description import describe_run
 from hetero.tools.preprocessing.encoder import Encoder
+from hetero.tools.preprocessing.output_files import OutputFiles
 from hetero.tools.preprocessing.progress import Progress
-from hetero.tools.preprocessing.work_folder import WorkFolder
 from hetero.tools.preprocessing.workers import encoded_in_order
 from hetero.tools.text_input import FORMATS, TEXT_DOCUMENTS, InputFile, open_inputs
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.arguments.flags_data import add_tokenizer_flags
+from megatron.hetero.dataset_description import Description
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,11 +72,6 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--overwrite", action="store_true", help="replace files that exist")
     group.add_argument(
-        "--restart",
-        action="store_true",
-        help="begin anew where an interrupted run of this prefix could be continued",
-    )
-    group.add_argument(
         "--append-eod", action="store_true", help="end every document with the end token"
     )
     group.add_argument(
@@ -84,12 +79,6 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
         type=integer(1),
         default=len(os.sched_getaffinity(0)),
         help="processes that tokenize; the output does not depend on it",
-    )
-    group.add_argument(
-        "--save-seconds",
-        type=number(minimum=0),
-        default=30,
-        help="seconds between saves, from which the same command goes on after an interruption",
     )
     group.add_argument(
         "--log-interval",
@@ -108,38 +97,30 @@ def preprocess(args: argparse.Namespace) -> str:
     assert files is not None
     assert encoder is not None
     _require_keys_fit(args.json_keys, files)
-    folder = WorkFolder(args.output_prefix, args.json_keys, describe_run(args, files))
-    folder.refuse_existing(args.overwrite)
+    output = OutputFiles(args.output_prefix, args.json_keys, overwrite=args.overwrite)
     progress = Progress(sum(file.size for file in files), args.log_interval)
-    with folder:
-        folder.open(encoder.dtype, restart=args.restart)
-        if not folder.state.complete:
-            _tokenize(args, files, encoder, folder, progress)
-            _require_text(folder, args.input)
-        folder.finish(encoder.facts)
-    return _summary(folder, progress)
+    made = describe_run(args, files)
+    with output:
+        _tokenize(args, files, encoder, output, progress)
+        _require_text(output, args.input)
+        output.finish(Description(encoder.facts, bool(args.append_eod), made), encoder.dtype)
+    return _summary(output, progress)
 
 
 def _tokenize(
     args: argparse.Namespace,
     files: Sequence[InputFile],
     encoder: Encoder,
-    folder: WorkFolder,
+    output: OutputFiles,
     progress: Progress,
 ) -> None:
-    frontier = folder.state.frontier
-    progress.before = frontier.disk_bytes
-    saved = time.monotonic()
     with ExitStack() as stack:
-        batches = cut_batches(files, args.text_documents, frontier)
+        batches = cut_batches(files, args.text_documents)
         encoded = stack.enter_context(encoded_in_order(batches, encoder, args))
         stack.enter_context(progress)
         for batch, result in encoded:
             tokens = [result[key] for key in args.json_keys]
-            folder.add(tokens, read=len(batch.documents), frontier=batch.end)
-            if time.monotonic() - saved >= args.save_seconds:
-                folder.save()
-                saved = time.monotonic()
+            output.add(tokens, read=len(batch.documents))
             progress.update(batch, max(len(part.lengths) for part in tokens))
 
 
@@ -154,27 +135,27 @@ def _require_keys_fit(keys: Sequence[str], files: Sequence[InputFile]) -> None:
         )
 
 
-def _require_text(folder: WorkFolder, inputs: Sequence[str]) -> None:
-    for output, documents in zip(folder.outputs, folder.state.documents, strict=True):
-        if not documents:
+def _require_text(files: OutputFiles, inputs: Sequence[str]) -> None:
+    for output in files.outputs:
+        if not output.documents:
             raise UserError(
-                f"--input {' '.join(inputs)} holds no text for {output}.bin; nothing was written"
+                f"--input {' '.join(inputs)} holds no text for {output.name}.bin; nothing was "
+                "written"
             )
 
 
-def _summary(folder: WorkFolder, progress: Progress) -> str:
-    state = folder.state
-    documents = max(state.documents)
-    empty = state.read - documents
+def _summary(files: OutputFiles, progress: Progress) -> str:
+    documents = max(output.documents for output in files.outputs)
+    tokens = sum(output.tokens for output in files.outputs)
+    empty = files.read - documents
     left_out = f", {empty} empty ones left out" if empty else ""
     replaced = ""
-    if state.replaced:
-        what = counted(state.replaced, "document")
+    if files.replaced:
+        what = counted(files.replaced, "document")
         replaced = f", U+FFFD in place of unpaired surrogates in {what}"
-    files = ", ".join(output + suffix for output in folder.outputs for suffix in (".bin", ".idx"))
+    names = ", ".join(name + suffix for name in files.names for suffix in (".bin", ".idx"))
     return (
-        f"wrote {counted(documents, 'document')}, {counted(sum(state.tokens), 'token')}{left_out}"
-        f"{replaced} "
+        f"wrote {counted(documents, 'document')}, {counted(tokens, 'token')}{left_out}{replaced} "
         f"in {progress.seconds:.1f} s ({progress.text_bytes / progress.seconds / 1e6:.2f} MB/s): "
-        f"{files}"
+        f"{names}"
     )

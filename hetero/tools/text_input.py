@@ -66,17 +66,6 @@ _FORMAT_OF_EXTENSION = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in a file's text: bytes after decompression, and lines, that lie before it."""
-
-    offset: int = 0
-    line: int = 0
-
-
-START = Place()
-
-
-@dataclass(frozen=True)
 class Document:
     """One document as it stands in its file, beginning on `line`."""
 
@@ -193,14 +182,9 @@ class InputFile:
             return self._offset
         return self._raw.tell() * self._offset // max(self._stream.raw.tell(), 1)
 
-    @property
-    def place(self) -> Place:
-        """Just behind the document that came last: where `documents` may later go on."""
-        return Place(self._offset, self._line)
-
-    def documents(self, text_documents: str, start: Place = START) -> Iterator[Document]:
+    def documents(self, text_documents: str) -> Iterator[Document]:
         """Every document in order; `text_documents` says how plain text is cut."""
-        lines = self._lines(start)
+        lines = self._lines()
         if self.format == "jsonl" or text_documents == "line":
             return self._by_line(lines)
         if text_documents == "file":
@@ -231,13 +215,12 @@ class InputFile:
     def _paragraph(self, lines: list[bytes], next_line: int) -> Document:
         return Document(self.path, next_line - len(lines), b"".join(lines).rstrip(b"\r\n"))
 
-    def _lines(self, start: Place) -> Iterator[bytes]:
+    def _lines(self) -> Iterator[bytes]:
         try:
             # Every layer is closed on the way out, also when reading ends early.
             with open(self.path, "rb", buffering=0) as self._raw, self._decompressed() as stream:
                 self._stream = stream
-                _skip(stream, start.offset)
-                self._offset, self._line = start.offset, start.line
+                self._offset = self._line = 0
                 for line in stream:
                     self._offset += len(line)
                     self._line += 1
@@ -261,7 +244,7 @@ class InputFile:
         return _FORMAT_OF_EXTENSION.get(extension) or self._guess_from_content()
 
     def _guess_from_content(self) -> str:
-        lines = self._lines(START)
+        lines = self._lines()
         first = next((line for line in lines if line.strip()), b"")
         lines.close()  # type: ignore[attr-defined]
         try:
@@ -340,17 +323,6 @@ class _ZstdText(io.RawIOBase):
             self._ahead = self._frame.unused_data
             self._frame = None
         return True
-
-
-def _skip(stream: io.BufferedReader, count: int) -> None:
-    """Go to byte `count` of the text; packed text has to be unpacked up to there."""
-    if not count:
-        return
-    if stream.seekable():
-        stream.seek(count)
-        return
-    while count and (skipped := stream.read(min(count, _BUFFER_BYTES))):
-        count -= len(skipped)
 
 
 def open_inputs(patterns: Sequence[str], format: str) -> list[InputFile]:

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from hetero.errors import UserError
-from hetero.tools.text_input import Place, iconv_hint, naming, open_inputs
+from hetero.tools.text_input import iconv_hint, naming, open_inputs
 from tests.sentences import sentence_of
 
 TEXT = b"".join(b"document %d\nsecond line\n\n" % number for number in range(5000))
@@ -23,10 +23,9 @@ PACKERS = {
 }
 
 
-def texts(path, start: Place | None = None) -> list[bytes]:
+def texts(path) -> list[bytes]:
     (file,) = open_inputs([str(path)], "auto")
-    documents = file.documents("blank-line", *([start] if start else []))
-    return [document.data for document in documents]
+    return [document.data for document in file.documents("blank-line")]
 
 
 @pytest.fixture(params=PACKERS)
@@ -36,7 +35,7 @@ def packed(request, tmp_path):
     return path
 
 
-def test_packed_text_reads_as_plain_text_does_and_goes_on_behind_any_document(packed):
+def test_packed_text_reads_as_plain_text_does(packed):
     whole = texts(packed)
     assert whole == TEXT.rstrip(b"\n").split(b"\n\n")
     (file,) = open_inputs([str(packed)], "auto")
@@ -46,11 +45,7 @@ def test_packed_text_reads_as_plain_text_does_and_goes_on_behind_any_document(pa
     assert document.line == 3 * 2499 + 1
     # The position is that of the documents, and not of what is buffered.
     assert file.position == pytest.approx(file.size / 2, rel=0.1)
-    (again,) = open_inputs([str(packed)], "auto")
-    rest = list(again.documents("blank-line", file.place))
-    assert [document.data for document in rest] == whole[2500:]
-    assert rest[0].line == 3 * 2500 + 1
-    assert len(list(documents)) == 2500
+    assert [document.data for document in documents] == whole[2500:]
     assert file.position == file.size
 
 

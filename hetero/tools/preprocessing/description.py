@@ -1,4 +1,4 @@
-"""What the output of a run depends on, so that only the same run continues an interrupted one."""
+"""What the output of a run depends on, for the description beside its files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 from hetero.tools.text_input import InputFile
 
 # Inputs have an entry of their own; the others change no token.
-_NO_PART_OF_IT = frozenset(
-    "input output_prefix overwrite restart workers log_interval save_seconds".split()
-)
+_NO_PART_OF_IT = frozenset("input output_prefix overwrite workers log_interval".split())
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file", "tokenizer_metadata")
 _LIBRARIES = ("megatron-core", "sentencepiece", "tokenizers", "transformers", "tiktoken")
 
 
 def describe_run(args: argparse.Namespace, files: Sequence[InputFile]) -> dict[str, Any]:
-    """Inputs, tokenizer, flags and libraries, as JSON writes and reads them alike.
+    """Inputs, tokenizer, flags and libraries, for JSON.
 
     Files are told apart by path, size and time of change, not by their content.
     """

@@ -14,14 +14,13 @@ from megatron.hetero.progress_bar import progress_bar
 
 @dataclass
 class Progress:
-    """A bar of bytes read; counts what this run has done, without what an earlier one had."""
+    """A bar of bytes read."""
 
     total: int
     log_interval: int
-    before: int = 0
-    """Bytes that an earlier run had read."""
     documents: int = 0
     text_bytes: int = 0
+    _disk_bytes: int = 0
     _started: float = field(default_factory=time.perf_counter)
     _bar: Any = None
 
@@ -29,14 +28,14 @@ class Progress:
         due = self.documents // self.log_interval
         self.documents += documents
         self.text_bytes += batch.text_bytes
-        self._bar.update(batch.end.disk_bytes - self.before)
-        self.before = batch.end.disk_bytes
+        self._bar.update(batch.disk_bytes - self._disk_bytes)
+        self._disk_bytes = batch.disk_bytes
         rate = f"{self.documents / self.seconds:.0f} docs/s"
         if not self._bar.disable:
             self._bar.set_postfix_str(rate, refresh=False)
         elif self.documents // self.log_interval > due:
             speed = f"{self.text_bytes / self.seconds / 1e6:.2f} MB/s"
-            share = f"{100 * self.before / max(self.total, 1):.0f} %"
+            share = f"{100 * self._disk_bytes / max(self.total, 1):.0f} %"
             print(
                 f"processed {counted(self.documents, 'document')} ({share}, {rate}, {speed})",
                 file=sys.stderr,
@@ -48,9 +47,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = time.perf_counter()
-        self._bar = progress_bar(
-            total=self.total, initial=self.before, unit="B", unit_scale=True, desc="tokenizing"
-        )
+        self._bar = progress_bar(total=self.total, unit="B", unit_scale=True, desc="tokenizing")
         return self
 
     def __exit__(self, *_: object) -> None:
