@@ -1,4 +1,4 @@
-"""Opens a link over RDMA: the two ends agree on rails, and carriers connect their rings."""
+"""Links over RDMA, whose rails are ports of NICs that the two ends agree on."""
 
 from __future__ import annotations
 

@@ -65,13 +65,15 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
         )
 
 
-def test_a_nic_that_tells_of_nothing_any_more_is_a_lost_rail_for_which_no_thread_spins(
+def test_a_failed_completion_channel_loses_the_rail_and_no_thread_spins(
     nics: LoopbackNics, caplog: pytest.LogCaptureFixture
 ) -> None:
     strike = at(3, lambda: nics.end_completion_events("b0"))
     with caplog.at_level(logging.WARNING), Setup().links() as links:
         assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
-        assert wait_for(lambda: any("(b0:1) is lost: its device" in m for m in caplog.messages))
+        assert wait_for(
+            lambda: any("(b0:1) is lost: its completion channel" in m for m in caplog.messages)
+        )
         assert stream(*links, nbytes=NBYTES) == MESSAGES
         assert wait_for(lambda: _share_of_a_core() < 0.5)
 
