@@ -30,13 +30,13 @@ def skip_dynamo(cls: _Class) -> _Class:
     return cls
 
 
-def support_ddp(group_type: type) -> None:
+def support_ddp(group_type: type[Any]) -> None:
     """Have DistributedDataParallel's errors reach every rank of a group. Idempotent."""
     _keep_join_work_alive()
     _abort_where_models_differ(group_type)
 
 
-def _abort_where_models_differ(group_type: type) -> None:
+def _abort_where_models_differ(group_type: type[Any]) -> None:
     """Have a rank whose model differs from rank 0's abort the group, with the difference.
 
     Of the ranks that DDP compares, only such a rank gets an error, and the others would wait for
