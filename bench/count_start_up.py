@@ -3,9 +3,9 @@
     python bench/count_start_up.py --out start_up.json
     python bench/count_start_up.py --counted 1024 --timed 8 --out start_up.json
 
-Counted: the operations on the rendezvous store of a phase of agreement, and the groups that a rank
-creates, for jobs of any size, in one process. Timed: real processes that meet, agree and build
-their groups over gloo on this machine, and import nothing by themselves.
+Counted: the operations on the rendezvous store of an exchange between all ranks, and the groups
+that a rank creates, for jobs of any size, in one process. Timed: real processes that meet, exchange
+values and build their groups over gloo on this machine, and import nothing by themselves.
 """
 
 from __future__ import annotations

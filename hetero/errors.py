@@ -16,7 +16,12 @@ class HeteroError(Exception):
 
     exit_code = 1
     known_to_all = False
-    """Whether every rank raised it, so that one rank of each node prints it for all."""
+    """Whether every rank raises it, so that one rank of each node prints it for all."""
+
+    def __init__(self, text: str = "", *, known_to_all: bool | None = None) -> None:
+        super().__init__(text)
+        if known_to_all is not None:
+            self.known_to_all = known_to_all
 
 
 class UserError(HeteroError):
@@ -24,13 +29,13 @@ class UserError(HeteroError):
 
     exit_code = 2
 
-    def __init__(self, *sentences: str) -> None:
+    def __init__(self, *sentences: str, known_to_all: bool | None = None) -> None:
         """`sentences`: each mistake, one at least."""
         self.sentences = sentences
         text = sentences[0]
         if len(sentences) > 1:
             text = "\n  ".join([f"{len(sentences)} errors:", *sentences])
-        super().__init__(text)
+        super().__init__(text, known_to_all=known_to_all)
 
 
 class Faults:
@@ -59,29 +64,11 @@ class Faults:
             raise refusal(*self.sentences)
 
 
-class AgreedError(UserError):
-    """An error that every rank knows of; only rank 0 prints it."""
-
-    known_to_all = True
-
-
-class AgreedFailure(HeteroError):
-    """A failure after the start: another rank that ended, or one in an Agreement's section.
-
-    `known_to_all`: all ranks raise it, and rank 0 exists and prints it.
-    """
-
-    def __init__(self, text: str, *, known_to_all: bool) -> None:
-        super().__init__(text)
-        self.known_to_all = known_to_all
-
-
-class StoreLost(AgreedFailure):
-    """The rendezvous store is gone, which each rank notices by itself."""
-
-
 class ExchangeError(HeteroError):
-    """An exchange failed; every member that waits for it raises this with the same text.
+    """An exchange between members of a job, a group or a pair failed, or one of them has ended.
+
+    Every member that waits raises this, with the same text. Its exit code is 2 for bad input of a
+    member, or one that is missing, and 1 where a member or the store has failed.
 
     Attributes:
         errors: the text of each member that submitted an error; the first to do so comes first.
@@ -100,10 +87,9 @@ class ExchangeError(HeteroError):
         known_to_all: bool = False,
         store_lost: bool = False,
     ) -> None:
-        super().__init__(text)
+        super().__init__(text, known_to_all=known_to_all)
         self.errors, self.missing = dict(errors or {}), list(missing)
-        self.exit_code, self.known_to_all = exit_code, known_to_all
-        self.store_lost = store_lost
+        self.exit_code, self.store_lost = exit_code, store_lost
 
 
 class LinkError(HeteroError, RuntimeError):
@@ -115,15 +101,6 @@ class LinkError(HeteroError, RuntimeError):
 
 class UnavailableTransport(LinkError, UserError):
     """The transport that was asked for cannot join these two ranks: bad input, exit code 2."""
-
-
-class TrainingError(HeteroError):
-    """Training cannot go on, although its input was accepted: a loss that is not a number.
-
-    Raised from numbers that all ranks share, by all of them.
-    """
-
-    known_to_all = True
 
 
 def first_line(error: Exception) -> str:

@@ -182,24 +182,24 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(path: str | Path, *, source: str, refusal: type[UserError] = UserError) -> Any:
-    """The content of a YAML file. Raises `refusal`, whose sentence begins with `source`."""
+def load_yaml(path: str | Path, *, source: str) -> Any:
+    """The content of a YAML file. Raises UserError, whose sentence begins with `source`."""
     try:
         with Path(path).open(encoding="utf-8") as stream:
             loader = _StrictLoader(stream)
             data = loader.get_single_data()
     except OSError as error:
-        raise refusal(f"{source} cannot be read ({error.strerror}); check the path") from error
+        raise UserError(f"{source} cannot be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
-        raise refusal(f"{source} is not valid YAML: it is not UTF-8 text") from error
+        raise UserError(f"{source} is not valid YAML: it is not UTF-8 text") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
         reason = error.problem or error.context
-        raise refusal(f"{source} is not valid YAML: {line}{reason}") from error
+        raise UserError(f"{source} is not valid YAML: {line}{reason}") from error
     # What a number or a date of YAML cannot be is a ValueError of Python's.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise refusal(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if loader.duplicates:
-        raise refusal(f"{source} is not valid YAML: {'; '.join(loader.duplicates)}")
+        raise UserError(f"{source} is not valid YAML: {'; '.join(loader.duplicates)}")
     return data

@@ -17,11 +17,12 @@ from typing import Any
 
 from hetero.pipeline.groups import planned_groups
 from hetero.plan import Mesh, Plan
-from hetero.startup.exchange import Agreement, Phase, Record
+from hetero.startup.exchange import Exchange, JobExchanges
 from hetero.startup.store import BoundedStore
 
 _PATIENCE = 300.0
-_COUNTED = "hetero/phase"
+_COUNTED = "hetero/exchange"
+_FIRST = f"{_COUNTED} 1"
 
 Payloads = Callable[[int], Mapping[str, Any]]
 """What each rank tells."""
@@ -106,17 +107,18 @@ def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
     coming until it knows the outcome. At least three ranks.
     """
     store = DictStore()
-    played = Phase(BoundedStore(store, seconds=_PATIENCE), 1, "command lines", world_size)
+    played = BoundedStore(store, seconds=_PATIENCE)
     for rank in range(2, world_size - 1):
-        played.arrive(rank)
-        played.submit(Record.of(rank, played.what, payload_of(rank), None))
+        exchange = Exchange(played, "command lines", member=rank, size=world_size, key=_FIRST)
+        exchange.arrive()
+        exchange.submit(payload_of(rank))
     counted = {rank: CountedStore(store) for rank in (1, 0, world_size - 1)}
     with ThreadPoolExecutor(len(counted)) as pool:
         ends: list[Future[None]] = []
         for number, (rank, own) in enumerate(counted.items(), start=world_size - 2):
             began = time.perf_counter()
             ends.append(pool.submit(_exchange, own, rank, world_size, payload_of))
-            while _count(store, played.count_key) < number:
+            while _count(store, f"{_FIRST}/count") < number:
                 time.sleep(0.001)
         for end in ends:
             end.result(_PATIENCE)
@@ -125,7 +127,7 @@ def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
         "rank 0": dict(counted[0].operations),
         "another": dict(counted[1].operations),
         "the last": dict(counted[world_size - 1].operations),
-        "bytes of the outcome": len(store.get(played.outcome_key)),
+        "bytes of the outcome": len(store.get(f"{_FIRST}/outcome")),
         "seconds until known": round(seconds, 3),
     }
 
@@ -135,8 +137,8 @@ def _count(store: DictStore, key: str) -> int:
 
 
 def _exchange(store: CountedStore, rank: int, world_size: int, payload_of: Payloads) -> None:
-    agreement = Agreement(store, rank=rank, world_size=world_size, timeout=_PATIENCE)
-    told = agreement.exchange("command lines", payload=payload_of(rank))
+    exchanges = JobExchanges(store, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    told = exchanges.exchange("command lines", payload=payload_of(rank))
     if told != [json.loads(json.dumps(payload_of(rank))) for rank in range(world_size)]:
         raise RuntimeError(f"rank {rank} heard something else than what was told")
 

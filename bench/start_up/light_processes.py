@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench.start_up.counting import Payloads
 from hetero.pipeline.groups import build_groups, open_world
 from hetero.plan import Plan
-from hetero.startup.exchange import Agreement
+from hetero.startup.exchange import JobExchanges
 from hetero.startup.liveness import open_liveness
 from hetero.tools.launching.interrupts import children_ignore_interrupts
 
@@ -116,20 +116,20 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)
     liveness = open_liveness(store, rank=rank, world_size=plan.world_size, master="127.0.0.1")
-    agreement = Agreement(
+    exchanges = JobExchanges(
         store,
         rank=rank,
         world_size=plan.world_size,
         timeout=_TIMEOUT.total_seconds(),
         liveness=liveness,
     )
-    agreement.exchange("start")  # The processes are started one after another.
+    exchanges.exchange("start")  # The processes are started one after another.
     began = time.perf_counter()
     for number in range(PHASES):
-        agreement.exchange(f"phase {number}", payload=payload)
+        exchanges.exchange(f"phase {number}", payload=payload)
     agreed = time.perf_counter()
     counted = CountedTorchStore(dist.PrefixStore("groups", store))
-    with agreement.section("process groups"):
+    with exchanges.section("process groups"):
         open_world("gloo", store=counted, rank=rank, world_size=plan.world_size, timeout=_TIMEOUT)
         build_groups(plan, rank, vendor_backend="gloo", timeout=_TIMEOUT)
     built = time.perf_counter()

@@ -12,14 +12,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, DistStoreError, PrefixStore, TCPStore
+from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -29,10 +29,10 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero.errors import UserError, print_line
+from hetero.errors import ExchangeError, UserError, print_line
 from hetero.startup.addresses import is_loopback
-from hetero.startup.exchange import WaitReporter, await_listener
-from hetero.startup.store import BoundedStore, StoreUnresponsive, in_thread
+from hetero.startup.exchange import Exchange
+from hetero.startup.store import BoundedStore, WaitReporter, await_listener, in_thread
 from hetero.text import spans
 
 BACKEND = "hetero"
@@ -106,7 +106,7 @@ class LauncherRendezvous:
             nodes = PrefixStore("hetero/nodes", self._node_store)
             try:
                 self._await_all_nodes(BoundedStore(nodes, seconds=settings.timeout))
-            except StoreUnresponsive as error:
+            except DistNetworkError as error:
                 raise UserError(f"{self._store_host()} was reached, and then: {error}") from error
         elif settings.backend == "c10d":
             # Else torchelastic tells the ranks' store once, and a node that joins or comes back
@@ -124,7 +124,11 @@ class LauncherRendezvous:
             store = TCPStore(host, port, None, False, limit, wait_for_workers=False)
             prefixed = PrefixStore("hetero/nodes", store)
             self._refusals = BoundedStore(prefixed, seconds=settings.timeout)
-            self._require_common_flags(self._refusals)
+            if refusal := self._differing_flags(self._refusals):
+                if not self._refusals.check([_MET]):
+                    self._refusals.set(_REFUSAL, refusal)
+                    self._look_for_refusal(self._refusals)
+                raise UserError(refusal)
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._check_abort()
@@ -165,22 +169,24 @@ class LauncherRendezvous:
         """
         if info.world_size == 1:
             return
-        store = BoundedStore(PrefixStore("hetero/sizes", info.store), seconds=_SIZES_SECONDS)
+        sizes = Exchange(
+            BoundedStore(PrefixStore("hetero/sizes", info.store), seconds=_SIZES_SECONDS),
+            "sizes",
+            member=info.rank,
+            size=info.world_size,
+        )
         mine = {"host": socket.gethostname(), "processes": self._settings.processes}
-        keys = [str(node) for node in range(info.world_size)]
-        with suppress(DistError, StoreUnresponsive):
-            store.set(keys[info.rank], json.dumps(mine))
-            store.wait(keys, timedelta(seconds=_SIZES_SECONDS))
-            nodes = [json.loads(store.get(key)) for key in keys]
-            sizes = [node["processes"] for node in nodes]
-            if len(set(sizes)) > 1:
+        with suppress(ExchangeError):
+            nodes = sizes.run(mine, timeout=_SIZES_SECONDS)
+            counts = [node["processes"] for node in nodes]
+            if len(set(counts)) > 1:
                 each = ", ".join(
                     f"node {number} on {node['host']} {node['processes']}"
                     for number, node in enumerate(nodes)
                 )
                 print_line(
                     f"hetero.run: the nodes start different numbers of ranks (--nproc-per-node): "
-                    f"{each}; {sum(sizes)} in all"
+                    f"{each}; {sum(counts)} in all"
                 )
 
     def _store_is_tcp(self) -> bool:
@@ -330,9 +336,19 @@ class LauncherRendezvous:
                 f"another launcher is node {settings.node_rank} at {settings.endpoint} already; "
                 "give each node its own --node-rank, and each job its own --master-port"
             )
-        self._require_common_flags(store)
-        mine = {"host": socket.gethostname(), "processes": settings.processes}
-        store.set(str(settings.node_rank), json.dumps(mine))
+        nodes = Exchange(
+            store,
+            "the sizes of nodes",
+            member=settings.node_rank,
+            size=settings.nodes,
+            endpoint=self._own_endpoint(),
+            name_members=lambda missing: self._named(missing, nodes),
+            remedy="see that every node was started and can reach it",
+        )
+        if refusal := self._differing_flags(store):
+            nodes.abort(UserError(refusal))
+            self._let_others_read()
+            raise UserError(refusal)
         waiting = WaitReporter()
         told: list[str] = []
 
@@ -341,27 +357,35 @@ class LauncherRendezvous:
                 told.append(store.get(twice).decode())
                 print_line(f"hetero.run: {told[0]}")
             # Node 0 says it for those that have met it.
-            waiting.report(lambda: self._awaited(store))
-            self._look_for_refusal(store)
+            waiting.report(lambda: self._awaited(nodes))
 
-        everyone = [str(node) for node in range(settings.nodes)]
+        mine = {"host": socket.gethostname(), "processes": settings.processes}
         try:
-            # One request each time, however many nodes there are: all of them poll this one store.
-            store.wait(everyone, timedelta(seconds=settings.timeout), check_abort=look)
-            store.set(_MET, "1")
-        except DistStoreError as error:
-            raise UserError(
-                f"{self._missing(store)} did not come to {self._own_endpoint()} within "
-                f"{settings.timeout:g} s; see that every node was started and can reach it"
-            ) from error
+            nodes.run(mine, timeout=settings.timeout, check=look)
+        except ExchangeError as error:
+            self._let_others_read()
+            where = f"{self._store_host()} was reached, and then: " if error.store_lost else ""
+            raise UserError(f"{where}{error}") from error
 
-    def _awaited(self, store: BoundedStore) -> str | None:
+    def _let_others_read(self) -> None:
+        """Keep the store of node 0 for a moment: it ends with the process that hosts it."""
         if self._settings.node_rank == 0:
-            return f"{self._missing(store)} at {self._own_endpoint()}"
-        return None if store.check(["0"]) else f"{self._store_host()}, where another job may listen"
+            time.sleep(_REFUSAL_SECONDS)
 
-    def _require_common_flags(self, store: BoundedStore) -> None:
-        """Refuse a job whose nodes were started with different flags, on all of them.
+    def _awaited(self, nodes: Exchange) -> str | None:
+        missing = nodes.missing()
+        if self._settings.node_rank == 0:
+            return f"{self._named(missing, nodes)} at {self._own_endpoint()}" if missing else None
+        return f"{self._store_host()}, where another job may listen" if 0 in missing else None
+
+    def _named(self, missing: Sequence[int], nodes: Exchange) -> str:
+        """Missing nodes with their first rank, which the nodes before have told."""
+        told = nodes.submitted()
+        before = sum(told[node]["processes"] for node in range(missing[0]) if node in told)
+        return f"{spans(missing, 'node')} of {self._settings.nodes} (from rank {before} on)"
+
+    def _differing_flags(self, store: BoundedStore) -> str | None:
+        """Why this job is refused, on all nodes, if they were started with different flags.
 
         Before this node counts as there: those with a smaller --nnodes would go on.
         """
@@ -375,42 +399,27 @@ class LauncherRendezvous:
             for flag, value in self._settings.common.items()
             if first["flags"].get(flag) != value
         }
-        if differing:
-            theirs = " ".join(f"{flag} {first['flags'].get(flag)}" for flag in differing)
-            ours = " ".join(f"{flag} {value}" for flag, value in differing.items())
-            self._refuse(
-                store,
-                f"{first['name']} was started with {theirs} and {name} with {ours}; give every "
-                "node the same",
-            )
-
-    def _refuse(self, store: BoundedStore, refusal: str) -> None:
-        """End this launcher, and those that wait for it, with this sentence."""
-        if not store.check([_MET]):
-            store.set(_REFUSAL, refusal)
-            self._look_for_refusal(store)
-        raise UserError(refusal)
+        if not differing:
+            return None
+        theirs = " ".join(f"{flag} {first['flags'].get(flag)}" for flag in differing)
+        ours = " ".join(f"{flag} {value}" for flag, value in differing.items())
+        return (
+            f"{first['name']} was started with {theirs} and {name} with {ours}; give every node "
+            "the same"
+        )
 
     def _look_for_refusal(self, store: BoundedStore) -> None:
-        if not store.check([_REFUSAL]):
-            return
-        refusal = store.get(_REFUSAL).decode()
-        if self._settings.node_rank == 0 or self._refusals is not None:
+        """Of c10d's rendezvous, whose nodes have no numbers before they have met."""
+        if store.check([_REFUSAL]):
+            refusal = store.get(_REFUSAL).decode()
             time.sleep(_REFUSAL_SECONDS)  # the store ends with the process that hosts it
-        raise UserError(refusal)
+            raise UserError(refusal)
 
     def _own_endpoint(self) -> str:
         """Where node 0 listens, with a warning if the address is not one of this host."""
         host, _ = self._settings.address
         known = "" if self._is_host() else f" ({host} is no address of {socket.gethostname()})"
         return f"{self._settings.endpoint}{known}"
-
-    def _missing(self, store: BoundedStore) -> str:
-        """The missing nodes with their first rank, which the nodes before have told."""
-        nodes = range(self._settings.nodes)
-        missing = [node for node in nodes if not store.check([str(node)])] or nodes[-1:]
-        before = [json.loads(store.get(str(node)))["processes"] for node in range(missing[0])]
-        return f"{spans(missing, 'node')} of {len(nodes)} (from rank {sum(before)} on)"
 
     @contextmanager
     def _reporting(self, whom: str) -> Iterator[None]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from hetero.errors import ExchangeError
 from hetero.launch.exits import ProcessExit
+from hetero.startup.exchange import Exchange
 from hetero.startup.store import BoundedStore
 
 _PAUSE = 0.2
@@ -21,8 +21,6 @@ GRACE = 15.0
 """Seconds for this node's processes to end by themselves after those of another node failed."""
 _TIMEOUT = GRACE + 5.0
 """Seconds for the launchers of the other nodes to notice a failure, after their own grace."""
-_EXITS = "exits"
-"""A line for each node that has failed: the one key that every launcher polls meanwhile."""
 _CALL_SECONDS = 5.0
 """For the store to answer; after that this node does without it."""
 
@@ -37,14 +35,16 @@ class NodeFailures:
         # Keep a reference: on node 0 this object hosts the store of all nodes.
         self._hosting = info.store
         # A connection of its own: torchelastic may block the other for minutes.
-        store = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
-        self._store = BoundedStore(store, seconds=_CALL_SECONDS)
-        self._node = info.rank
-        self._others = [node for node in range(info.world_size) if node != info.rank]
+        clone = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
+        store = BoundedStore(clone, seconds=_CALL_SECONDS)
+        # A node submits how its processes failed, or nothing once they have ended well.
+        self._exits = Exchange(store, "exits", member=info.rank, size=info.world_size)
+        self._ends = Exchange(store, "ends", member=info.rank, size=info.world_size)
+        self._node, self._size = info.rank, info.world_size
         self._stopped = threading.Event()
+        self._has_failed, self._is_lost = False, False
+        """Whether this node has reported a failure, and whether the store is lost."""
         self._deadline: float | None = None
-        self._is_lost = False
-        """Whether the store does not answer any more."""
         self.remote_cause: ProcessExit | None = None
         """The other node's failed process after which this node's were terminated."""
 
@@ -74,16 +74,16 @@ class NodeFailures:
         """
         self._stopped.set()
         cause, self._deadline = own, time.monotonic() + _TIMEOUT
+        self._has_failed = True
         try:
-            self._store.append(_EXITS, f"{json.dumps([self._node, asdict(own)])}\n")
+            self._exits.submit(asdict(own))
             while not cause.is_cause and time.monotonic() < self._deadline:
                 time.sleep(_PAUSE)
-                others = self._reported_exits()
-                cause = _first_cause(others) or own
-                silent = [node for node in self._others if node not in others]
-                if all(self._store.check([f"left/{node}"]) for node in silent):
+                has_all = not self._exits.missing()
+                cause = _first_cause(self._reported_exits()) or own
+                if has_all:
                     break
-        except Exception:
+        except ExchangeError:
             self._is_lost = True
         return cause
 
@@ -92,20 +92,19 @@ class NodeFailures:
         self._stopped.set()
         if self._is_lost:
             return
-        with suppress(Exception):
-            self._store.set(f"left/{self._node}", "1")
+        with suppress(ExchangeError):
+            if not self._has_failed:
+                self._exits.submit()
+            self._ends.submit()
             if self._node == 0:
                 # Who has not reported by the deadline of `exchange` is gone.
                 seconds = self._deadline - time.monotonic() if self._deadline else _TIMEOUT
-                keys = [f"left/{node}" for node in self._others]
-                self._store.wait(keys, timedelta(seconds=seconds))
+                self._ends.wait(seconds)
 
     def _reported_exits(self) -> dict[int, ProcessExit]:
-        """What nodes have reported so far, by node."""
-        if not self._store.check([_EXITS]):
-            return {}
-        reported = map(json.loads, self._store.get(_EXITS).splitlines())
-        return {node: ProcessExit(**said) for node, said in reported}
+        """The failures that other nodes have reported so far, the first of them first."""
+        reported = self._exits.submitted().items()
+        return {node: ProcessExit(**said) for node, said in reported if said and node != self._node}
 
 
 def _first_cause(exits: Mapping[int, ProcessExit]) -> ProcessExit | None:

@@ -23,10 +23,6 @@ OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
 """Fields of a mesh that default to the run's global flags."""
 
 
-class PlanError(UserError):
-    """An invalid plan. Each sentence names a value and what would be valid."""
-
-
 @dataclass(frozen=True)
 class Mesh:
     """Consecutive ranks of one vendor: pipeline stages with the same parallel sizes.
@@ -53,7 +49,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
-            raise PlanError(*problems)
+            raise UserError(*problems)
 
     def _problems(self) -> Iterator[str]:
         if self.vendor not in VENDORS:

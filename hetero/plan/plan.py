@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hetero.errors import UserError
 from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
-from hetero.plan.mesh import OPTIONS, Mesh, PlanError
+from hetero.plan.mesh import OPTIONS, Mesh
 from hetero.text import counted
 
 
@@ -64,7 +65,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
-            raise PlanError(*problems)
+            raise UserError(*problems)
 
     def _problems(self) -> Iterator[str]:
         if not self.meshes:
@@ -90,7 +91,7 @@ class Plan:
         """The plan with None replaced by the run's global flags; `flags` are among `OPTIONS`.
 
         Derives micro-batch sizes (`limits.micro_batch_sizes`) and turns sequence parallelism off
-        where the tensor-parallel size is 1. Raises PlanError.
+        where the tensor-parallel size is 1. Raises UserError.
         """
         sizes: tuple[int, ...] = (micro_batch_size,) * len(self.meshes)
         if not self.whole_replicas:
@@ -231,7 +232,7 @@ class Plan:
 
     def require_layers(self, num_layers: int) -> None:
         for problem in layer_problems([sum(chunks) for chunks in self.layers], num_layers):
-            raise PlanError(problem)
+            raise UserError(problem)
 
 
 def split_over_chunks(layers: int, chunks: int) -> tuple[int, ...]:

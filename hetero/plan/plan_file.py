@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import Faults
+from hetero.errors import Faults, UserError
 from hetero.plan.limits import NOT_NEGATIVE
-from hetero.plan.mesh import VENDORS, Mesh, PlanError
+from hetero.plan.mesh import VENDORS, Mesh
 from hetero.plan.plan import Plan, split_over_chunks
 from hetero.text import counted, load_yaml
 
@@ -33,9 +33,9 @@ class PlanFile:
     problems: tuple[str, ...]
 
     def plan(self) -> Plan:
-        """Raises PlanError with all problems, if there are any."""
+        """Raises UserError with all problems, if there are any."""
         if self.problems:
-            raise PlanError(*self.problems)
+            raise UserError(*self.problems)
         return Plan(meshes=self.meshes, layers=self.layers)
 
 
@@ -46,7 +46,7 @@ def read_mapping(data: object, *, source: str, chunks: int = 1) -> PlanFile:
     problems = [f"unknown key {key!r}; the only one is 'meshes'" for key in unknown]
     if not isinstance(data, Mapping) or not isinstance(data.get("meshes"), list):
         problems.append("expected a top-level list named 'meshes'")
-        raise PlanError(*(f"{source}: {sentence}" for sentence in problems))
+        raise UserError(*(f"{source}: {sentence}" for sentence in problems))
     meshes: list[Mesh] = []
     layers: list[list[tuple[int, ...]]] = []
     for index, entry in enumerate(data["meshes"]):
@@ -110,30 +110,30 @@ def _read_entry(
 def _chunks_from_entry(item: object, *, chunks: int) -> tuple[int, ...]:
     counts: list[Any] = item if isinstance(item, list) else [item]
     if not all(type(count) is int for count in counts):
-        raise PlanError(f"{item!r} is not a number of layers")
+        raise UserError(f"{item!r} is not a number of layers")
     if any(count < 0 for count in counts) or not counts:
-        raise PlanError(f"a stage has layers {item}; {NOT_NEGATIVE}")
+        raise UserError(f"a stage has layers {item}; {NOT_NEGATIVE}")
     if not isinstance(item, list):
         return split_over_chunks(sum(counts), chunks)
     if len(item) != chunks:
-        raise PlanError(
+        raise UserError(
             f"a stage lists {counted(len(item), 'chunk')} but the virtual pipeline size is {chunks}"
         )
     return tuple(item)
 
 
 def read_plan_file(path: str | Path, *, chunks: int = 1) -> PlanFile:
-    """Read what is valid of a plan file. Raises PlanError where it has no list of meshes."""
+    """Read what is valid of a plan file. Raises UserError where it has no list of meshes."""
     if chunks > _MAX_CHUNKS:
-        raise PlanError(
+        raise UserError(
             f"--num-virtual-stages-per-pipeline-rank {chunks} is more than any stage has layers; "
             f"give at most {_MAX_CHUNKS}"
         )
     source = f"the plan {path}"
-    data = load_yaml(path, source=source, refusal=PlanError)
+    data = load_yaml(path, source=source)
     return read_mapping(data, source=source, chunks=chunks)
 
 
 def load_plan(path: str | Path, *, chunks: int = 1) -> Plan:
-    """Read a plan file. Raises PlanError with every problem found."""
+    """Read a plan file. Raises UserError with every problem found."""
     return read_plan_file(path, chunks=chunks).plan()

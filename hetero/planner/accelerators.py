@@ -21,10 +21,6 @@ MATMUL_PART = 794.5 / 989.4
 """Of its peak, what a matrix product reaches on H100: assumed of parts without `matmul_tflops`."""
 
 
-class ClusterError(UserError):
-    """An invalid cluster description. Each sentence names one mistake and the kind of node."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """The specification of one GPU (for MI250X: of one die). Bandwidths: bytes/s, one direction."""
@@ -65,7 +61,7 @@ _KEYS = frozenset({"vendor", *_NUMBERS, *_OPTIONAL, *_SOURCES})
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
     """Parse one entry in the format of accelerators.yaml. `where` names the file in errors."""
     if not isinstance(data, Mapping):
-        raise ClusterError(f"{where}: {name} must say {', '.join(('vendor', *_NUMBERS))}")
+        raise UserError(f"{where}: {name} must say {', '.join(('vendor', *_NUMBERS))}")
     label = f"{where}: the accelerator {name}"
     faults = Faults()
     faults.sentences += unknown_keys(data, _KEYS, where=label)
@@ -88,7 +84,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
             f"{label}: matmul_tflops {data['matmul_tflops']} is above its peak, tflops "
             f"{data['tflops']}"
         )
-    faults.refuse(ClusterError)
+    faults.refuse()
     return Accelerator(
         name=name,
         vendor=data["vendor"],
@@ -124,9 +120,9 @@ def figure(entry: Mapping[Any, Any], key: str, *, where: str) -> float:
     value, (most, unit) = entry[key], _MOST.get(key, (math.inf, ""))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         plain = ", written plainly, as 400 or 1.5" if isinstance(value, str) else ""
-        raise ClusterError(f"{where}: {key} is {value!r}; it must be a number above 0{plain}")
+        raise UserError(f"{where}: {key} is {value!r}; it must be a number above 0{plain}")
     if value > most:
-        raise ClusterError(f"{where}: {key} is {value!r}, which no hardware has; give it in {unit}")
+        raise UserError(f"{where}: {key} is {value!r}, which no hardware has; give it in {unit}")
     return float(value)
 
 

@@ -9,10 +9,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hetero.errors import Faults
+from hetero.errors import Faults, UserError
 from hetero.planner.accelerators import (
     Accelerator,
-    ClusterError,
     accelerator_from_mapping,
     built_in_accelerators,
     figure,
@@ -134,7 +133,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if wrong := _name_problems([kind.name for kind in self.kinds], self.inter_kind_links):
-            raise ClusterError(*wrong)
+            raise UserError(*wrong)
 
     @cached_property
     def _by_name(self) -> dict[str, NodeKind]:
@@ -144,7 +143,7 @@ class Cluster:
         try:
             return self._by_name[name]
         except KeyError:
-            raise ClusterError(
+            raise UserError(
                 f"the cluster has no nodes called {name}; it has {', '.join(self._by_name)}"
             ) from None
 
@@ -173,15 +172,15 @@ _LINK_KEYS = _RAIL_KEYS | {"between"}
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file. Raises ClusterError with every problem found."""
+    """Read a cluster file. Raises UserError with every problem found."""
     source = f"the cluster {path}"
-    return cluster_from_mapping(load_yaml(path, source=source, refusal=ClusterError), source=source)
+    return cluster_from_mapping(load_yaml(path, source=source), source=source)
 
 
 def cluster_from_mapping(data: object, *, source: str) -> Cluster:
     """Build a Cluster from parsed YAML. `source` names the file in errors."""
     if not isinstance(data, Mapping) or not _is_list(data.get("nodes")):
-        raise ClusterError(f"{source}: expected a list named 'nodes', a kind of node each")
+        raise UserError(f"{source}: expected a list named 'nodes', a kind of node each")
     faults = Faults()
     faults.sentences += unknown_keys(data, {"nodes", "links", "accelerators"}, where=source)
     known = _known_accelerators(data.get("accelerators") or {}, faults, source=source)
@@ -205,7 +204,7 @@ def cluster_from_mapping(data: object, *, source: str) -> Cluster:
     if len(set(pairs)) < len(pairs):
         faults.sentences.append(f"{source}: two links join the same kinds of nodes; keep one")
     faults.sentences += [f"{source}: {wrong}" for wrong in _name_problems(names, pairs)]
-    faults.refuse(ClusterError)
+    faults.refuse()
     return Cluster(tuple(filter(None, kinds)), dict(filter(None, read)))
 
 
@@ -262,7 +261,7 @@ def _kind_from_mapping(
         faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
     if not isinstance(entry, Mapping) or "accelerator" not in entry:
         faults.sentences.append(f"{where}: expected at least an accelerator")
-        raise ClusterError(*faults.sentences)
+        raise UserError(*faults.sentences)
     if "name" in entry and not _is_name(entry["name"]):
         faults.sentences.append(
             f"{where}: name is {reprlib.repr(entry['name'])}; give it one of a line, or leave it "
@@ -272,7 +271,7 @@ def _kind_from_mapping(
         faults.sentences.append(
             f"{where}: accelerator is {reprlib.repr(entry['accelerator'])}; give its name"
         )
-        raise ClusterError(*faults.sentences)
+        raise UserError(*faults.sentences)
     named = str(entry["accelerator"])
     _, accelerator = known.get(named.lower(), (named, None))
     if named.lower() not in known:
@@ -295,7 +294,7 @@ def _kind_from_mapping(
     rails = count("rails", gpus)
     nic = accelerator.nic_bandwidth if accelerator is not None else 1.0
     rail = faults.read(lambda: _link(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))
-    faults.refuse(ClusterError)
+    faults.refuse()
     if accelerator is None or rail is None:
         return None
     return NodeKind(
@@ -314,7 +313,7 @@ def _addresses(value: object, nodes: int, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not _is_list(value) or len(value) != nodes or not all(_is_name(one) for one in value):
-        raise ClusterError(
+        raise UserError(
             f"{where}: addresses must list the address or host name of each of the "
             f"{counted(nodes, 'node')}"
         )
@@ -323,7 +322,7 @@ def _addresses(value: object, nodes: int, where: str) -> tuple[str, ...]:
 
 def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkModel]:
     if not isinstance(entry, Mapping) or not _is_list(entry.get("between")):
-        raise ClusterError(f"{where}: expected between: [one, other] and rail_gbits")
+        raise UserError(f"{where}: expected between: [one, other] and rail_gbits")
     faults = Faults()
     faults.sentences += unknown_keys(entry, _LINK_KEYS, where=where)
     ends = [str(name) for name in entry["between"]]
@@ -332,7 +331,7 @@ def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkM
     if "rail_gbits" not in entry:
         faults.sentences.append(f"{where}, between {' and '.join(ends)}, lacks rail_gbits")
     link = faults.read(lambda: _link(entry, default_gbits=1, where=where))
-    faults.refuse(ClusterError)
+    faults.refuse()
     assert link is not None
     return frozenset(ends), link
 
@@ -358,13 +357,13 @@ def _link(entry: Mapping[Any, Any], *, default_gbits: float, where: str) -> Link
     duplex_bandwidth = None
     if "rail_both_ways_gbits" in entry:
         duplex_bandwidth = positive_or_default("rail_both_ways_gbits", gbits) * 1e9 / 8
-    faults.refuse(ClusterError)
+    faults.refuse()
     return LinkModel(gbits * 1e9 / 8, latency * 1e-6, duplex_bandwidth=duplex_bandwidth)
 
 
 def _count(value: object, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ClusterError(f"{where} is {value!r}; it must be a whole number of at least 1")
+        raise UserError(f"{where} is {value!r}; it must be a whole number of at least 1")
     return value
 
 

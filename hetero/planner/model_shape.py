@@ -24,10 +24,6 @@ _SIZES = (
 )
 
 
-class ModelError(UserError):
-    """An invalid model description. Each sentence names a number and what would be valid."""
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only transformer: an embedding, equal layers, a final norm and an output layer."""
@@ -67,7 +63,7 @@ class ModelShape:
                 f"{self.heads} attention heads do not divide into {self.query_groups} query groups"
             )
         if problems:
-            raise ModelError(*problems)
+            raise UserError(*problems)
 
     def divides(self, tensor: int, *, sequence_parallel: bool) -> bool:
         """Whether the model can be split evenly over `tensor` tensor-parallel ranks."""
@@ -178,7 +174,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             except ValueError:
                 problems.append(f"{source}: {name} is {given[name]!r}; it must be a whole number")
     if problems:
-        raise ModelError(*problems)
+        raise UserError(*problems)
     hidden, heads = numbers["hidden-size"], numbers["num-attention-heads"]
     if "kv-channels" not in numbers and heads > 0 and hidden % heads:
         problems.append(
@@ -191,7 +187,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             f"{source}: max-position-embeddings {max_positions} is below a seq-length of {length}"
         )
     if problems:
-        raise ModelError(*problems)
+        raise UserError(*problems)
     gated = bool(given.get("swiglu")) or given.get("activation-func") == "swiglu"
     # Padded as in a run whose tensor-parallel size divides the multiple.
     tokens = numbers.get("vocab-size", 0)
@@ -221,8 +217,8 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
             learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
         )
-    except ModelError as error:
-        raise ModelError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
+    except UserError as error:
+        raise UserError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
 
 
 def _integer(value: object) -> int:
@@ -261,9 +257,9 @@ def read_flags(name: str) -> tuple[dict[str, Any], str]:
     """The flags of a model file without leading dashes, and the file's name for errors."""
     path = model_file(name)
     source = f"the model {path}"
-    data = load_yaml(path, source=source, refusal=ModelError)
+    data = load_yaml(path, source=source)
     if not isinstance(data, Mapping):
-        raise ModelError(f"{source}: expected Megatron's flags, as in a preset")
+        raise UserError(f"{source}: expected Megatron's flags, as in a preset")
     flags: dict[str, Any] = {}
     for key, value in data.items():
         flags |= value if isinstance(value, Mapping) else {key: value}

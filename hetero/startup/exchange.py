@@ -1,43 +1,23 @@
-"""Exchanges between ranks before any process group exists: values, errors and a deadline.
-
-Every rank appends its payload, or its error, to one value of the rendezvous store. The last rank
-folds all of them into the outcome of the exchange and thereby wakes the others. An error of any
-rank ends all of them, with one sentence, within seconds. So does a rank that exits without
-reporting one, which `hetero.startup.liveness` sees. The outcome is set once, by whichever rank is
-first, and every rank reads the same.
-
-Each rank does the same number of store operations per exchange, however many ranks there are.
-"""
+"""Exchanges of values over a store: with a deadline, and with an error that names who failed."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import json
-import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-from torch.distributed import DistError, DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
-from hetero.errors import (
-    AgreedError,
-    AgreedFailure,
-    ExchangeError,
-    HeteroError,
-    StoreLost,
-    UserError,
-    print_line,
-)
-from hetero.startup.liveness import Liveness, LocalRanks, ended_early
-from hetero.startup.store import ANSWER_SECONDS, BoundedStore, StoreUnresponsive, in_thread
+from hetero.errors import ExchangeError, HeteroError, UserError
+from hetero.startup.liveness import Liveness
+from hetero.startup.store import ANSWER_SECONDS, BoundedStore, WaitReporter
 from hetero.text import counted, name_ranks, spans
 
 _MOST_ERRORS = 3
@@ -46,8 +26,9 @@ _TIMEOUT_WITH_AN_ERROR = 30.0
 """How long a rank that has an error, and so must end, waits for the others before it reports it."""
 _CAUSE_SECONDS = 4.0
 """How long a rank that failed waits to learn whether another rank's failure is the cause."""
-_GRACE_SECONDS = 5.0
-"""Added to the timeout of other ranks once rank 0, with the same timeout, is there to report."""
+_LOOK_SECONDS = 1.0
+"""Between two looks at a section that lasts."""
+_PAUSE_SECONDS = 0.1
 
 
 class Exchange:
@@ -163,13 +144,13 @@ class Exchange:
             outcome = self._outcome or self._await(timeout, check)
         if (failure := self._failure_in(outcome)) is not None:
             raise failure from self._error
-        return unfold(outcome["columns"], self._size)
+        return _unfold(outcome["columns"], self._size)
 
     def failure(self) -> ExchangeError | None:
         """The error with which the exchange has ended; None if it has not, or not with an error."""
         with self._storing():
             if self._outcome is None and self._store.check([self._outcome_key]):
-                self._outcome = unpack(self._store.get(self._outcome_key))
+                self._outcome = _unpack(self._store.get(self._outcome_key))
             return None if self._outcome is None else self._failure_in(self._outcome)
 
     def has_begun(self) -> bool:
@@ -181,7 +162,7 @@ class Exchange:
         """What members have submitted so far, first come first; {} of one with an error."""
         with self._storing():
             records = self._records()
-        values = unfold(fold(records), len(records))
+        values = _unfold(_fold(records), len(records))
         return {record.member: value for record, value in zip(records, values, strict=True)}
 
     def missing(self) -> list[int]:
@@ -209,7 +190,7 @@ class Exchange:
         limit = timedelta(seconds=max(0.0, timeout))
         try:
             self._store.wait([self._outcome_key], limit, check_abort=check or (lambda: None))
-            return unpack(self._store.get(self._outcome_key))
+            return _unpack(self._store.get(self._outcome_key))
         except DistStoreError:
             return self._decide(self._timed_out(timeout))
         except HeteroError as error:
@@ -218,7 +199,7 @@ class Exchange:
 
     def _decide(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         """Set the outcome unless another member has; return the one that is set."""
-        return unpack(self._store.compare_set(self._outcome_key, "", pack(outcome)))
+        return _unpack(self._store.compare_set(self._outcome_key, "", _pack(outcome)))
 
     def _records(self, *, are_any: bool = False) -> list[_Record]:
         """What has been submitted, first come first. One operation less if `are_any` are."""
@@ -251,7 +232,7 @@ class Exchange:
             return _failure(text, code=UserError.exit_code, known_to_all=True)
         if any(record.error is not None for record in records):
             return self._errors_of(records, known_to_all=True)
-        return {"columns": fold(sorted(records, key=lambda record: record.member))}
+        return {"columns": _fold(sorted(records, key=lambda record: record.member))}
 
     def _failed(self, error: HeteroError) -> dict[str, Any]:
         """The outcome when a `check` has raised: its error after those that were submitted."""
@@ -281,8 +262,8 @@ class Exchange:
             return self._errors_of(records, known_to_all=known_to_all)
         verb = "come" if absent else "answer"
         text = (
-            f"{self._name_members(absent or missing)} did not {verb}{self._at} within {timeout:g} "
-            f"s to exchange {self.what}; {self._remedy}"
+            f"{self._name_members(absent or missing)} did not {verb} within {timeout:g} s while "
+            f"{self.what} were exchanged{self._at}; {self._remedy}"
         )
         return _failure(text, code=UserError.exit_code, known_to_all=known_to_all, missing=missing)
 
@@ -351,7 +332,7 @@ class _Record:
     ) -> _Record:
         fields = {name: json.dumps(field) for name, field in (value or {}).items()}
         code = error.exit_code if isinstance(error, HeteroError) else HeteroError.exit_code
-        return cls(member, what, fields, error_text(error), code)
+        return cls(member, what, fields, _error_text(error), code)
 
     def line(self) -> str:
         return json.dumps(astuple(self)) + "\n"
@@ -380,8 +361,48 @@ def _failure(
     }
 
 
-class Agreement:
-    """One rank's side of the agreement."""
+def _fold(records: Sequence[_Record]) -> dict[str, Any]:
+    """By field: the distinct values, and which of them each record has (None: all the first)."""
+    names = dict.fromkeys(name for record in records for name in record.fields)
+    return {name: _column([record.fields.get(name) for record in records]) for name in names}
+
+
+def _column(values: Sequence[str | None]) -> list[Any]:
+    index = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return [list(index), [index[value] for value in values] if len(index) > 1 else None]
+
+
+def _unfold(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The payloads of `count` records. Never modify a value: equal ones are the same object."""
+    payloads: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, (values, indices) in columns.items():
+        decoded = [None if value is None else json.loads(value) for value in values]
+        for payload, index in zip(payloads, indices or [0] * count, strict=True):
+            if values[index] is not None:
+                payload[name] = decoded[index]
+    return payloads
+
+
+def _pack(value: Mapping[str, Any]) -> str:
+    """Compressed, because TCPStore limits a value that is set to 8 MiB; as text for any store."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    return dict(json.loads(zlib.decompress(base64.b64decode(data))))
+
+
+def _error_text(error: Exception | None) -> str | None:
+    """An error's message, or else its type; None without an error."""
+    return None if error is None else str(error) or type(error).__name__
+
+
+class JobExchanges:
+    """The exchanges between a job's ranks, one after another, and what they open together.
+
+    All ranks make the same ones in the same order. A rank that ends or hangs, as
+    `hetero.startup.liveness` sees it, ends them within seconds, and who is waited for is printed.
+    """
 
     def __init__(
         self,
@@ -392,47 +413,42 @@ class Agreement:
         timeout: float,
         liveness: Liveness | None = None,
         endpoint: str = "",
-        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`store` is one of torch's; `endpoint` is the address of the rendezvous.
 
-        Without `liveness`, a rank that ends is noticed only at the timeout, and without
-        `local_ranks` one of this host that ends before it joins.
+        Without `liveness`, a rank that ends is noticed only at the timeout.
         """
-        self._at = f" at {endpoint}" if endpoint else ""
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout = timeout
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self._endpoint, self._liveness = endpoint, liveness
         self._number = 0
-        # Wait on one connection and operate on another: a wait may block its own for minutes.
-        self._wait_store = store
-        self._store = BoundedStore(store.clone(), seconds=min(timeout, ANSWER_SECONDS))
-        self._monitor = Monitor(
-            liveness,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            at=self._at,
-            local_ranks=local_ranks,
-        )
+        """Of exchanges, of which the first are those in which ranks may not have connected yet."""
+        answer = min(timeout, ANSWER_SECONDS)
+        self._store = BoundedStore(store.clone(), seconds=answer, waits_on=store)
 
     def exchange(
         self,
-        phase: str,
+        what: str,
         *,
         payload: Mapping[str, Any] | None = None,
         error: Exception | None = None,
     ) -> list[dict[str, Any]]:
         """Submit this rank's payload or error; return every rank's payload, read-only.
 
-        Raises on every rank if any had an error or did not arrive in time (AgreedError), or has
-        ended (AgreedFailure).
+        Raises ExchangeError: on every rank if any had an error, did not come in time or has ended.
         """
-        own = Record.of(self._rank, phase, payload, error_text(error))
-        with self._on_store(phase):
-            outcome = self._conclude(self._begin(phase), own, error)
-        raise_failure(outcome, cause=error)
-        return unfold(outcome["columns"], self._world_size)
+        exchange = self._arrive(what)
+        waiting = WaitReporter()
+
+        def check() -> None:
+            waiting.report(lambda: self._awaited(exchange, what))
+            self._require_alive(exchange, f"while the ranks compared their {what}")
+            # The second exchange has this error of every rank that cannot reach rank 0.
+            unreachable = None if self._liveness is None else self._liveness.unreachable
+            if unreachable and self._number == 1 and waiting.seconds > _TIMEOUT_WITH_AN_ERROR:
+                raise UserError(unreachable)
+
+        timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
+        return exchange.run(payload, error=error, timeout=timeout, check=check)
 
     @contextlib.contextmanager
     def section(
@@ -446,481 +462,116 @@ class Agreement:
         if self._world_size == 1:
             yield
             return
-        with self._on_store(what):
-            phase = self._begin(what, is_section=True)
-            monitoring = MonitorThread(self._monitor, phase, on_failure)
+        exchange, waiting = self._arrive(what), WaitReporter()
+        left, lock = threading.Event(), threading.Lock()
+
+        def check() -> None:
+            waiting.report(lambda: self._awaited(exchange, what, is_section=True))
+            self._require_alive(exchange, f"while the ranks opened the {what}")
+            if waiting.seconds > self._timeout:
+                raise self._overdue(exchange, what, waiting.seconds)
+
+        def watch() -> None:
+            failure: ExchangeError | None = None
             try:
-                yield
-            except Exception as error:
-                self._raise_cause(phase, error)
-                raise
-            finally:
-                monitoring.stop()
-            outcome = self._conclude(phase, Record.of(self._rank, what, None, None), None)
-        raise_failure(outcome, cause=None)
+                while failure is None:
+                    if left.wait(_LOOK_SECONDS):
+                        return
+                    failure = exchange.failure()
+                    if failure is None:
+                        check()
+            except HeteroError as error:
+                with contextlib.suppress(ExchangeError):
+                    failure = exchange.abort(error)
+            # Give the main thread time to fail by itself, in which case it raises the same. It
+            # notices by itself, too, that the store is lost.
+            if failure is None or on_failure is None or left.wait(_LOOK_SECONDS):
+                return
+            with lock:
+                if not left.is_set():
+                    on_failure(failure)
 
-    def _raise_cause(self, phase: Phase, error: Exception) -> None:
-        """Decide a section's outcome by an error in it, or raise the failure that caused it."""
-        if isinstance(error, HeteroError):
-            text = str(error) if error.known_to_all else f"rank {self._rank}: {error}"
-            outcome = failure(text, agreed=phase.rank_0_arrived(), code=error.exit_code)
-            raise_failure(phase.decide(outcome), cause=error)
-        # Another rank's failure may be the cause. Rank 0 reports it, or the others if it is rank 0.
-        deadline = time.monotonic() + _CAUSE_SECONDS
-        while (decided := phase.outcome()) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if decided is None and phase.absent():
-            decided = phase.decide(self._monitor.overdue(phase))
-        if decided is None:
-            text = f"rank {self._rank} failed: {error_text(error)}"
-            phase.decide(failure(text, agreed=phase.rank_0_arrived(), code=1))
-            return
-        raise_failure(decided, cause=error)
-
-    def _begin(self, what: str, *, is_section: bool = False) -> Phase:
-        self._number += 1
-        phase = Phase(self._store, self._number, what, self._world_size, is_section=is_section)
-        phase.arrive(self._rank)
-        return phase
-
-    @contextlib.contextmanager
-    def _on_store(self, what: str) -> Iterator[None]:
+        threading.Thread(target=watch, name=what, daemon=True).start()
         try:
             yield
-        except StoreUnresponsive as error:
-            raise StoreLost(f"at the {what}{self._at}: {error}", known_to_all=False) from error
-        except DistNetworkError as error:
-            raise StoreLost(
-                f"the rendezvous store{self._at} was lost at the {what}: rank 0 or the launcher "
-                "that hosts it has ended; see its log",
-                known_to_all=False,
-            ) from error
+        except Exception as error:
+            if (cause := self._cause(exchange, what, error, waiting)) is not None:
+                raise cause from error
+            raise
+        finally:
+            with lock:  # from now on `on_failure` is not called
+                left.set()
+        exchange.run(timeout=self._timeout + 60.0, check=check)
 
-    def _conclude(self, phase: Phase, own: Record, error: Exception | None) -> dict[str, Any]:
-        """Submit this rank's record; the outcome when all ranks have, or some cannot."""
-        submitted = phase.submit(own)
-        if submitted > self._world_size:
-            raise UserError(
-                f"more processes came{self._at} than the {self._world_size} of one job; if another "
-                "job uses this port, choose another --master-port, else give each its own RANK"
-            )
-        if submitted == self._world_size:
-            return phase.decide(self._folded(phase))
-        timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
-        deadline = time.monotonic() + timeout - phase.seconds
-        limit = timedelta(seconds=timeout + 60.0)
-        store_wait = in_thread(lambda: self._wait_store.wait([phase.outcome_key], limit))
-        waiting = WaitReporter()
-        has_grace = False
-        while not futures.wait(
-            [store_wait], min(Monitor.poll_seconds, deadline - time.monotonic())
-        ).done:
-            waiting.report(lambda: self._monitor.awaited(phase))
-            if found := self._monitor.find_failure(phase):
-                return phase.decide(found)
-            if error is None and (reason := self._monitor.unreachable(phase)):
-                error = UserError(reason)
-                deadline = min(deadline, time.monotonic() + _TIMEOUT_WITH_AN_ERROR)
-            if time.monotonic() < deadline:
-                continue
-            if self._rank > 0 and error is None and not has_grace and phase.rank_0_arrived():
-                has_grace, deadline = True, deadline + _GRACE_SECONDS
-                continue
-            return phase.decide(self._timed_out(phase, self._monitor.unreachable(phase)))
-        store_wait.result()
-        return phase.read_outcome()
+    def _cause(
+        self, exchange: Exchange, what: str, error: Exception, waiting: WaitReporter
+    ) -> ExchangeError | None:
+        """The failure of a rank that caused an error in a section; None if that is its own.
 
-    def _folded(self, phase: Phase) -> dict[str, Any]:
-        """The outcome once all ranks have submitted."""
-        records = phase.records()
-        if other := [record for record in records if record.phase != records[0].phase]:
-            text = (
-                f"rank {other[0].rank} compares its {other[0].phase} while rank "
-                f"{records[0].rank} compares its {records[0].phase}; start every rank with the "
-                "same flags"
-            )
-            return failure(text, agreed=True)
-        ranks = [record.rank for record in records]
-        if ranks != list(range(self._world_size)):
-            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-            return failure(
-                f"two processes say that they are rank {twice}{self._at}; give each its own RANK, "
-                "and each job its own --master-port",
-                agreed=True,
-            )
-        if errors := errors_by_text(records):
-            return failure(self._combined(errors), agreed=True)
-        return {"columns": fold(records)}
-
-    def _timed_out(self, phase: Phase, unreachable: str | None) -> dict[str, Any]:
-        """The outcome at the timeout: errors that were submitted, or else the absent ranks.
-
-        `unreachable` is why this rank has no connection to rank 0, which may therefore have ended.
+        The others are told of this rank's error, unless another failure was before.
         """
-        if phase.is_section:
-            return self._monitor.overdue(phase)
-        errors = errors_by_text(phase.records())
-        if unreachable:
-            errors[unreachable] = [self._rank]
-        if errors:
-            agreed = phase.rank_0_arrived() and not unreachable
-            return failure(self._combined(errors), agreed=agreed)
-        absent = phase.absent()
-        late = absent or phase.unfinished() or range(self._world_size)
-        what = "did not come" if absent else "did not answer"
-        text = (
-            f"{name_ranks(late, self._world_size)} {what} within {self._timeout:g} s while "
-            f"the ranks compared their {phase.what}; see whether it was started, can reach rank "
-            "0's host, and what its own log says"
+        if not isinstance(error, HeteroError):
+            # Another rank's failure may be the cause. Rank 0 reports it, or others if it is rank 0.
+            deadline = time.monotonic() + _CAUSE_SECONDS
+            while (cause := exchange.failure()) is None and time.monotonic() < deadline:
+                time.sleep(_PAUSE_SECONDS)
+            if cause is None and exchange.absent():
+                cause = exchange.abort(self._overdue(exchange, what, waiting.seconds))
+            if cause is None:
+                exchange.abort(self._of_this_rank(exchange, f" failed: {_error_text(error)}"))
+            return cause
+        own = self._of_this_rank(exchange, f": {error}")
+        own.exit_code = error.exit_code
+        cause = exchange.abort(error if error.known_to_all else own)
+        is_own = cause is not None and str(cause) == str(own)
+        return None if is_own and not own.known_to_all else cause
+
+    def _of_this_rank(self, exchange: Exchange, text: str) -> ExchangeError:
+        return ExchangeError(f"rank {self._rank}{text}", known_to_all=0 not in exchange.absent())
+
+    def _arrive(self, what: str) -> Exchange:
+        self._number += 1
+        exchange = Exchange(
+            self._store,
+            what,
+            member=self._rank,
+            size=self._world_size,
+            key=f"hetero/exchange {self._number}",
+            endpoint=self._endpoint,
+            name_members=lambda ranks: name_ranks(ranks, self._world_size),
+            remedy=(
+                "see whether it was started, can reach rank 0's host, and what its own log says"
+            ),
         )
-        return failure(text, agreed=0 not in late)
+        exchange.arrive()
+        return exchange
 
-    def _combined(self, errors: Mapping[str, list[int]]) -> str:
-        if [len(ranks) for ranks in errors.values()] == [self._world_size]:
-            return next(iter(errors))
-        return "; ".join(f"rank {ranks[0]}: {text}" for text, ranks in errors.items())
+    def _require_alive(self, exchange: Exchange, doing: str) -> None:
+        if self._liveness is not None:
+            # Who cannot connect submits that in the second exchange.
+            self._liveness.require_alive(exchange, doing, joining=self._number < 3)
 
-
-class Phase:
-    """The keys of one phase, and the operations of each rank on them."""
-
-    def __init__(
-        self,
-        store: BoundedStore,
-        number: int,
-        what: str,
-        world_size: int,
-        *,
-        is_section: bool = False,
-    ) -> None:
-        """`number` counts a job's phases, from 1; `is_section`: it is an `Agreement.section`."""
-        self.number, self.what, self.is_section = number, what, is_section
-        self._store, self._world_size = store, world_size
-        self._began = time.monotonic()
-        base = f"hetero/phase {number}"
-        self._arrived_key, self._rank_0_key = f"{base}/arrived", f"{base}/rank 0"
-        self._records_key, self.count_key = f"{base}/records", f"{base}/count"
-        self.outcome_key = f"{base}/outcome"
-
-    def arrive(self, rank: int) -> None:
-        self._store.append(self._arrived_key, f"{rank}\n")
-        if rank == 0:
-            self._store.set(self._rank_0_key, "1")
-
-    def submit(self, record: Record) -> int:
-        """Append this rank's record; how many there are now. The last rank decides the outcome."""
-        self._store.append(self._records_key, record.line())
-        return int(self._store.add(self.count_key, 1))
-
-    def decide(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
-        """Set the phase's outcome unless another rank has; return the one that is set."""
-        return unpack(self._store.compare_set(self.outcome_key, "", pack(outcome)))
-
-    def outcome(self) -> dict[str, Any] | None:
-        """The outcome, once it is decided."""
-        return self.read_outcome() if self._store.check([self.outcome_key]) else None
-
-    def read_outcome(self) -> dict[str, Any]:
-        """The outcome, which must be decided: one operation on the store less than `outcome`."""
-        return unpack(self._store.get(self.outcome_key))
-
-    def records(self) -> list[Record]:
-        return read_lines(self._store.get(self._records_key))
-
-    def rank_0_arrived(self) -> bool:
-        return self._store.check([self._rank_0_key])
-
-    @property
-    def seconds(self) -> float:
-        """Since this rank began it."""
-        return time.monotonic() - self._began
-
-    def absent(self) -> list[int]:
-        """The ranks that have not arrived. One operation on the store."""
-        arrived = {int(line) for line in self._store.get(self._arrived_key).split()}
-        return sorted(set(range(self._world_size)) - arrived)
-
-    def unfinished(self) -> list[int]:
-        """The ranks that have not submitted a record."""
-        has_any = self._store.check([self._records_key])
-        done = {record.rank for record in self.records()} if has_any else set()
-        return sorted(set(range(self._world_size)) - done)
-
-
-def failure(text: str, *, agreed: bool, code: int = UserError.exit_code) -> dict[str, Any]:
-    """The outcome of a phase that ends the job. `agreed`: rank 0 exists and will print it."""
-    return {"error": text, "agreed": agreed, "code": code}
-
-
-def raise_failure(outcome: Mapping[str, Any], *, cause: Exception | None) -> None:
-    """Raise the error of an outcome that is a failure. `cause` is this rank's own error."""
-    if "error" not in outcome:
-        return
-    text, agreed = outcome["error"], outcome["agreed"]
-    if outcome["code"] == AgreedFailure.exit_code:
-        raise AgreedFailure(text, known_to_all=agreed) from cause
-    if agreed:
-        raise AgreedError(text) from cause
-    own = error_text(cause) if isinstance(cause, UserError) else None
-    raise UserError(own or text) from cause
-
-
-def error_text(error: Exception | None) -> str | None:
-    """An error's message, or else its type; None without an error."""
-    return None if error is None else str(error) or type(error).__name__
-
-
-@dataclass(frozen=True)
-class Record:
-    """What one rank submits."""
-
-    rank: int
-    phase: str
-    fields: dict[str, str]
-    """By name; values as JSON, so that equal ones are decoded once."""
-    error: str | None
-
-    @classmethod
-    def of(
-        cls, rank: int, phase: str, payload: Mapping[str, Any] | None, error: str | None
-    ) -> Record:
-        fields = {name: json.dumps(value) for name, value in (payload or {}).items()}
-        return cls(rank, phase, fields, error)
-
-    def line(self) -> str:
-        return json.dumps([self.rank, self.phase, self.fields, self.error]) + "\n"
-
-
-def read_lines(data: bytes) -> list[Record]:
-    """The records of appended lines, in the order of ranks."""
-    return sorted((Record(*json.loads(line)) for line in data.splitlines()), key=lambda r: r.rank)
-
-
-def fold(records: Sequence[Any]) -> dict[str, Any]:
-    """By field: the distinct values, and which of them each record has (None: all the first)."""
-    names = dict.fromkeys(name for record in records for name in record.fields)
-    return {name: _column([record.fields.get(name) for record in records]) for name in names}
-
-
-def _column(values: Sequence[str | None]) -> list[Any]:
-    index = {value: number for number, value in enumerate(dict.fromkeys(values))}
-    return [list(index), [index[value] for value in values] if len(index) > 1 else None]
-
-
-def unfold(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The payloads of `count` records. Never modify a value: equal ones are the same object."""
-    payloads: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, (values, indices) in columns.items():
-        decoded = [None if value is None else json.loads(value) for value in values]
-        for payload, index in zip(payloads, indices or [0] * count, strict=True):
-            if values[index] is not None:
-                payload[name] = decoded[index]
-    return payloads
-
-
-def pack(value: Mapping[str, Any]) -> str:
-    """Compressed, because TCPStore limits a value that is set to 8 MiB; as text for any store."""
-    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
-
-
-def unpack(data: bytes) -> dict[str, Any]:
-    return dict(json.loads(zlib.decompress(base64.b64decode(data))))
-
-
-def errors_by_text(records: Iterable[Record]) -> dict[str, list[int]]:
-    """The ranks of each distinct error."""
-    errors: dict[str, list[int]] = {}
-    for record in records:
-        if record.error:
-            errors.setdefault(record.error, []).append(record.rank)
-    return errors
-
-
-_HEARTBEAT_TIMEOUT_SECONDS = 15.0
-"""After which a rank that is waited for, or its host, hangs."""
-_CONNECT_SECONDS = 60.0
-"""After which a rank that has opened the store should have connected to rank 0.
-
-One that could not says so by the end of the second phase, so it applies only until then.
-"""
-
-
-class Monitor:
-    """One rank's view of the others."""
-
-    poll_seconds: ClassVar = 1.0
-
-    def __init__(
-        self,
-        liveness: Liveness | None,
-        *,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        at: str,
-        local_ranks: LocalRanks | None = None,
-    ) -> None:
-        """`at` is the address of the rendezvous, as ` at host:port`, or empty."""
-        self.rank, self.world_size, self.timeout, self.at = rank, world_size, timeout, at
-        self._liveness, self._local_ranks = liveness, local_ranks
-
-    def unreachable(self, phase: Phase) -> str | None:
-        """In the first phase: why this rank cannot reach rank 0. In the second it reports it."""
-        return None if self._liveness is None or phase.number > 1 else self._liveness.unreachable
-
-    def find_failure(self, phase: Phase) -> dict[str, Any] | None:
-        """The outcome of the phase if a rank has failed or hangs."""
-        if self._liveness is None:
+    def _awaited(self, exchange: Exchange, what: str, *, is_section: bool = False) -> str | None:
+        """Which ranks have not come, or else not finished, if this rank is to print it."""
+        absent = exchange.absent()
+        if self._rank > 0 and 0 not in absent:
             return None
-        verb = "opened the" if phase.is_section else "compared their"
-        doing = f"while the ranks {verb} {phase.what}"
-        failed = self._liveness.failure
-        if failed is not None and (self.rank == 0 or failed.rank == 0):
-            text = failed.sentence(self._liveness.name([failed.rank]), during=f" {doing}")
-            return failure(text, agreed=failed.rank > 0, code=1)
-        if silent := self._silent(self._liveness, phase):
-            who = self._liveness.name(silent)
-            text = (
-                f"{who} hangs, or its host does, {doing}: nothing was heard of it for "
-                f"{min(silent.values()):.0f} s; see its log"
-            )
-            return failure(text, agreed=0 not in silent, code=1)
-        if self._local_ranks is not None and phase.number == 1:
-            ended = self._local_ranks.ended(phase.absent())
-            if ended:
-                return failure(ended_early(ended), agreed=0 not in ended, code=1)
-        lost = self._liveness.never_connected(_CONNECT_SECONDS) if phase.number < 3 else set()
-        if lost and (lost := lost & set(phase.absent())):
-            text = (
-                f"{self._liveness.name(lost)} ended {doing}, or cannot reach rank 0, to which it "
-                "has not connected; see its log"
-            )
-            return failure(text, agreed=True, code=1)
-        return None
-
-    def _silent(self, liveness: Liveness, phase: Phase) -> dict[int, float]:
-        """The ranks that are waited for and send no heartbeat, and for how many seconds."""
-        silent = liveness.silent(_HEARTBEAT_TIMEOUT_SECONDS)
-        if silent and self.rank == 0:
-            awaited = set(phase.unfinished())
-            return {rank: age for rank, age in silent.items() if rank in awaited}
-        return silent
-
-    def awaited(self, phase: Phase) -> str | None:
-        """Which ranks have not arrived, or else not finished, if this rank is to print it."""
-        if self.rank > 0 and phase.rank_0_arrived():
+        late = absent or exchange.missing()
+        if not late or self._rank != min(set(range(self._world_size)) - set(absent)):
             return None
-        absent = phase.absent()
-        late = absent or phase.unfinished()
-        if not late or self.rank != min(set(range(self.world_size)) - set(absent)):
-            return None
-        who = name_ranks(late, self.world_size)
-        if phase.is_section:
-            who += f" to {'come to' if absent else 'finish'} the {phase.what}"
-        return f"{who}{self.at}"
+        who = name_ranks(late, self._world_size)
+        if is_section:
+            who += f" to {'come to' if absent else 'finish'} the {what}"
+        return f"{who} at {self._endpoint}" if self._endpoint else who
 
-    def overdue(self, phase: Phase) -> dict[str, Any]:
-        """The outcome of a section that not all ranks have come to, or finished, in time."""
-        absent = phase.absent()
-        who = name_ranks(absent or phase.unfinished(), self.world_size)
-        return failure(
-            f"{who} did not {'come to' if absent else 'finish'} the {phase.what}{self.at} within "
-            f"{phase.seconds:.0f} s; see its log, and whether it hangs",
-            agreed=0 not in absent,
+    def _overdue(self, exchange: Exchange, what: str, seconds: float) -> ExchangeError:
+        """That not all ranks have come to a section, or finished it, in time."""
+        absent = exchange.absent()
+        who = name_ranks(absent or exchange.missing(), self._world_size)
+        at = f" at {self._endpoint}" if self._endpoint else ""
+        return ExchangeError(
+            f"{who} did not {'come to' if absent else 'finish'} the {what}{at} within "
+            f"{seconds:.0f} s; see its log, and whether it hangs",
+            exit_code=UserError.exit_code,
+            known_to_all=0 not in absent,
         )
-
-
-class MonitorThread:
-    """Monitors a section from a thread, while the main thread is inside it."""
-
-    def __init__(
-        self,
-        monitor: Monitor,
-        phase: Phase,
-        on_failure: Callable[[HeteroError], None] | None,
-    ) -> None:
-        self._monitor, self._phase, self._on_failure = monitor, phase, on_failure
-        self._stopped, self._lock = threading.Event(), threading.Lock()
-        threading.Thread(target=self._run, name=phase.what, daemon=True).start()
-
-    def stop(self) -> None:
-        """Never call `on_failure` from now on: the main thread goes on with the phase itself."""
-        with self._lock:
-            self._stopped.set()
-
-    def _run(self) -> None:
-        monitor, phase = self._monitor, self._phase
-        waiting = WaitReporter()
-        try:
-            while not self._stopped.wait(Monitor.poll_seconds):
-                waiting.report(lambda: monitor.awaited(phase))
-                outcome = phase.outcome()
-                if outcome is None:
-                    found = monitor.find_failure(phase)
-                    if found is None and phase.seconds > monitor.timeout:
-                        found = monitor.overdue(phase)
-                    outcome = found and phase.decide(found)
-                if outcome is not None:
-                    self._notify(outcome)
-                    return
-        except DistError:  # the store is gone, which the main thread notices and reports too
-            return
-
-    def _notify(self, outcome: Mapping[str, Any]) -> None:
-        # Give the main thread time to fail by itself, in which case it finds the same outcome.
-        if self._stopped.wait(Monitor.poll_seconds):
-            return
-        with self._lock:
-            if self._stopped.is_set() or self._on_failure is None:
-                return
-            try:
-                raise_failure(outcome, cause=None)
-            except HeteroError as error:
-                self._on_failure(error)
-
-
-FIRST_SECONDS, AGAIN_SECONDS = 10.0, 30.0
-"""Until a wait's first line, and between the later ones."""
-_PAUSE_SECONDS = 0.1
-
-
-class WaitReporter:
-    """The lines of one wait."""
-
-    def __init__(self) -> None:
-        self._began, self._due = time.monotonic(), FIRST_SECONDS
-
-    def report(self, whom: str | Callable[[], str | None]) -> None:
-        """Print a line if one is due. A `whom` that returns None skips this one."""
-        waited = time.monotonic() - self._began
-        if waited < self._due:
-            return
-        self._due = AGAIN_SECONDS * (waited // AGAIN_SECONDS + 1)
-        if text := whom if isinstance(whom, str) else whom():
-            print_line(f"waiting for {text}, {waited:.0f} s so far")
-
-
-def await_listener(
-    host: str,
-    port: int,
-    *,
-    seconds: float,
-    who: Callable[[OSError], str | None],
-    check_abort: Callable[[], None] = lambda: None,
-) -> None:
-    """Wait until the port accepts connections: TCPStore's own retries would flood the log.
-
-    Reports `who` is waited for, given why it is not there. Raises the last error after `seconds`.
-    `check_abort` is called after each try, and may raise to end the wait.
-    """
-    waiting, deadline = WaitReporter(), time.monotonic() + seconds
-    while True:
-        try:
-            with socket.create_connection((host, port), timeout=5.0):
-                return
-        except OSError as error:
-            waiting.report(partial(who, error))
-            if time.monotonic() > deadline:
-                raise
-        check_abort()
-        time.sleep(_PAUSE_SECONDS)

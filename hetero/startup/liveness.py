@@ -25,11 +25,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
-from hetero.errors import AgreedFailure, UserError
+from hetero.errors import ExchangeError, UserError
 from hetero.startup.addresses import (
     PORT_RANGE,
     address_leading_to,
@@ -49,6 +49,10 @@ _HEARTBEATS_A_SECOND = 256
 _GRACE_SECONDS = 5.0
 """For a rank to fail by itself, with an error of its own, after another has failed."""
 _SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
+_HEARTBEAT_TIMEOUT_SECONDS = 15.0
+"""After which a rank that is waited for, or its host, hangs."""
+_CONNECTED_SECONDS = 60.0
+"""After which a rank that has opened the store should have connected to rank 0."""
 ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
 
@@ -81,9 +85,18 @@ class RankFailure:
         return f"{who} has ended without a word{during} ({heard}); see its log"
 
 
+class Awaited(Protocol):
+    """An exchange: which ranks it waits for."""
+
+    def absent(self) -> list[int]: ...
+
+    def missing(self) -> list[int]: ...
+
+
 class Liveness(ABC):
     """One rank's side: rank 0's is a LivenessServer, the others' are LivenessClients."""
 
+    _is_rank_0 = False
     address = "127.0.0.1"
     """This rank's end of its connection to rank 0."""
     is_elsewhere = False
@@ -92,6 +105,8 @@ class Liveness(ABC):
     """Why this rank could not connect to rank 0, in a sentence."""
 
     def __init__(self, world_size: int) -> None:
+        self.local_ranks: LocalRanks | None = None
+        """By which a rank of this host is found that has ended before it connected."""
         self._interval = heartbeat_interval(world_size)
         self._shortest_timeout = 3 * self._interval
         self._names: Mapping[int, str] = {}
@@ -110,13 +125,13 @@ class Liveness(ABC):
             return self._names[ordered[0]]
         return ranks_on_hosts(ordered, self._hosts)
 
-    def on_failure(self, abort: Callable[[AgreedFailure], None]) -> None:
+    def on_failure(self, abort: Callable[[ExchangeError], None]) -> None:
         """Call `abort`, from a thread, if this process still runs 5 s after another's failure."""
 
         def wait() -> None:
             self._failed.wait()
             if not self._closed.wait(_GRACE_SECONDS) and (cause := self.cause(0)) is not None:
-                abort(AgreedFailure(cause, known_to_all=False))
+                abort(ExchangeError(cause, known_to_all=False))
 
         threading.Thread(target=wait, name="liveness abort", daemon=True).start()
 
@@ -162,6 +177,40 @@ class Liveness(ABC):
 
         As of this side's last poll, which is one heartbeat interval ago at most.
         """
+
+    def require_alive(self, exchange: Awaited, during: str, *, joining: bool) -> None:
+        """Raise ExchangeError if a rank has failed, or hangs while an exchange waits for it.
+
+        Args:
+            exchange: says who has not come, and who has not submitted.
+            during: what the ranks do, as "while the ranks opened the links".
+            joining: whether ranks may still be on their way: not all have to be connected.
+        """
+        failed = self._failure
+        if failed is not None and (self._is_rank_0 or failed.rank == 0):
+            text = failed.sentence(self.name([failed.rank]), during=f" {during}")
+            raise ExchangeError(text, known_to_all=failed.rank > 0)
+        silent = self.silent(_HEARTBEAT_TIMEOUT_SECONDS)
+        if silent and self._is_rank_0:
+            awaited = set(exchange.missing())
+            silent = {rank: age for rank, age in silent.items() if rank in awaited}
+        if silent:
+            raise ExchangeError(
+                f"{self.name(silent)} hangs, or its host does, {during}: nothing was heard of it "
+                f"for {min(silent.values()):.0f} s; see its log",
+                known_to_all=0 not in silent,
+            )
+        if not joining:
+            return
+        if self.local_ranks is not None:
+            self.local_ranks.require_alive(exchange.absent())
+        lost = self.never_connected(_CONNECTED_SECONDS)
+        if lost and (lost := lost & set(exchange.absent())):
+            raise ExchangeError(
+                f"{self.name(lost)} ended {during}, or cannot reach rank 0, to which it has not "
+                "connected; see its log",
+                known_to_all=True,
+            )
 
     def never_connected(self, seconds: float) -> set[int]:
         """On rank 0: the ranks that opened the store `seconds` ago and have not connected."""
@@ -380,6 +429,8 @@ class _Client:
 class LivenessServer(Liveness):
     """One thread that polls the listener and all connections."""
 
+    _is_rank_0 = True
+
     def __init__(
         self,
         *,
@@ -581,6 +632,11 @@ class LocalRanks:
                 if environ.get("RANK", "").isdecimal() and _variables(environ) == self._job:
                     self._seen.setdefault(int(environ["RANK"]), set()).add(process)
 
+    def require_alive(self, awaited: Iterable[int]) -> None:
+        """Raise ExchangeError if any of these ranks has ended, which have not connected."""
+        if ended := self.ended(awaited):
+            raise ExchangeError(ended_early(ended), known_to_all=0 not in ended)
+
     def ended(self, awaited: Iterable[int]) -> dict[int, int]:
         """Of these ranks those that have ended, with the process that each was."""
         self.look()
@@ -617,11 +673,19 @@ _NO_TIMEOUT = timedelta(days=30)
 """The agreement has a timeout for rank 0; the client's thread needs none of its own."""
 
 
-def open_liveness(store: Any, *, rank: int, world_size: int, master: str) -> Liveness:
+def open_liveness(
+    store: Any,
+    *,
+    rank: int,
+    world_size: int,
+    master: str,
+    local_ranks: LocalRanks | None = None,
+) -> Liveness:
     """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
 
     `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
-    rendezvous put it elsewhere. Returns at once, without waiting for rank 0, which may start much
+    rendezvous put it elsewhere. `local_ranks` finds ranks of this host that end before they
+    connect. Returns at once, without waiting for rank 0, which may start much
     later.
     """
     # A connection of its own: waits block the caller's, and one will block this.
@@ -638,6 +702,7 @@ def open_liveness(store: Any, *, rank: int, world_size: int, master: str) -> Liv
         host = address_leading_to(master) or ""
         address = ServerAddress(host, server.port, token)
         store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
+        server.local_ranks = local_ranks
         return server
 
     def find_server() -> ServerAddress:
@@ -645,4 +710,6 @@ def open_liveness(store: Any, *, rank: int, world_size: int, master: str) -> Liv
         address = json.loads(own.get(_ADDRESS_KEY))
         return ServerAddress(address["host"] or master, address["port"], address["token"])
 
-    return LivenessClient(find_server, rank=rank, world_size=world_size)
+    client = LivenessClient(find_server, rank=rank, world_size=world_size)
+    client.local_ranks = local_ranks
+    return client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from hetero.errors import LinkError
+from hetero.errors import LinkError, print_line
 
 _Result = TypeVar("_Result")
 ANSWER_SECONDS = 60.0
@@ -22,6 +23,10 @@ ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 1.0
 _LONGER = timedelta(seconds=60.0)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+
+FIRST_SECONDS, AGAIN_SECONDS = 10.0, 30.0
+"""Until a wait's first line, and between the later ones."""
+_LISTENER_PAUSE_SECONDS = 0.1
 
 
 def in_thread(operation: Callable[[], _Result]) -> Future[_Result]:
@@ -41,16 +46,12 @@ def in_thread(operation: Callable[[], _Result]) -> Future[_Result]:
     return future
 
 
-class StoreUnresponsive(DistNetworkError):
-    """The process that hosts the store exists, but does not answer."""
-
-
 class StoreHostEnded(DistNetworkError):
     """The process that hosts the store has ended, or its network is lost."""
 
 
 class BoundedStore:
-    """A store whose operations have a deadline each. StoreUnresponsive where one does not end.
+    """A store whose operations have a deadline each. DistNetworkError where one does not end.
 
     torch's client itself waits for ever if the host is stopped, its network is gone, or something
     else listens there. So each operation has a thread, which is abandoned at the deadline.
@@ -112,13 +113,13 @@ class BoundedStore:
             _told_of_host(native)
 
     def _call(self, operation: Callable[[], Any]) -> Any:
-        """Its result or exception. StoreUnresponsive if it, or the call before, does not end."""
+        """Its result or exception. DistNetworkError if it, or the call before, does not end."""
         deadline = time.monotonic() + self._seconds
         if self._last is None or futures.wait([self._last], self._seconds).done:
             self._last = call = in_thread(operation)
             if futures.wait([call], deadline - time.monotonic()).done:
                 return _told_of_host(call)
-        raise StoreUnresponsive(
+        raise DistNetworkError(
             f"the process that hosts the store has not answered for {self._seconds:g} s; see "
             "whether rank 0, or the launcher that hosts the store, hangs, and whether its host is "
             "reached, by large packets too (compare the MTUs of NICs and switches)"
@@ -143,3 +144,50 @@ def as_link_error(failed: str) -> Iterator[None]:
         yield
     except DistNetworkError as error:
         raise LinkError(f"{failed}: {error}") from error
+
+
+class WaitReporter:
+    """Prints, from time to time, whom this process waits for."""
+
+    def __init__(self) -> None:
+        self._began, self._due = time.monotonic(), FIRST_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """Since the wait began."""
+        return time.monotonic() - self._began
+
+    def report(self, whom: str | Callable[[], str | None]) -> None:
+        """Print a line if one is due. A `whom` that returns None skips this one."""
+        waited = self.seconds
+        if waited < self._due:
+            return
+        self._due = AGAIN_SECONDS * (waited // AGAIN_SECONDS + 1)
+        if text := whom if isinstance(whom, str) else whom():
+            print_line(f"waiting for {text}, {waited:.0f} s so far")
+
+
+def await_listener(
+    host: str,
+    port: int,
+    *,
+    seconds: float,
+    who: Callable[[OSError], str | None],
+    check_abort: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait until the port accepts connections: TCPStore's own retries would flood the log.
+
+    Reports `who` is waited for, given why it is not there. Raises the last error after `seconds`.
+    `check_abort` is called after each try, and may raise to end the wait.
+    """
+    waiting, deadline = WaitReporter(), time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5.0):
+                return
+        except OSError as error:
+            waiting.report(partial(who, error))
+            if time.monotonic() > deadline:
+                raise
+        check_abort()
+        time.sleep(_LISTENER_PAUSE_SECONDS)

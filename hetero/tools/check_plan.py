@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["check-plan", *sys.argv[1:]]))
 
-from hetero.errors import Faults
+from hetero.errors import Faults, UserError
 from hetero.plan.limits import (
     layer_problems,
     mesh_names,
@@ -30,7 +30,7 @@ from hetero.plan.limits import (
     tensor_problems,
     world_size_problems,
 )
-from hetero.plan.mesh import VENDORS, Mesh, PlanError
+from hetero.plan.mesh import VENDORS, Mesh
 from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, nodes_of, notes
 from hetero.plan.plan import Plan
 from hetero.plan.plan_file import PlanFile, read_plan_file
@@ -196,7 +196,7 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
     if run.micro_batch is not None:
         try:
             sizes = micro_batch_sizes(meshes, run.micro_batch)
-        except PlanError as error:
+        except UserError as error:
             yield from error.sentences
     if run.model is not None:
         if file.layers:

@@ -27,13 +27,8 @@ if __name__ == "__main__":
 
 from torch.distributed import DistError
 
-from hetero.errors import (
-    AgreedFailure,
-    HeteroError,
-    print_error,
-    write_error_file,
-)
-from hetero.startup.exchange import Agreement
+from hetero.errors import ExchangeError, HeteroError, print_error, write_error_file
+from hetero.startup.exchange import JobExchanges
 from hetero.startup.liveness import LocalRanks, open_liveness
 from hetero.tools import tool_command_line
 from hetero.tools.preflight_checks.cluster_file import cluster_text
@@ -116,21 +111,24 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
     local_ranks = LocalRanks()
     store = open_store(rank, world_size, _PATIENCE, local_ranks)
     liveness = open_liveness(
-        store, rank=rank, world_size=world_size, master=os.environ["MASTER_ADDR"]
+        store,
+        rank=rank,
+        world_size=world_size,
+        master=os.environ["MASTER_ADDR"],
+        local_ranks=local_ranks,
     )
     ending = threading.Event()
     liveness.on_failure(lambda error: None if ending.is_set() else _end(error))
-    agreement = Agreement(
+    exchanges = JobExchanges(
         store,
         rank=rank,
         world_size=world_size,
         timeout=_PATIENCE,
         liveness=liveness,
         endpoint=store_endpoint(),
-        local_ranks=local_ranks,
     )
     try:
-        report = ClusterCheck(settings, rank=rank, store=store, agreement=agreement).check()
+        report = ClusterCheck(settings, rank=rank, store=store, exchanges=exchanges).check()
         if rank == 0:
             _tell(report, options)
     except (KeyboardInterrupt, SystemExit):
@@ -140,18 +138,18 @@ def _check(options: argparse.Namespace, rank: int, world_size: int) -> Report:
     except Exception as error:
         ending.set()
         if isinstance(error, DistError) and (cause := liveness.cause()) is not None:
-            raise AgreedFailure(cause, known_to_all=False) from error
+            raise ExchangeError(cause, known_to_all=False) from error
         if not isinstance(error, HeteroError):
             liveness.fail(str(error) or type(error).__name__)
         # Who hangs does not leave; who waits in a link hears of this end within 5 s.
-        liveness.leave(seconds=6.0 if isinstance(error, AgreedFailure) else 10.0)
+        liveness.leave(seconds=6.0 if isinstance(error, ExchangeError) else 10.0)
         raise
     ending.set()
     liveness.leave(seconds=10.0)
     return report
 
 
-def _end(error: AgreedFailure) -> None:
+def _end(error: ExchangeError) -> None:
     """Another rank has ended, and the main thread waits where nothing tells it, as in a link."""
     print_error(str(error))
     write_error_file(str(error), printed=True)

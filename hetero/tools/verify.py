@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["verify", *sys.argv[1:]]))
 
-from hetero.errors import HeteroError, UserError
+from hetero.errors import ExchangeError, HeteroError, UserError
 from hetero.plan import VENDORS
 from hetero.startup.identity import VENDOR_VARIABLE
 from hetero.text import integer, number
@@ -36,7 +36,7 @@ from hetero.tools.tool_command_line import Parser, make_results_folder, run
 from hetero.tools.verification.differences import add_expected, differences, read_expected
 from hetero.tools.verification.job import Job, NodeFacts, Options
 from hetero.tools.verification.node_steps import reached_nics
-from hetero.tools.verification.nodes import PATIENCE, NodeLost, Nodes
+from hetero.tools.verification.nodes import PATIENCE, Nodes
 from hetero.tools.verification.report import HTML_FILE, Report, table, verdict_line, write_report
 from hetero.tools.verification.steps import NAMES, STEPS, Step, chosen, perform
 from hetero.tools.verification.verdicts import Outcome, Verdict
@@ -223,7 +223,7 @@ def _run_steps(
             how = ""
             try:
                 verdict, said = perform(step, job)
-            except NodeLost as lost:
+            except ExchangeError as lost:
                 stopped = str(lost)
                 verdict, said = Verdict(step.name, Outcome.FAILED, stopped), []
         if step.name == "nodes" and said:

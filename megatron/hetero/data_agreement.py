@@ -10,7 +10,7 @@ from typing import Any
 
 from hetero.errors import UserError
 from hetero.plan import Plan
-from hetero.startup.exchange import Agreement
+from hetero.startup.exchange import JobExchanges
 from megatron.hetero.checkpoint.train_state import TrainState
 from megatron.hetero.data import Datasets, SplitSizes, build_datasets, needs_data
 from megatron.hetero.dataset_checks import check_datasets, named_prefixes, require_same_data
@@ -32,7 +32,7 @@ class AgreedTokenizer:
 
 
 def agree_on_tokenizer(
-    args: argparse.Namespace, agreement: Agreement, *, read_indexes: bool
+    args: argparse.Namespace, exchanges: JobExchanges, *, read_indexes: bool
 ) -> AgreedTokenizer:
     """Build the tokenizer and check the data files. Collective; an error on one rank ends all.
 
@@ -61,7 +61,7 @@ def agree_on_tokenizer(
             payload |= {"absent": sorted(found.empty_splits), "data": list(found.digests)}
     except UserError as error:
         problem = error
-    payloads = agreement.exchange("data files", payload=payload, error=problem)
+    payloads = exchanges.exchange("data files", payload=payload, error=problem)
     empty_splits = frozenset(name for record in payloads for name in record["absent"])
     require_same_data(payloads)
     # Every rank has built one, or the exchange has raised.
@@ -79,7 +79,7 @@ def agree_on_datasets(
     args: argparse.Namespace,
     plan: Plan,
     found: AgreedTokenizer,
-    agreement: Agreement,
+    exchanges: JobExchanges,
     *,
     begun: TrainState,
     rank: int,
@@ -109,7 +109,7 @@ def agree_on_datasets(
             except UserError as error:
                 problem = error
         payload = {"sizes": [0 if split is None else len(split) for split in built]}
-        payloads = agreement.exchange(f"datasets {turn}", payload=payload, error=problem)
+        payloads = exchanges.exchange(f"datasets {turn}", payload=payload, error=problem)
         sizes = SplitSizes(*payloads[0]["sizes"])
     train, valid, test = built
     return Datasets(

@@ -21,7 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import get_blend_from_list
 
-from hetero.errors import AgreedError, UserError
+from hetero.errors import UserError
 from hetero.text import counted
 from megatron.hetero.dataset_description import TokenizerInfo, tokenizer_mismatch
 from megatron.hetero.tokenizer.vocabulary import known_tokens
@@ -265,7 +265,7 @@ def check_datasets(args: argparse.Namespace, *, read_indexes: bool = True) -> Ch
 
 
 def require_same_data(payloads: Sequence[dict[str, Any]]) -> None:
-    """Raise AgreedError, on every rank alike, unless all nodes have the same tokenizer and data.
+    """Raise UserError, on every rank alike, unless all nodes have the same tokenizer and data.
 
     Paths may differ per node. The first stage's tokens must match the last stage's labels.
     """
@@ -274,16 +274,18 @@ def require_same_data(payloads: Sequence[dict[str, Any]]) -> None:
         size, _ = record["tokenizer"]
         if record["tokenizer"] != first:
             what = "other tokens for the same text" if size == first_size else f"{size} tokens"
-            raise AgreedError(
+            raise UserError(
                 f"rank {rank} on {record['host']} reads another tokenizer than rank 0 on "
                 f"{payloads[0]['host']}, whose has {first_size} tokens: it has {what}; "
-                "give every node the same tokenizer"
+                "give every node the same tokenizer",
+                known_to_all=True,
             )
         if record["data"] and record["data"] != payloads[0]["data"]:
-            raise AgreedError(
+            raise UserError(
                 f"rank {rank} on {record['host']} reads other data than rank 0 on "
                 f"{payloads[0]['host']}{_differing(record, payloads[0])}"
-                "; give every node the same files"
+                "; give every node the same files",
+                known_to_all=True,
             )
 
 

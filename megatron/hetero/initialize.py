@@ -1,4 +1,4 @@
-"""Brings up a job: rendezvous, agreement of all ranks, process groups and links."""
+"""Brings up a job: rendezvous, exchanges between all ranks, process groups and links."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from hetero.collectives.links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.device.choose_device import choose_device
 from hetero.errors import (
-    AgreedError,
-    AgreedFailure,
+    ExchangeError,
     HeteroError,
     LinkError,
-    StoreLost,
     UserError,
     print_error,
     write_error_file,
@@ -31,7 +29,7 @@ from hetero.errors import (
 from hetero.pipeline.groups import build_groups, joins_meshes, open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Plan
-from hetero.startup.exchange import Agreement
+from hetero.startup.exchange import JobExchanges
 from hetero.startup.identity import PLAN, RankIdentity, check_identities, identify, running_vendor
 from hetero.startup.liveness import Liveness, LocalRanks, open_liveness
 from hetero.startup.process import is_launched
@@ -134,7 +132,7 @@ class Initializer:
     def __init__(self, local_ranks: LocalRanks) -> None:
         self._local_ranks = local_ranks
         self.rank, self.world_size, self.local_rank = 0, 1, 0
-        self._agreement: Agreement  # since `initialize`
+        self._exchanges: JobExchanges  # since `initialize`
         self.liveness: Liveness | None = None
         self._lock: SaveLock | None = None
         self._own_address = "127.0.0.1"
@@ -169,16 +167,16 @@ class Initializer:
                 rank=self.rank,
                 world_size=self.world_size,
                 master=os.environ["MASTER_ADDR"],
+                local_ranks=self._local_ranks,
             )
             self.liveness.on_failure(self._exit_on_remote_failure)
-        self._agreement = Agreement(
+        self._exchanges = JobExchanges(
             store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
             liveness=self.liveness,
             endpoint=store_endpoint(),
-            local_ranks=self._local_ranks,
         )
         identities, device = self._exchange_identities(args, plan, problem)
         if args is None or plan is None:
@@ -187,17 +185,17 @@ class Initializer:
             apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
-            self._own_address = agree_on_addresses(self._agreement, self.liveness)
+            self._own_address = agree_on_addresses(self._exchanges, self.liveness)
         outputs = agree_on_outputs(
             args,
-            self._agreement.exchange,
+            self._exchanges.exchange,
             rank=self.rank,
             check=partial(check_outputs, is_rank_0=self.rank == 0),
         )
-        self._lock = take_save_folder(args, self._agreement.exchange, rank=self.rank)
-        tokenizer = agree_on_tokenizer(args, self._agreement, read_indexes=self.local_rank == 0)
+        self._lock = take_save_folder(args, self._exchanges.exchange, rank=self.rank)
+        tokenizer = agree_on_tokenizer(args, self._exchanges, read_indexes=self.local_rank == 0)
         checkpoint = find_checkpoint(
-            args, self._agreement.exchange, rank=self.rank, world_size=self.world_size
+            args, self._exchanges.exchange, rank=self.rank, world_size=self.world_size
         )
         begun = checkpoint.train_state
         if args.train_samples:
@@ -208,7 +206,7 @@ class Initializer:
             args,
             plan,
             tokenizer,
-            self._agreement,
+            self._exchanges,
             begun=begun,
             rank=self.rank,
             local_rank=self.local_rank,
@@ -240,7 +238,7 @@ class Initializer:
                 )
             except UserError as error:
                 problem = error
-        payloads = self._agreement.exchange("command lines", payload=payload, error=problem)
+        payloads = self._exchanges.exchange("command lines", payload=payload, error=problem)
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
@@ -248,7 +246,7 @@ class Initializer:
             check_identities(identities, plan, mixed=_crosses_vendors(args))
         except UserError as error:
             # All ranks check the same identities and raise the same error.
-            raise AgreedError(str(error)) from error
+            raise UserError(str(error), known_to_all=True) from error
         return identities, device
 
     def _exit_on_remote_failure(self, error: HeteroError) -> None:
@@ -284,7 +282,7 @@ class Initializer:
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
         if args.hetero_nics:
             os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
-        with self._agreement.section("process groups", on_failure=self._exit_on_remote_failure):
+        with self._exchanges.section("process groups", on_failure=self._exit_on_remote_failure):
             open_world(
                 default,
                 store=dist.PrefixStore("hetero/default", store),
@@ -306,10 +304,10 @@ class Initializer:
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
         name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
-        secret = self._agreement.exchange("job", payload=name)[0]["name"]
+        secret = self._exchanges.exchange("names of the job", payload=name)[0]["name"]
         links = None
         if args.hetero_pipeline:
-            with self._agreement.section("links", on_failure=self._exit_on_remote_failure):
+            with self._exchanges.section("links", on_failure=self._exit_on_remote_failure):
                 links = open_links(
                     plan,
                     self.rank,
@@ -384,10 +382,12 @@ class Initializer:
         of its own.
         """
         self._is_exiting = True
-        consequence = isinstance(error, LinkError | StoreLost) and not error.known_to_all
-        if consequence and (cause := self.remote_cause()) is not None:
+        of_others = isinstance(error, ExchangeError) and error.exit_code != UserError.exit_code
+        is_cut_off = isinstance(error, ExchangeError) and error.store_lost
+        may_follow = isinstance(error, LinkError) or is_cut_off
+        if may_follow and not error.known_to_all and (cause := self.remote_cause()) is not None:
             error = LinkError(f"{error}; {cause}")
-        if not error.known_to_all and not isinstance(error, AgreedFailure):
+        if not error.known_to_all and not of_others:
             self.announce_failure(str(error))
         is_logger = self.rank == 0 or self.local_rank == 0 or not error.known_to_all
         if is_logger:
@@ -398,11 +398,11 @@ class Initializer:
             str(error),
             printed=is_logger,
             known_to_all=error.known_to_all,
-            consequence=isinstance(error, LinkError | AgreedFailure),
+            consequence=isinstance(error, LinkError) or of_others,
         )
         if error.known_to_all and self.liveness is not None:
             # A rank that hangs never leaves.
-            self.liveness.leave(seconds=3.0 if isinstance(error, AgreedFailure) else 10.0)
+            self.liveness.leave(seconds=3.0 if of_others else 10.0)
 
 
 def _compared_flags(args: argparse.Namespace) -> dict[str, Any]:

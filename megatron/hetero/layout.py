@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from hetero.errors import UserError
-from hetero.plan import Mesh, Plan, PlanError, load_plan, split_over_chunks
+from hetero.plan import Mesh, Plan, load_plan, split_over_chunks
 from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
 from hetero.plan.plan_file import PlanFile, read_plan_file
 from hetero.text import counted
@@ -24,7 +24,7 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
     """Build the plan from checked flags. `vendor` names the one mesh of a homogeneous run.
 
     Micro-batch size and sequence parallelism are set for every mesh, because neighbouring meshes
-    need them. Other options of a mesh may be None: the rank's own flags apply. Raises PlanError.
+    need them. Other options of a mesh may be None: the rank's own flags apply. Raises UserError.
     """
     chunks = args.virtual_pipeline_model_parallel_size or 1
     if args.hetero_plan:
@@ -40,7 +40,7 @@ def plan_from_args(args: argparse.Namespace, *, vendor: str) -> Plan:
         micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)
     )
     for problem in _check_recompute_units(args, plan.meshes, plan.layers):
-        raise PlanError(problem)
+        raise UserError(problem)
     return plan
 
 
@@ -199,7 +199,7 @@ def _accounted_layers(
     """Equal chunks, where embedding and loss count as a layer of the first and last chunk."""
     each, rest = divmod(counted_layers(args), stages * chunks)
     if rest:
-        raise PlanError(
+        raise UserError(
             f"{counted_layers(args)} layers, embedding and loss among them, cannot be split evenly "
             f"over {counted(stages, 'pipeline stage')} of {counted(chunks, 'model chunk')}; change "
             "--num-layers"
@@ -221,7 +221,7 @@ def _even_layers(args: argparse.Namespace, stages: int) -> list[int]:
     middle = stages - (first is not None) - (last is not None)
     rest = args.num_layers - (first or 0) - (last or 0)
     if (middle == 0 and rest) or (middle and (rest < 0 or rest % middle)):
-        raise PlanError(
+        raise UserError(
             f"{counted(args.num_layers, 'layer')} cannot be split evenly over "
             f"{counted(stages, 'pipeline stage')}"
             + (f" with {first} on the first" if first is not None else "")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.errors import TrainingError
+from hetero.errors import HeteroError
 from megatron.hetero.core_private import gather_parameters
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
@@ -17,7 +17,7 @@ _PARTS, _HEX_DIGITS = 4, 12
 
 
 def check_param_hashes_across_dp_replicas(job: Job, model: StageModel, *, iteration: int) -> None:
-    """Raise TrainingError on every rank if replicas differ in any bit.
+    """Raise HeteroError on every rank if replicas differ in any bit.
 
     Collective. Copies all weights to the host.
     """
@@ -41,8 +41,9 @@ def _compare(job: Job, rows: Sequence[Sequence[float]], *, iteration: int) -> No
         if row != rows[first]:
             mismatches.append(f"rank {rank} on {job.identities[rank].host} and rank {first}")
     if mismatches:
-        raise TrainingError(
+        raise HeteroError(
             f"the weights of data-parallel ranks differ after iteration {iteration}: "
             f"{'; '.join(mismatches)}; look at the memory and the links of these hosts, and "
-            "continue from the last checkpoint"
+            "continue from the last checkpoint",
+            known_to_all=True,
         )

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from hetero.errors import AgreedError, AgreedFailure, UserError
+from hetero.errors import UserError
 from hetero.startup.addresses import interface_with, reachable_address, unusable_interfaces
-from hetero.startup.exchange import await_listener
-from hetero.startup.liveness import LocalRanks, ended_early
+from hetero.startup.liveness import LocalRanks
 from hetero.startup.process import allow_open_files
+from hetero.startup.store import await_listener
 from hetero.text import counted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hetero.startup.exchange import Agreement
+    from hetero.startup.exchange import JobExchanges
     from hetero.startup.liveness import Liveness
 
 
@@ -51,7 +51,7 @@ def open_store(
 ) -> dist.Store:
     """Connect to the TCPStore that the environment names; rank 0 hosts it without torchrun.
 
-    Does not wait for other ranks: `Agreement` does, and names those that are missing.
+    Does not wait for other ranks: `JobExchanges` does, and names those that are missing.
     """
     import torch.distributed as dist
 
@@ -101,7 +101,7 @@ def _require_world_size(store: dist.Store, world_size: int) -> None:
         )
 
 
-def agree_on_addresses(agreement: Agreement, liveness: Liveness) -> str:
+def agree_on_addresses(exchanges: JobExchanges, liveness: Liveness) -> str:
     """The local address through which other hosts reach this rank. Collective.
 
     Also makes gloo use its interface, unless GLOO_SOCKET_IFNAME is set: by default gloo takes the
@@ -118,7 +118,7 @@ def agree_on_addresses(agreement: Agreement, liveness: Liveness) -> str:
         "is elsewhere": liveness.is_elsewhere,
         "gloo": [unusable_interfaces(named, several_hosts=several) for several in (False, True)],
     }
-    payloads = agreement.exchange("addresses", payload=payload, error=error)
+    payloads = exchanges.exchange("addresses", payload=payload, error=error)
     several_hosts = any(payload["is elsewhere"] for payload in payloads)
     _check_gloo_interfaces([payload["gloo"][several_hosts] for payload in payloads], liveness)
     own = reachable_address(liveness.address, [payload["address"] for payload in payloads])
@@ -136,16 +136,17 @@ def _check_gloo_interfaces(unusable: Sequence[Sequence[str]], liveness: Liveness
         if names
     ]
     if found:
-        raise AgreedError(
+        raise UserError(
             f"GLOO_SOCKET_IFNAME names {'; '.join(found)}: no interface there by which other ranks "
-            "could reach it; name one that leads to them, or leave the variable unset"
+            "could reach it; name one that leads to them, or leave the variable unset",
+            known_to_all=True,
         )
 
 
 def _await_listener(
     host: str, port: int, rank: int, timeout: float, local_ranks: LocalRanks | None
 ) -> None:
-    """Wait for rank 0. Raises UserError, or AgreedFailure if it has ended on this host."""
+    """Wait for rank 0. Raises UserError, or ExchangeError if it has ended on this host."""
 
     def who(error: OSError) -> str | None:
         # One rank per node logs.
@@ -154,9 +155,8 @@ def _await_listener(
         return f"rank 0 at {host}:{port} ({error.strerror or error}; this is rank {rank})"
 
     def check_abort() -> None:
-        ended = {} if local_ranks is None else local_ranks.ended([0])
-        if ended:
-            raise AgreedFailure(ended_early(ended), known_to_all=False)
+        if local_ranks is not None:
+            local_ranks.require_alive([0])
 
     try:
         await_listener(host, port, seconds=timeout, who=who, check_abort=check_abort)

@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import (
     get_canonical_lr_for_logging,
 )
 
-from hetero.errors import TrainingError
+from hetero.errors import HeteroError
 from megatron.hetero.arguments.batch_sizes import batch_size_at
 from megatron.hetero.checkpoint.checkpointer import Checkpointer
 from megatron.hetero.checkpoint.save_timings import SaveTimings
@@ -243,18 +243,19 @@ class Trainer:
         return sum(link.counters.bytes_sent for link in links)
 
     def _require_finite(self, outcome: StepResult, batch_size: int) -> None:
-        """Raise TrainingError for a skipped update. A dynamic loss scale turns this check off."""
+        """Raise HeteroError for a skipped update. A dynamic loss scale turns this check off."""
         if outcome.updated or not self.args.check_for_nan_in_loss_and_grad:
             return
         loss_is_finite = math.isfinite(outcome.loss)
         what = "gradient norm" if loss_is_finite else "loss"
         value = outcome.grad_norm if loss_is_finite else outcome.loss
         scale = "" if self.args.loss_scale is None else " or --loss-scale"
-        raise TrainingError(
+        raise HeteroError(
             f"the {what} of iteration {self.iteration} is {'inf' if value is None else value}; its "
             f"weights were not updated: lower --lr{scale}, look at the data of these samples "
             f"({self.consumed_samples - batch_size} to {self.consumed_samples - 1}), or pass "
-            "--no-check-for-nan-in-loss-and-grad to skip such iterations"
+            "--no-check-for-nan-in-loss-and-grad to skip such iterations",
+            known_to_all=True,
         )
 
     def _record(

@@ -26,8 +26,9 @@ from tests.hetero.test_version import checkout
 
 IMPATIENT = """
 import time
-from hetero.startup import exchange
-exchange.Monitor.poll_seconds = exchange.FIRST_SECONDS = exchange.AGAIN_SECONDS = 0.2
+from hetero.startup import exchange, store
+exchange._LOOK_SECONDS = store._POLL_SECONDS = 0.2
+store.FIRST_SECONDS = store.AGAIN_SECONDS = 0.2
 import megatron.hetero.initialize as initialize
 """
 

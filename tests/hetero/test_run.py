@@ -71,11 +71,11 @@ sys.meta_path.insert(0, Hold())
 
 SOON = """
 import sys
-from hetero.startup import exchange
+from hetero.startup import store
 from hetero.launch import node_failures
 from hetero.run import main
 if __name__ == "__main__":
-    exchange.FIRST_SECONDS = exchange.AGAIN_SECONDS = 0.2
+    store.FIRST_SECONDS = store.AGAIN_SECONDS = 0.2
     node_failures.GRACE = 0.5
     sys.exit(main())
 """
@@ -520,7 +520,8 @@ def test_node_0_names_the_nodes_that_are_missing_until_its_deadline(
     assert code == 2
     who = "nodes 1-2 of 3 (from rank 4 on)"
     assert err[0].startswith(f"waiting for {who} at 127.0.0.1:{port}, ")
-    assert err[-1].startswith(f"error: {who} did not come to 127.0.0.1:{port} within 1 s")
+    assert err[-1].startswith(f"error: {who} did not come within 1 s while ")
+    assert f" at 127.0.0.1:{port}; see that every node was started" in err[-1]
 
 
 @pytest.mark.parametrize(

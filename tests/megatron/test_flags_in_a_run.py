@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from hetero.errors import TrainingError
+from hetero.errors import HeteroError
 from hetero.plan import Mesh, Plan
 from megatron.hetero import overview, pretrain, run_job
 from megatron.hetero.arguments import build_parser, parse_args
@@ -220,7 +220,7 @@ def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(
     outcome: Any = SimpleNamespace(loss=loss, grad_norm=norm, updated=False)
     trainer = _trainer(flags, iteration=5, consumed_samples=10)
     expected = contextlib.nullcontext()
-    with pytest.raises(TrainingError, match=error) if error else expected:
+    with pytest.raises(HeteroError, match=error) if error else expected:
         Trainer._require_finite(trainer, outcome, 2)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
-from hetero.plan import Mesh, Plan, PlanError
+from hetero.plan import Mesh, Plan
 from megatron.hetero.command_line import read_command_line
 from megatron.hetero.layout import apply_mesh, apply_plan_file, plan_from_args
 from tests.megatron.launches import command_line, parsed
@@ -269,14 +269,14 @@ def test_a_mesh_recomputes_as_the_global_flags_say_how() -> None:
     apply_mesh(args, plan_from_args(args, vendor="cpu").meshes[0])
     assert (args.recompute_granularity, args.recompute_method) == ("full", "block")
     assert args.recompute_num_layers == 2
-    with pytest.raises(PlanError, match="do not divide the 3 layers of pipeline stage 0"):
+    with pytest.raises(UserError, match="do not divide the 3 layers of pipeline stage 0"):
         _plan(UNEQUAL_FLAGS + how.replace("block", "uniform"), ranks=8)
 
 
 def test_units_of_recomputation_have_to_divide_every_stage() -> None:
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
     assert _plan(flags, layers=6).layers == ((6,),)
-    with pytest.raises(PlanError, match="do not divide the 4 layers of pipeline stage 0"):
+    with pytest.raises(UserError, match="do not divide the 4 layers of pipeline stage 0"):
         _plan(f"{flags} --pipeline-model-parallel-size 2", layers=8, ranks=2)
     block = flags.replace("uniform", "block")
     assert _plan(block, layers=8).layers == ((8,),)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import AgreedError, UserError
+from hetero.errors import UserError
 from megatron.hetero.rendezvous import agree_on_addresses, open_store
 from tests.distributed.harness import free_port
 
 
 class Others:
-    """Rank 0's Agreement and Liveness; one other rank is there too, or elsewhere."""
+    """Rank 0's JobExchanges and Liveness; one other rank is there too, or elsewhere."""
 
     address, is_elsewhere = "127.0.0.1", False
 
@@ -41,7 +41,7 @@ def test_an_interface_of_gloo_by_which_nobody_gets_here_is_refused_with_the_rank
     if not refused:
         assert agree_on_addresses(others, others) == "127.0.0.1"
         return
-    with pytest.raises(AgreedError, match=f"names {named} on rank 0; {named} on rank 1: no inter"):
+    with pytest.raises(UserError, match=f"names {named} on rank 0; {named} on rank 1: no inter"):
         agree_on_addresses(others, others)
 
 

@@ -140,7 +140,7 @@ def test_an_interrupted_check_tells_the_others_and_waits_for_none(
 ) -> None:
     rank = Mock()
     rank.check.side_effect = interrupt
-    for name in ("open_store", "open_liveness", "Agreement", "ClusterCheck"):
+    for name in ("open_store", "open_liveness", "JobExchanges", "ClusterCheck"):
         monkeypatch.setattr(preflight, name, Mock(return_value=rank))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(type(interrupt)):

@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero.errors import HeteroError
+from hetero.errors import ExchangeError, HeteroError
 from hetero.tools import verify
-from hetero.tools.verification.job import DeadlinePassed, Job
-from hetero.tools.verification.nodes import NodeLost, Nodes
+from hetero.tools.runs import DeadlinePassed
+from hetero.tools.verification.job import Job
+from hetero.tools.verification.nodes import Nodes
 from hetero.tools.verification.steps import NAMES, Step, perform
 from hetero.tools.verification.verdicts import Outcome, Verdict, judged
 from tests.commands import ROOT, ended
@@ -156,11 +157,19 @@ def test_nodes_hear_each_other_and_name_who_is_silent() -> None:
     assert heard == [[{"n": 0}, {"n": 1}]]
     made[1].send_file("large", bytes(range(256)) * 10_000)
     assert made[0].fetch_file("large") == bytes(range(256)) * 10_000
-    with pytest.raises(NodeLost, match="node 1 has said nothing for 1 s"):
+    with pytest.raises(ExchangeError, match="node 1 did not come within 1 s"):
         made[0].exchange({}, seconds=1)
-    made[1].leave()
-    with pytest.raises(NodeLost, match="node 1 has left before the end"):
+    assert not made[0].is_told("a word")
+    made[1].tell("a word")
+    assert made[0].is_told("a word")
+    made[0].begin_step()
+    made[1].begin_step()
+    made[1].fail_step()
+    with pytest.raises(ExchangeError, match="another node has given this step up"):
         made[0].exchange({}, seconds=60)
+    made[1].leave()
+    with pytest.raises(ExchangeError, match="node 1 has left before the end"):
+        made[0].exchange({}, seconds=60, ends_step=True)
 
 
 # All of it.

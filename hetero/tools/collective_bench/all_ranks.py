@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hetero.errors import ExchangeError
 from hetero.tools.collective_bench.collective_record import Options
 from hetero.tools.link_bench.bench_record import Timing
 from hetero.tools.link_bench.measured_paths import synchronize
-from hetero.tools.link_bench.two_ranks import StepFailed
 
 T = TypeVar("T")
 _AT_LEAST = 3
@@ -44,7 +44,7 @@ class AllRanks:
         return self.rank == 0
 
     def together(self, step: Callable[[], T]) -> list[T]:
-        """What a step returned on each rank. Raises StepFailed on all when one had an error.
+        """What a step returned on each rank. Raises ExchangeError on all when one had an error.
 
         The step must end on all ranks when it fails on one, as a group's own timeout sees to.
         """
@@ -58,7 +58,7 @@ class AllRanks:
         dist.all_gather_object(outcomes, (result, failure), group=self._control)
         for rank, (_, reason) in enumerate(outcomes):
             if reason is not None:
-                raise StepFailed(f"{reason} (rank {rank})")
+                raise ExchangeError(f"{reason} (rank {rank})")
         return [value for value, _ in outcomes]
 
     def measure(

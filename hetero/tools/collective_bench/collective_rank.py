@@ -17,6 +17,7 @@ import torch.distributed as dist
 import hetero
 from hetero.collectives.backend import INSTEAD_OF_VARIABLE
 from hetero.device.choose_device import choose_device, sharing_warning
+from hetero.errors import ExchangeError
 from hetero.startup.identity import VENDOR_VARIABLE, identify
 from hetero.text import size_text
 from hetero.tools.collective_bench.all_ranks import AllRanks
@@ -37,7 +38,6 @@ from hetero.tools.link_bench.bench_table import short_size
 from hetero.tools.link_bench.machine_facts import load_notes, run_facts, simulation_notes
 from hetero.tools.link_bench.measured_paths import synchronize
 from hetero.tools.link_bench.sizes_bar import sizes_bar
-from hetero.tools.link_bench.two_ranks import StepFailed
 
 # Input, its copy, output, reference, and what making the reference takes for a moment.
 _COPIES_HELD = 12
@@ -166,7 +166,7 @@ class CollectiveSession:
                 lambda: groups.append(dist.new_group(backend=backend, timeout=timeout))
             )
             self._state.groups[name] = groups[0]
-        except StepFailed as failure:
+        except ExchangeError as failure:
             self._state.notes.append(f"{name}: not measured, because {failure}")
 
     def _require(self, name: str) -> None:
@@ -196,7 +196,7 @@ class CollectiveSession:
                 )
             )
             self._state.boundary = opened[0]
-        except StepFailed as failure:
+        except ExchangeError as failure:
             self._state.notes.append(f"the bare links: not measured, because {failure}")
 
     def _measure_size(self, nbytes: int) -> None:
@@ -249,7 +249,7 @@ class CollectiveSession:
             both = self._ranks.measure(links.both_ways, self._options, queued=queued)
             one = self._ranks.measure(links.one_way, self._options, queued=queued)
             self._ranks.together(links.check)
-        except StepFailed as failure:
+        except ExchangeError as failure:
             self._state.notes.append(f"the bare links: FAILED at {short_size(nbytes)}: {failure}")
             self._state.failed.append("the bare links")
             self._state.boundary = None
@@ -284,7 +284,7 @@ class CollectiveSession:
             wrong = self._check(case, group)
             times = self._ranks.measure(lambda: case.call(group), self._options)
             wrong += self._check(case, group)
-        except StepFailed as failure:
+        except ExchangeError as failure:
             state.given_up.add(key)
             worked = any(p.backend == name and p.operation == case.operation for p in state.points)
             if worked:

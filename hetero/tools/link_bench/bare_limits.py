@@ -63,7 +63,7 @@ def bare_copies(source: torch.Tensor) -> list[BareCopy]:
 
 
 def measure_copy(copy: BareCopy, *, pair: Pair, options: Options) -> Point:
-    """Collective between the two processes. Raises StepFailed in both alike."""
+    """Collective between the two processes. Raises ExchangeError in both alike."""
     nbytes = copy.source.numel()
     depth = queue_depth(nbytes)
     alone = pair.together(lambda: _alone(copy, depth, options) if pair.leads else None).rank0

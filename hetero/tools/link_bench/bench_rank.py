@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.device.topology import rdma_devices
+from hetero.errors import ExchangeError
 from hetero.text import size_text
 from hetero.tools.link_bench import perftest
 from hetero.tools.link_bench.bare_limits import bare_copies, measure_copy
@@ -32,7 +33,7 @@ from hetero.tools.link_bench.measured_paths import Path, open_sockets
 from hetero.tools.link_bench.measured_points import Messages, Meter
 from hetero.tools.link_bench.opened_links import Opener
 from hetero.tools.link_bench.sizes_bar import sizes_bar
-from hetero.tools.link_bench.two_ranks import Pair, StepFailed
+from hetero.tools.link_bench.two_ranks import Pair
 
 # Each process holds what it sends, what it expects and what it receives; the rest is staging.
 _COPIES_HELD = 8
@@ -112,7 +113,7 @@ class Session:
         for name in self.options.transports:
             try:
                 path, facts = opener.open(name)
-            except StepFailed as failure:
+            except ExchangeError as failure:
                 self._state.notes.append(f"{name}: not measured, because {failure}")
                 continue
             self._state.paths.append(path)
@@ -168,7 +169,7 @@ class Session:
                 messages[path.device] = Messages.of(nbytes, rank=self.pair.rank, device=path.device)
             try:
                 state.points.append(self._meter.measure(path, messages[path.device]))
-            except StepFailed as failure:
+            except ExchangeError as failure:
                 state.notes.append(f"{path.name}: FAILED at {size_text(nbytes)}: {failure}")
                 state.failed.append(path.name)
                 state.paths.remove(path)
@@ -204,7 +205,7 @@ class Session:
         step = partial(perftest.measure_write, run, nbytes)
         try:
             point = self.pair.together(lambda: step() if self.pair.leads else None).rank0
-        except StepFailed as failure:
+        except ExchangeError as failure:
             self._state.notes.append(f"from {size_text(nbytes)} on: {failure}")
             return None
         if point is not None:

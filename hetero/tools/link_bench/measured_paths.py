@@ -10,13 +10,13 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from hetero.link.base import Link
+from hetero.startup.exchange import Exchange
 
 # Within a host small buffers are the faster ones: what is in flight stays in the cache.
 _SOCKET_BUFFER = 256 << 10
@@ -178,15 +178,15 @@ def open_sockets(
     address: str = "127.0.0.1",
 ) -> SocketPath:
     """Connect the two processes, to an address of rank 0's. Collective between them."""
+    ports = Exchange(store, "ports", member=rank, size=2)
     if rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=connections) as listener:
             listener.settimeout(timeout)
-            store.set("port", str(listener.getsockname()[1]))
+            ports.run({"port": listener.getsockname()[1]}, timeout=timeout)
             opened = [listener.accept()[0] for _ in range(connections)]
     else:
-        store.wait(["port"], timedelta(seconds=timeout))
-        there = (address, int(store.get("port")))
+        there = (address, ports.run(timeout=timeout)[0]["port"])
         # In turn, so that both ends hold them in one order.
         opened = [socket.create_connection(there, timeout) for _ in range(connections)]
     for connection in opened:

@@ -71,7 +71,7 @@ class Meter:
         self._options = options
 
     def measure(self, path: Path, messages: Messages) -> Point:
-        """All figures of a path at a size. Raises StepFailed in both processes alike."""
+        """All figures of a path at a size. Raises ExchangeError in both processes alike."""
         self.check(path, messages)
         nbytes = messages.nbytes
         latency = self._ping_pong(path, messages)
@@ -113,7 +113,7 @@ class Meter:
     def rates(self, path: Path, small: Messages, large: Messages) -> Rates:
         """Latency of one size, bandwidth of another, between two hosts as well.
 
-        The watch is rank 0's alone: two hosts share no clock. Raises StepFailed in both alike.
+        The watch is rank 0's alone: two hosts share no clock. Raises ExchangeError in both alike.
         """
         self.check(path, large)
         latency = self._ping_pong(path, small)

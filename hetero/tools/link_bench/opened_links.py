@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hetero.errors import ExchangeError
 from hetero.link.base import Link
 from hetero.link.open import ChannelOptions
 from hetero.pipeline.links import LinkOptions, open_links
@@ -17,7 +18,7 @@ from hetero.plan import Mesh, Plan
 from hetero.tools.link_bench.bench_record import LinkFacts, Options
 from hetero.tools.link_bench.measured_paths import LinkPath
 from hetero.tools.link_bench.measured_points import Messages, Meter
-from hetero.tools.link_bench.two_ranks import Both, Pair, StepFailed
+from hetero.tools.link_bench.two_ranks import Both, Pair
 
 _PLAN = Plan(meshes=(Mesh("cpu", stages=1), Mesh("nvidia", stages=1)), layers=((1,), (1,)))
 _PLAN_OF_ONE_MESH = Plan(meshes=(Mesh("nvidia", stages=2),), layers=((1,), (1,)))
@@ -42,7 +43,7 @@ class Opener:
         self._messages = Messages.of(max(options.ring_bytes // 4, 8), rank=pair.rank, device=device)
 
     def open(self, name: str) -> tuple[LinkPath, LinkFacts]:
-        """Open and try a transport. Raises StepFailed in both processes when either cannot."""
+        """Open and try a transport. Raises ExchangeError in both processes when either cannot."""
         if name == "nccl":
             self._pair.together(self._require_gpu)
         before = self._pair.together(self._memory)
@@ -55,7 +56,7 @@ class Opener:
             for _ in range(3):
                 # Half of a direction's ring each: every slot has been used afterwards.
                 self._meter.check(path, self._messages)
-        except StepFailed:
+        except ExchangeError:
             for link in opened:
                 link.close()
             raise

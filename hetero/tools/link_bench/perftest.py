@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.device.topology import SYS
+from hetero.errors import HeteroError
 from hetero.tools.launching.interrupts import answered_afterwards
 from hetero.tools.link_bench.bench_record import RDMA_WRITE, Point
 
@@ -23,10 +24,6 @@ _LEAST_ITERATIONS, _MOST_ITERATIONS = 5, 1000
 _BYTES = 256 << 20
 _IPV4_PREFIX = "0000:0000:0000:0000:0000:ffff:"
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)", re.MULTILINE)
-
-
-class PerftestError(Exception):
-    """perftest did not give a number; the text is one sentence that says why."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +62,15 @@ class PerftestRun:
                     command, capture_output=True, text=True, timeout=self.seconds, check=False
                 )
             except subprocess.TimeoutExpired as error:
-                raise PerftestError(f"{PROGRAM} did not end within {self.seconds:g} s") from error
+                raise HeteroError(f"{PROGRAM} did not end within {self.seconds:g} s") from error
             if ended.returncode == 0:
                 return ended.stdout
             said = ended.stdout + ended.stderr
             with contextlib.suppress(subprocess.TimeoutExpired):
                 out, _ = server.communicate(timeout=0.25)
-                raise PerftestError(_last_line(out))
+                raise HeteroError(_last_line(out))
             # The server still listens: the client may have come too early.
-        raise PerftestError(_last_line(said))
+        raise HeteroError(_last_line(said))
 
     def _command(self, device: str, nbytes: int, both: bool) -> list[str]:
         count = min(max(_BYTES // nbytes, _LEAST_ITERATIONS), _MOST_ITERATIONS)
@@ -107,7 +104,7 @@ def parse_rate(output: str, nbytes: int) -> float:
     for size, _, _, average, _ in _ROW.findall(output):
         if int(size) == nbytes:
             return float(average) / 8
-    raise PerftestError(_last_line(output))
+    raise HeteroError(_last_line(output))
 
 
 def unavailable_reason(devices: Sequence[str]) -> str | None:
@@ -120,7 +117,7 @@ def unavailable_reason(devices: Sequence[str]) -> str | None:
 
 
 def measure_write(run: PerftestRun, nbytes: int) -> Point:
-    """One size, one direction and both. Raises PerftestError."""
+    """One size, one direction and both. Raises HeteroError."""
     return Point(
         path=RDMA_WRITE,
         is_limit=True,

@@ -1,22 +1,21 @@
-"""The two processes of a measurement: how they agree, whatever happens to one of them."""
+"""The two processes of a measurement: what each step returned in both, whatever happens to one."""
 
 from __future__ import annotations
 
+import base64
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from hetero.errors import ExchangeError
+from hetero.startup.exchange import Exchange
+from hetero.startup.store import BoundedStore
+
 T = TypeVar("T")
-
-
-class StepFailed(Exception):
-    """A step failed in at least one of the two processes; both know, and both say the same."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,15 @@ class Both(Generic[T]):
 
 
 class Pair:
-    """One of the two. Its words go over a store, never over what is measured.
+    """One of the two. Its exchanges go over a store, never over what is measured.
 
     The store is trusted as the job's own: whoever may write to it may run code in the job anyway.
     """
 
     def __init__(self, rank: int, store: dist.Store, *, timeout: float) -> None:
-        self.rank = rank
-        self._store, self._timeout = store, timedelta(seconds=timeout)
+        self.rank, self._timeout = rank, timeout
+        waits_on = store.clone()  # type: ignore[attr-defined]
+        self._store = BoundedStore(store, waits_on=waits_on)
         self._steps = count()
 
     @property
@@ -43,31 +43,23 @@ class Pair:
         return self.rank == 0
 
     def together(self, step: Callable[[], T]) -> Both[T]:
-        """Run a step in both processes. Raises StepFailed in both when either had an error.
+        """Run a step in both processes. Raises ExchangeError in both when either had an error.
 
         The step must end on both sides when one fails, as a link's own deadline sees to.
         """
-        result: T | None = None
-        failure: tuple[float, str] | None = None
+        value: dict[str, Any] = {}
+        failure: Exception | None = None
         try:
-            result = step()
-        except Exception as error:  # whatever it was, the other side has to hear of it
-            failure = time.monotonic(), str(error).split("\n", 1)[0] or type(error).__name__
-        outcomes = self._gather((result, failure))
-        failures = [failure for _, failure in outcomes if failure is not None]
-        if failures:
-            # What failed second mostly failed because of what failed first. Two hosts' clocks
-            # cannot tell which it was, and either sentence is true.
-            raise StepFailed(min(failures)[1])
-        return Both(*(result for result, _ in outcomes))
-
-    def _gather(self, mine: object) -> list[Any]:
-        """What both processes say, in the order of their ranks."""
-        step = next(self._steps)
-        self._store.set(f"{step} of {self.rank}", pickle.dumps(mine).hex())
-        said = []
-        for rank in (0, 1):
-            key = f"{step} of {rank}"
-            self._store.wait([key], self._timeout)
-            said.append(pickle.loads(bytes.fromhex(self._store.get(key).decode())))
-        return said
+            value = {"pickle": base64.b64encode(pickle.dumps(step())).decode()}
+        except Exception as error:  # whatever it was, the other process has to hear of it
+            failure = RuntimeError(str(error).split("\n", 1)[0] or type(error).__name__)
+        key = f"step {next(self._steps)}"
+        exchange = Exchange(self._store, "results of a step", member=self.rank, size=2, key=key)
+        try:
+            values = exchange.run(value, error=failure, timeout=self._timeout)
+        except ExchangeError as error:
+            if not error.errors:
+                raise
+            # What failed second mostly failed because of what failed first.
+            raise ExchangeError(next(iter(error.errors.values())), errors=error.errors) from error
+        return Both(*(pickle.loads(base64.b64decode(value["pickle"])) for value in values))

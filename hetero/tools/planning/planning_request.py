@@ -22,12 +22,7 @@ from hetero.planner.layer_profile import (
     ProfileError,
     load_profile,
 )
-from hetero.planner.model_shape import (
-    ModelError,
-    ModelShape,
-    load_model,
-    read_flags,
-)
+from hetero.planner.model_shape import ModelShape, load_model, read_flags
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
@@ -162,7 +157,7 @@ def _model(
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))
-    faults.refuse(ModelError)
+    faults.refuse()
     assert model is not None
     return model, frozenset(one.flag.removeprefix("--") for one in given)
 

@@ -5,13 +5,11 @@ It measures as hetero perf links does, but less and, as nodes are apart, by one 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import tempfile
 import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from hetero.link.base import Link
 from hetero.link.nics import Nics, rdma_missing
 from hetero.link.open import ChannelOptions
 from hetero.pipeline.links import LinkOptions
+from hetero.startup.exchange import Exchange
 from hetero.tools.launching.interrupts import children_ignore_interrupts
 from hetero.tools.link_bench.bare_limits import BareCopy, rate
 from hetero.tools.link_bench.bench_record import FROM_PINNED, TO_PINNED, Options
@@ -104,11 +103,16 @@ def measure_paths(end: End, *, only_chosen: bool = False) -> list[PathResult]:
     chosen, passed_over = _measure(end, _Way("auto", "auto", every))
     if only_chosen:
         return [chosen]
-    if end.number == 0:
-        end.store.set("passed over", json.dumps([text.partition(":")[0] for text in passed_over]))
-    end.store.wait(["passed over"], timedelta(seconds=_TIMEOUT))
-    hopeless = json.loads(end.store.get("passed over"))
-    if _either_lacks_rdma(end):
+    # `auto` says nothing of RDMA where it took a faster path.
+    said = Exchange(end.store, "missing paths", member=end.number, size=2).run(
+        {
+            "passed over": [text.partition(":")[0] for text in passed_over],
+            "lacks rdma": rdma_missing() is not None,
+        },
+        timeout=_TIMEOUT,
+    )
+    hopeless = [*said[0]["passed over"]]
+    if any(one["lacks rdma"] for one in said):
         hopeless += ["verbs", "verbs-host"]
     ways: list[_Way] = []
     for path in PATHS:
@@ -119,14 +123,6 @@ def measure_paths(end: End, *, only_chosen: bool = False) -> list[PathResult]:
         if chosen.error or chosen.path != f"auto: {path}":
             ways.append(_Way(path, path, every))
     return [chosen, *(_measure(end, way)[0] for way in ways)]
-
-
-def _either_lacks_rdma(end: End) -> bool:
-    """`auto` says nothing of paths that are slower than the one it took."""
-    end.store.set(f"lacks rdma {end.number}", json.dumps(rdma_missing() is not None))
-    keys = [f"lacks rdma {number}" for number in (0, 1)]
-    end.store.wait(keys, timedelta(seconds=_TIMEOUT))
-    return any(json.loads(end.store.get(key)) for key in keys)
 
 
 def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:

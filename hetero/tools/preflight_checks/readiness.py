@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetero.errors import Faults, HeteroError
 from hetero.startup.addresses import address_towards, unusable_interfaces
-from hetero.startup.exchange import Agreement
+from hetero.startup.exchange import JobExchanges
 from hetero.tools.preflight_checks import findings_text
 from hetero.tools.preflight_checks.advice import Advice, Severity, advise
 from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
@@ -200,14 +200,14 @@ class ClusterCheck:
     """One process of a check of several. Every process calls `check`, and gets the same report."""
 
     def __init__(
-        self, settings: Settings, *, rank: int, store: dist.Store, agreement: Agreement
+        self, settings: Settings, *, rank: int, store: dist.Store, exchanges: JobExchanges
     ) -> None:
         self._settings, self._rank = settings, rank
-        self._store, self._agreement = store, agreement
+        self._store, self._exchanges = store, exchanges
 
     def check(self) -> Report:
         identity = node_identity() + (f" {self._rank}" if self._settings.each_rank_a_node else "")
-        said = self._agreement.exchange(
+        said = self._exchanges.exchange(
             "nodes", payload={"identity": identity, "secret": uuid.uuid4().hex}
         )
         place = Place.find([payload["identity"] for payload in said], self._rank)
@@ -237,7 +237,7 @@ class ClusterCheck:
                         ports = listening.enter_context(listeners).ports
                 except HeteroError as failure:
                     error = failure
-            said = self._agreement.exchange(
+            said = self._exchanges.exchange(
                 "facts", payload={"report": mine, "ports": ports}, error=error
             )
             spoken = [payload for payload in said if payload["report"]]
@@ -252,7 +252,7 @@ class ClusterCheck:
                     addresses=nodes[place.node].card.addresses,
                     others={number: p for number, p in numbered if number != place.node},
                 )
-            told = self._agreement.exchange("calls", payload={"calls": [asdict(c) for c in calls]})
+            told = self._exchanges.exchange("calls", payload={"calls": [asdict(c) for c in calls]})
         return nodes, [Call(**call) for payload in told for call in payload["calls"]]
 
     def _measure_within(self, place: Place, secret: str) -> list[PathResult]:
@@ -293,7 +293,7 @@ class ClusterCheck:
                     device=own_device(0),
                 )
                 results = measure_paths(end) if side == 0 else measure_paths(end) and []
-        told = self._agreement.exchange(
+        told = self._exchanges.exchange(
             f"bandwidth {number}",
             payload={"pair": mine or [], "results": [asdict(result) for result in results]},
         )

@@ -27,7 +27,8 @@ from hetero.tools.launching.processes import StepFailure, run_step
 from hetero.tools.preflight_checks.host_facts import node_identity
 from hetero.tools.preflight_checks.network import live_addresses
 from hetero.tools.preflight_checks.software import read_software
-from hetero.tools.verification.nodes import Nodes, OtherNodeFailed
+from hetero.tools.runs import DeadlinePassed
+from hetero.tools.verification.nodes import Nodes
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,10 +128,6 @@ class Rank:
     vendor: str
 
 
-class DeadlinePassed(HeteroError):
-    """The step was ended because it took too long."""
-
-
 class Job:
     """One node's part of a step. The steps run one after another."""
 
@@ -189,6 +186,7 @@ class Job:
 
     def begin(self, step: str, *, seconds: float) -> None:
         self._step = step
+        self.nodes.begin_step()
         self._deadline = time.monotonic() + seconds * self.options.deadline_factor
 
     def seconds_left(self) -> float:
@@ -203,22 +201,16 @@ class Job:
 
     def fail(self) -> None:
         """Have the other nodes not wait for this one within the step."""
-        self.nodes.tell(f"{self._step} failed")
+        self.nodes.fail_step()
 
     def exchange(self, **payload: Any) -> list[dict[str, Any]]:
-        """Within a step. Raises OtherNodeFailed where another node has given the step up."""
-
-        def check_abort() -> None:
-            if self.nodes.is_told(f"{self._step} failed"):
-                raise OtherNodeFailed("another node has given this step up; it says why")
-
-        seconds = max(1.0, self.seconds_left())
-        return self.nodes.exchange(payload, seconds=seconds, check_abort=check_abort)
+        """Within a step. Raises ExchangeError, also where another node has given the step up."""
+        return self.nodes.exchange(payload, seconds=max(1.0, self.seconds_left()))
 
     def conclude(self, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
         """At the end of a step, however it went."""
         seconds = max(0.0, self.seconds_left()) + _GRACE_SECONDS
-        return self.nodes.exchange(payload, seconds=seconds)
+        return self.nodes.exchange(payload, seconds=seconds, ends_step=True)
 
     # Programs.
 

@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 import hetero
 from hetero.device.choose_device import choose_device
-from hetero.errors import UnavailableTransport, first_line
+from hetero.errors import ExchangeError, UnavailableTransport, first_line
 from hetero.link import PATHS
 from hetero.link.base import Link
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, host_of
 from hetero.startup.addresses import address_towards, reachable_address
+from hetero.startup.exchange import Exchange
 from hetero.text import integer
 from hetero.tools.collective_bench.collective_rank import CollectiveSession
 from hetero.tools.collective_bench.collective_record import Options as CollectiveOptions
@@ -37,7 +38,7 @@ from hetero.tools.link_bench.bench_record import MIB, Options, limit_of, sockets
 from hetero.tools.link_bench.measured_paths import LinkPath, open_sockets
 from hetero.tools.link_bench.measured_paths import Path as MeasuredPath
 from hetero.tools.link_bench.measured_points import Messages, Meter
-from hetero.tools.link_bench.two_ranks import Pair, StepFailed
+from hetero.tools.link_bench.two_ranks import Pair
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, run
 from hetero.tools.verification.contract import CONTRACT, SHORT, Side, make
@@ -179,7 +180,7 @@ def measure_speed(end: End) -> dict[str, Any]:
         with end.connect(f"speed/{name}", name, device=end.device) as link:
             try:
                 reached = _rates(end, meter, LinkPath(name, link, end.device))
-            except StepFailed as failure:
+            except ExchangeError as failure:
                 failed[name] = str(failure)
                 continue
             on_gpu = end.device.type == "cuda"
@@ -379,15 +380,12 @@ def _found(options: argparse.Namespace) -> dict[str, Any] | None:
         apart = dist.PrefixStore("verify/collectives", store)
         record = measure_collectives(apart, rank, size, device.type)
         found = None if found is None else found | {"collectives": record}
-    # Rank 0 may host the store.
-    _leave_together(store, rank, size)
+    ends = Exchange(store, "ends", member=rank, size=size, key="verify/ends")
+    ends.submit()
+    if rank == 0:  # it may host the store
+        ends.wait(store.timeout.total_seconds())
     has_word = found is not None and (found["end"] == 0 or options.what == "rail")
     return found if has_word else None
-
-
-def _leave_together(store: dist.Store, rank: int, size: int) -> None:
-    store.set(f"verify/left/{rank}", "1")
-    store.wait([f"verify/left/{other}" for other in range(size)])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

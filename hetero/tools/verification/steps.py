@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hetero.errors import UserError
-from hetero.tools.verification.job import DeadlinePassed, Job, reason_of
+from hetero.errors import ExchangeError, UserError
+from hetero.tools.runs import DeadlinePassed
+from hetero.tools.verification.job import Job, reason_of
 from hetero.tools.verification.link_steps import (
     check_links,
     check_speed,
@@ -21,7 +22,6 @@ from hetero.tools.verification.node_steps import (
     judge_nodes,
     judge_operators,
 )
-from hetero.tools.verification.nodes import NodeLost, OtherNodeFailed
 from hetero.tools.verification.training_steps import (
     check_checkpoints,
     check_faults,
@@ -103,7 +103,11 @@ NAMES = tuple(step.name for step in STEPS)
 
 
 def perform(step: Step, job: Job) -> tuple[Verdict, list[dict[str, Any]]]:
-    """Run a step on this node, and judge it from what all nodes say. Raises NodeLost."""
+    """Run a step on this node, and judge it from what all nodes say.
+
+    Raises ExchangeError where a node has ended, hangs or cannot be reached: no further step can be
+    run.
+    """
     began = time.monotonic()
     job.begin(step.name, seconds=step.seconds)
     if step.needs_two_vendors and (reason := _why_not(job)):
@@ -111,10 +115,8 @@ def perform(step: Step, job: Job) -> tuple[Verdict, list[dict[str, Any]]]:
     payload: dict[str, Any]
     try:
         payload = {"done": step.check(job)}
-    except NodeLost:
-        raise
-    except OtherNodeFailed:
-        payload = {}
+    except ExchangeError as error:  # the node that gave the step up says why
+        payload = {"late": str(error)} if job.seconds_left() <= 0 else {}
     except DeadlinePassed as passed:
         job.fail()
         payload = {"late": str(passed)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hetero.errors import AgreedError
+from hetero.errors import UserError
 
 
 class ControlGroup:
@@ -35,10 +35,10 @@ class ControlGroup:
         return [bytes(text.tolist()).rstrip(b"\0").decode() for text in everyone]
 
     def raise_together(self, problem: Exception | None) -> None:
-        """Raise AgreedError on every rank, with all problems, if any rank has one."""
+        """Raise UserError on every rank, with all problems, if any rank has one."""
         text = "" if problem is None else str(problem) or type(problem).__name__
         if combined := combine(self.all_gather_strings(text)):
-            raise AgreedError(combined) from problem
+            raise UserError(combined, known_to_all=True) from problem
 
 
 def combine(texts: list[str]) -> str:

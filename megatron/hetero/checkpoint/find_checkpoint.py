@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import AgreedError, UserError
+from hetero.errors import UserError
 from hetero.text import ranks_on_hosts
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.checkpoint_args import candidates, holdings_of
@@ -41,7 +41,7 @@ from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
 from megatron.hetero.lr_schedule import LrSchedule
 
 Exchange = Callable[..., list[dict[str, Any]]]
-"""`Agreement.exchange`: (phase, payload=, error=) -> every rank's payload, or AgreedError."""
+"""`JobExchanges.exchange`: (phase, payload=, error=) -> every rank's payload, or UserError."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def find_checkpoint(
 ) -> FoundCheckpoint | NoCheckpoint:
     """Find and verify the checkpoint that the flags ask for. Collective.
 
-    Raises AgreedError if none of those present is usable, or if it is of another model.
+    Raises UserError if none of those present is usable, or if it is of another model.
     """
     notes: tuple[str, ...] = ()
     if args.load is not None:
@@ -98,10 +98,13 @@ def find_checkpoint(
         if isinstance(found, FoundCheckpoint):
             return found
         path = args.pretrained_checkpoint
-        raise AgreedError(f"--pretrained-checkpoint {path} holds no checkpoint; name another")
+        raise UserError(
+            f"--pretrained-checkpoint {path} holds no checkpoint; name another", known_to_all=True
+        )
     if args.load is not None and args.exit_on_missing_checkpoint:
-        raise AgreedError(
-            f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint is given"
+        raise UserError(
+            f"--load {args.load} holds no checkpoint and --exit-on-missing-checkpoint is given",
+            known_to_all=True,
         )
     return NoCheckpoint(LrSchedule.of_flags(args), notes)
 
@@ -119,15 +122,17 @@ def _in_folder(
             return replace(found, notes=(*notes, *damaged, *found.notes))
         damaged.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
-            raise AgreedError(
+            raise UserError(
                 f"--ckpt-step {args.ckpt_step}: {load / name} cannot be used: {problem}; name "
-                "another step or leave the flag out"
+                "another step or leave the flag out",
+                known_to_all=True,
             )
     if damaged:
-        raise AgreedError(
+        raise UserError(
             f"--{named_by.replace('_', '-')} {load} holds no checkpoint that can be used: "
             + "; ".join(note.removeprefix(f"checkpoint {load}/") for note in damaged[:3])
-            + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+            + (f"; and {len(damaged) - 3} more" if len(damaged) > 3 else ""),
+            known_to_all=True,
         )
     return NoCheckpoint(
         LrSchedule.of_flags(args),
@@ -171,13 +176,14 @@ def _not_a_save_folder(load: Path) -> UserError | None:
 
 
 def require_visible(records: Sequence[Mapping[str, Any]], what: str, *, flag: str) -> None:
-    """Raise AgreedError if a rank's record, with its host, says that it cannot see `what`."""
+    """Raise UserError if a rank's record, with its host, says that it cannot see `what`."""
     hosts = {rank: record["host"] for rank, record in enumerate(records)}
     blind = [rank for rank, record in enumerate(records) if not record["visible"]]
     if blind:
-        raise AgreedError(
+        raise UserError(
             f"{ranks_on_hosts(blind, hosts)} cannot see {what}; {flag} must be in a file system "
-            "that all ranks share"
+            "that all ranks share",
+            known_to_all=True,
         )
 
 
@@ -211,7 +217,7 @@ def _try(
 def _checked(args: argparse.Namespace, index: Index, folder: Path) -> FoundCheckpoint:
     """What is loaded of a checkpoint, with notes about permitted differences.
 
-    Raises AgreedError, on every rank alike, if the checkpoint does not fit this run's flags.
+    Raises UserError, on every rank alike, if the checkpoint does not fit this run's flags.
     """
     holdings = holdings_of(folder.name, index)
     sources = resume_sources(ResumeFlags.of(args), holdings)
@@ -236,5 +242,5 @@ def _checked(args: argparse.Namespace, index: Index, folder: Path) -> FoundCheck
             schedule = stored
             schedule.set_flags(args)
     except UserError as error:
-        raise AgreedError(str(error)) from error
+        raise UserError(str(error), known_to_all=True) from error
     return FoundCheckpoint(folder, index, sources, schedule, notes)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import AgreedError, UserError, stamped
+from hetero.errors import UserError, stamped
 from hetero.text import ranks_on_hosts
 from megatron.hetero.checkpoint.find_checkpoint import Exchange, require_visible
 from megatron.hetero.checkpoint.folder import SAVING, folder_name, iterations
@@ -26,7 +26,7 @@ def take_save_folder(args: argparse.Namespace, exchange: Exchange, *, rank: int)
 
     Returns the lock, on rank 0 alone; None where the run saves nothing. A rank with a folder of its
     own, or of another user, would else be told by the first checkpoint that fails, after hours of
-    training. Raises AgreedError.
+    training. Raises UserError.
     """
     if args.save is None or args.skip_train:
         return None
@@ -118,14 +118,15 @@ def _obstacle(trial: Path, rank: int, *, deadline: float) -> str:
 
 
 def _require_written(records: Sequence[Mapping[str, Any]], save: Path) -> None:
-    """Raise AgreedError if a rank's record, with its host, names an obstacle to writing."""
+    """Raise UserError if a rank's record, with its host, names an obstacle to writing."""
     hosts = {rank: record["host"] for rank, record in enumerate(records)}
     barred = [rank for rank, record in enumerate(records) if record["obstacle"]]
     if barred:
-        raise AgreedError(
+        raise UserError(
             f"{ranks_on_hosts(barred, hosts)} cannot write in a folder that rank 0 on {hosts[0]} "
             f"has made in --save {save} ({records[barred[0]]['obstacle']}); start every rank as "
-            "the user of the same number, also in containers"
+            "the user of the same number, also in containers",
+            known_to_all=True,
         )
 
 

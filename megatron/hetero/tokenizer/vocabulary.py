@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from hetero.errors import AgreedError
+from hetero.errors import UserError
 
 
 def padded_vocab_size(vocab_size: int, *, make_divisible_by: int, tensor_parallel_size: int) -> int:
@@ -25,7 +25,7 @@ def embedding_rows(
     Only the `base_vocab_size` tokens, by default all, must have a row where the rows are given:
     added ones need not occur, as the padding token that a model's tokenizer got later.
     With --use-checkpoint-args they are the checkpoint's, padded if the tensor-parallel size does
-    not divide them. Raises AgreedError if there are too few, or if --padded-vocab-size cannot be
+    not divide them. Raises UserError if there are too few, or if --padded-vocab-size cannot be
     divided.
     """
     rows = args.padded_vocab_size
@@ -42,17 +42,19 @@ def embedding_rows(
         )
     if args.use_checkpoint_args:
         if rows < least:
-            raise AgreedError(
+            raise UserError(
                 f"the checkpoint has {rows} rows of vocabulary and the tokenizer {least} tokens; "
-                "name the checkpoint's own with --tokenizer-type and --tokenizer-model"
+                "name the checkpoint's own with --tokenizer-type and --tokenizer-model",
+                known_to_all=True,
             )
         return padded_vocab_size(
             rows, make_divisible_by=1, tensor_parallel_size=tensor_parallel_size
         )
     if rows < least or rows % tensor_parallel_size:
-        raise AgreedError(
+        raise UserError(
             f"--padded-vocab-size {rows} must be at least the tokenizer's {least} and a multiple "
-            f"of {tensor_parallel_size}, of which every tensor-parallel rank has an equal part"
+            f"of {tensor_parallel_size}, of which every tensor-parallel rank has an equal part",
+            known_to_all=True,
         )
     return int(rows)
 

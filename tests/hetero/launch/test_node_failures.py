@@ -74,9 +74,10 @@ def test_where_every_node_blames_another_none_waits_for_a_cause() -> None:
 def requests_of_a_watch(nodes: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """How much the launcher of a job of so many nodes asks of the store between two pauses."""
     monkeypatch.setattr(node_failures, "_PAUSE", 0)
-    store = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
-    node = NodeFailures(RendezvousInfo(store, 0, nodes, bootstrap_store_info=None))  # type: ignore[arg-type]
-    check, wait = node._store.check, node._stopped.wait
+    hosted = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    node = NodeFailures(RendezvousInfo(hosted, 0, nodes, bootstrap_store_info=None))  # type: ignore[arg-type]
+    store, wait = node._exits._store, node._stopped.wait
+    check = store.check
     polls: list[int] = []
 
     def counted(keys: list[str]) -> bool:
@@ -87,7 +88,7 @@ def requests_of_a_watch(nodes: int, monkeypatch: pytest.MonkeyPatch) -> set[int]
         polls.append(0)
         return len(polls) > 5 or wait(seconds)
 
-    monkeypatch.setattr(node._store, "check", counted)
+    monkeypatch.setattr(store, "check", counted)
     monkeypatch.setattr(node._stopped, "wait", pausing)
     node._watch(lambda: None)
     return set(polls[:4])

@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.plan import (
-    Mesh,
-    Plan,
-    PlanError,
-    split_over_chunks,
-)
+from hetero.errors import UserError
+from hetero.plan import Mesh, Plan, split_over_chunks
 from tests.hetero.plan.drawn_plans import MIXED, REPLICAS, plans
 
 # Ranks.
@@ -65,7 +61,7 @@ def test_replicas_take_their_vendors_share_of_a_row_of_micro_batches() -> None:
 def test_replicas_of_two_shapes_and_shares_of_stages_are_refused(
     meshes: tuple[Mesh, ...], whole_replicas: bool, message: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UserError, match=message):
         Plan(meshes=meshes, layers=((1,),), whole_replicas=whole_replicas)
 
 

@@ -12,17 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.plan import (
-    Mesh,
-    Plan,
-    PlanError,
-    load_plan,
-)
-from hetero.plan.limits import (
-    layer_problems,
-    tensor_problems,
-    world_size_problems,
-)
+from hetero.errors import UserError
+from hetero.plan import Mesh, Plan, load_plan
+from hetero.plan.limits import layer_problems, tensor_problems, world_size_problems
 from hetero.plan.picture import draw_stage, nodes_of
 from hetero.plan.plan_file import read_mapping
 from hetero.text import counted
@@ -60,7 +52,7 @@ def test_all_errors_of_a_file_are_told_at_once() -> None:
     """Of keys, of types and of counts, also where no mesh of it can be read."""
     first = {"vendor": "nvidea", "layers": [4, 1], "stages": 3, "data": "two", "bogus": 1}
     second = {"layers": [2], "context": 2, "sequence_parallel": 2}
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         read_mapping({"meshes": [first, second], "mesh": 1}, source="it").plan()
     told = "\n".join(error.value.sentences)
     for wrong in (
@@ -75,12 +67,12 @@ def test_all_errors_of_a_file_are_told_at_once() -> None:
     ):
         assert told.count(wrong) == 1
     assert len(error.value.sentences) == 8
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         read_mapping({"mesh": []}, source="it")
     assert len(error.value.sentences) == 2
 
 
-def _refusal(error: pytest.ExceptionInfo[PlanError]) -> str:
+def _refusal(error: pytest.ExceptionInfo[UserError]) -> str:
     sentence = str(error.value)
     assert "\n" not in sentence
     assert error.value.exit_code == 2
@@ -99,7 +91,7 @@ def _refusal(error: pytest.ExceptionInfo[PlanError]) -> str:
     ],
 )
 def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         Mesh(**mesh)
     assert names in _refusal(error)
 
@@ -116,7 +108,7 @@ def test_a_mesh_that_cannot_be_names_its_number(mesh: dict[str, Any], names: str
     ],
 )
 def test_layers_that_do_not_fit_the_stages_are_refused(layers: Any, names: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         Plan(meshes=(Mesh("amd", stages=1), Mesh("nvidia", stages=1)), layers=layers)
     assert names in _refusal(error)
 
@@ -137,7 +129,7 @@ def test_unequal_sequences_a_step_are_refused_with_the_nearest_sizes() -> None:
         (((1, 2), (None, 3)), "mesh 1 (amd) has 3 data-parallel ranks and cannot take the 2"),
         (((None, 2), (None, 3)), "mesh 0 (amd) has 2 data-parallel ranks and cannot take the 3"),
     ):
-        with pytest.raises(PlanError) as error:
+        with pytest.raises(UserError) as error:
             resolved(*sizes)
         assert words in _refusal(error)
 
@@ -165,7 +157,7 @@ def test_another_world_size_is_refused_with_both_numbers(plan: Plan, started: in
 def test_another_number_of_layers_is_refused_with_both_numbers(plan: Plan, asked: int) -> None:
     plan.require_layers(plan.num_layers)
     if asked != plan.num_layers:
-        with pytest.raises(PlanError) as error:
+        with pytest.raises(UserError) as error:
             plan.require_layers(asked)
         sentence = _refusal(error)
         assert f"{plan.num_layers} in all" in sentence
@@ -188,7 +180,7 @@ AMD = {"vendor": "amd", "layers": [1]}
     ],
 )
 def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         read_mapping(data, source="the plan p.yaml").plan()
     assert names in _refusal(error)
 
@@ -198,7 +190,7 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
     nameless = {"layer": [1], "data": 0}
     several = {"vendor": "amd", "layers": [-1], "stages": 2, "context": 2}
     data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         read_mapping(data, source="p.yaml").plan()
     assert [re.split("[;,]", sentence)[0] for sentence in error.value.sentences] == [
         "p.yaml: unknown key 'mesh'",
@@ -278,7 +270,7 @@ yaml_values = st.recursive(
 def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any) -> None:
     try:
         plan = read_mapping(data, source="it").plan()
-    except PlanError:
+    except UserError:
         return
     assert plan.num_layers >= plan.stages
 
@@ -289,7 +281,7 @@ def test_whatever_the_file_holds_the_answer_is_a_plan_or_a_plan_error(data: Any)
 def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.yaml"
     path.write_bytes(content)
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         load_plan(path)
     assert f"{path} is not valid YAML" in _refusal(error)
 
@@ -297,7 +289,7 @@ def test_a_file_that_is_not_yaml_is_refused_by_name(tmp_path: Path, content: byt
 def test_each_key_that_stands_twice_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("meshes:\n- vendor: amd\n  layers: [1]\n  layers: [2]\n- {data: 1, data: 2}\n")
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(UserError) as error:
         load_plan(path)
     said = _refusal(error)
     assert "'layers' stands twice, again in line 4; the key 'data' stands twice, again in" in said
@@ -305,7 +297,7 @@ def test_each_key_that_stands_twice_is_named_with_its_line(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.yaml", tmp_path):
-        with pytest.raises(PlanError) as error:
+        with pytest.raises(UserError) as error:
             load_plan(path)
         assert str(path) in _refusal(error)
 
@@ -328,5 +320,5 @@ def test_a_stage_may_have_no_layers_and_no_stage_fewer() -> None:
     assert [line.split("  ")[-1] for line in drawn] == [
         *("no layers, embedding", "no layers", "no layers, output")
     ]
-    with pytest.raises(PlanError, match=r"stage 1 has layers \[2, -1\]; a stage or chunk has 0"):
+    with pytest.raises(UserError, match=r"stage 1 has layers \[2, -1\]; a stage or chunk has 0"):
         replace(plan, layers=((1, 1), (2, -1), (0, 0), (1, 0), (0, 0)))

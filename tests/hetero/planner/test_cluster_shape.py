@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetero.planner.accelerators import ClusterError, built_in_accelerators
+from hetero.errors import UserError
+from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.cluster_shape import LinkModel, cluster_from_mapping, load_cluster
 
 TWO_KINDS = """
@@ -124,7 +125,7 @@ def test_a_file_that_makes_no_sense_is_refused_in_one_sentence(
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(text)
-    with pytest.raises(ClusterError, match=said) as caught:
+    with pytest.raises(UserError, match=said) as caught:
         load_cluster(file)
     assert "\n" not in str(caught.value)
 
@@ -143,7 +144,7 @@ def test_cluster_file_errors_are_reported_together() -> None:
         {"between": ["H200", "L40S"], "rail_gbits": 1},
     ]
     own = {"Mine": {"vendor": "intel", "memory": -1, "tflops": 1, "speed": 2}}
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(UserError) as caught:
         cluster_from_mapping(
             {"nodes": nodes[:4], "links": links, "accelerators": own, "network": 1}, source="it"
         )
@@ -166,7 +167,7 @@ def test_cluster_file_errors_are_reported_together() -> None:
         "a link ends at L40S",
     ]
     assert [part for part, said in zip(expected, told, strict=True) if part not in said] == []
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(UserError) as caught:
         cluster_from_mapping({"nodes": nodes}, source="it")
     assert any("kind 4 of nodes: expected at least" in said for said in caught.value.sentences)
 
@@ -174,7 +175,7 @@ def test_cluster_file_errors_are_reported_together() -> None:
 def test_names_are_compared_even_where_a_link_or_a_kind_has_other_mistakes() -> None:
     nodes = [{"accelerator": "H200"}, {"accelerator": "H200"}, {"accelerator": "MI210"}]
     links = [{"between": ["H200", "nowhere"]}, {"between": ["H200", "nowhere"]}]
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(UserError) as caught:
         cluster_from_mapping({"nodes": nodes, "links": links}, source="it")
     told = "; ".join(caught.value.sentences)
     assert told.count("lacks rail_gbits") == 2
@@ -182,7 +183,7 @@ def test_names_are_compared_even_where_a_link_or_a_kind_has_other_mistakes() -> 
     assert "two kinds of nodes are called H200" in told
     assert "a link ends at nowhere" in told
     nodes += [{"accelerator": "MI300X", "name": None}, {"accelerator": "V100", "name": None}]
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(UserError) as caught:
         cluster_from_mapping({"nodes": nodes, "links": links}, source="it")
     told = "; ".join(caught.value.sentences)
     assert told.count("two kinds of nodes are called") == 1
@@ -190,7 +191,7 @@ def test_names_are_compared_even_where_a_link_or_a_kind_has_other_mistakes() -> 
 
 
 def test_a_mistyped_accelerator_is_called_unknown_and_missing() -> None:
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(UserError) as caught:
         cluster_from_mapping({"nodes": [{"acclerator": "H200"}]}, source="it")
     mistyped, missing = caught.value.sentences
     assert "unknown key 'acclerator'" in mistyped
@@ -205,7 +206,7 @@ def test_a_mistyped_accelerator_is_called_unknown_and_missing() -> None:
     ],
 )
 def test_figures_in_another_unit_are_told(key: str, value: object, said: str) -> None:
-    with pytest.raises(ClusterError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)):
         cluster_from_mapping({"nodes": [{"accelerator": "MI300X", key: value}]}, source="here")
 
 
@@ -215,5 +216,5 @@ def test_an_accelerator_s_memory_is_in_gib() -> None:
         "nodes": [{"accelerator": "X"}],
         "accelerators": {"X": {**figures, "memory": 2e11}},
     }
-    with pytest.raises(ClusterError, match="which no hardware has; give it in GiB"):
+    with pytest.raises(UserError, match="which no hardware has; give it in GiB"):
         cluster_from_mapping(described, source="here")

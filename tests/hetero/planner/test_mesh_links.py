@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hetero.errors import UserError
 from hetero.plan import Mesh, Plan
-from hetero.planner.accelerators import ClusterError, accelerator_from_mapping
+from hetero.planner.accelerators import accelerator_from_mapping
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import LinkModel, cluster_from_mapping
 from hetero.planner.communication_costs import edge_costs, ring_seconds
@@ -57,5 +58,5 @@ def test_v100_reach_one_link_in_pairs_and_three_rings_together(ranks: int, gigab
 
 def test_gpus_are_whole() -> None:
     figures = {"memory": 1, "tflops": 1, "memory_bandwidth": 1, "link": 1, "nic": 1}
-    with pytest.raises(ClusterError, match=r"link_peers is 2\.5; GPUs are whole"):
+    with pytest.raises(UserError, match=r"link_peers is 2\.5; GPUs are whole"):
         accelerator_from_mapping("X", {"vendor": "amd", **figures, "link_peers": 2.5}, where="here")

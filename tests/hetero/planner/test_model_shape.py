@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero.errors import UserError
-from hetero.planner.model_shape import ModelError, load_model, model_from_flags
+from hetero.planner.model_shape import load_model, model_from_flags
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_operations_of_a_llama_are_six_a_parameter_and_token_beside_attention() 
 def test_errors_name_what_is_missing_or_wrong() -> None:
     with pytest.raises(UserError, match=r"gpt-99 is neither a file nor a preset.*llama3.1_8b"):
         load_model("gpt-99")
-    with pytest.raises(ModelError, match="does not say hidden-size, num-attention-heads"):
+    with pytest.raises(UserError, match="does not say hidden-size, num-attention-heads"):
         model_from_flags({"num-layers": 2, "seq-length": 8}, source="it")
     flags = {
         "num-layers": 2,
@@ -82,15 +82,15 @@ def test_errors_name_what_is_missing_or_wrong() -> None:
         "seq-length": 128,
         "padded-vocab-size": 256,
     }
-    with pytest.raises(ModelError, match="6 attention heads do not divide into 4 query groups"):
+    with pytest.raises(UserError, match="6 attention heads do not divide into 4 query groups"):
         model_from_flags(flags, source="it")
-    with pytest.raises(ModelError, match="it: layers is 0"):
+    with pytest.raises(UserError, match="it: layers is 0"):
         model_from_flags(flags | {"num-layers": 0, "num-query-groups": 3}, source="it")
 
 
 def test_all_that_is_wrong_with_the_flags_is_told_at_once() -> None:
     flags = {"num-layers": 2.5, "hidden-size": True, "seq-length": "long"}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(UserError) as caught:
         model_from_flags(flags, source="it")
     assert caught.value.sentences == (
         "it does not say num-attention-heads, without which it has no size",
@@ -110,7 +110,7 @@ def test_sizes_that_training_refuses_are_refused() -> None:
         "max-position-embeddings": 64,
         "padded-vocab-size": 256,
     }
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(UserError) as refused:
         model_from_flags(flags, source="it")
     heads, length = refused.value.sentences
     assert "hidden-size 65 is no multiple of the 4 attention heads; give kv-channels" in heads

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from hetero.errors import UserError
 from hetero.plan import Mesh, Plan, split_over_chunks
 from hetero.planner.accelerators import accelerator_from_mapping, built_in_accelerators
 from hetero.planner.analytic_profile import analytic_profile
-from hetero.planner.cluster_shape import ClusterError, cluster_from_mapping
+from hetero.planner.cluster_shape import cluster_from_mapping
 from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import simulate
@@ -135,5 +136,5 @@ def test_products_faster_than_the_peak_are_refused() -> None:
     figures = {"memory": 1, "tflops": 900, "memory_bandwidth": 1, "link": 1, "nic": 1}
     entry = {"vendor": "amd", **figures, "matmul_tflops": 700}
     assert accelerator_from_mapping("X", entry, where="here").matmul_flops == 700e12
-    with pytest.raises(ClusterError, match="matmul_tflops 901 is above its peak, tflops 900"):
+    with pytest.raises(UserError, match="matmul_tflops 901 is above its peak, tflops 900"):
         accelerator_from_mapping("X", entry | {"matmul_tflops": 901}, where="here")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from bench.start_up.counting import DictStore
-from hetero.errors import AgreedFailure, UserError
+from hetero.errors import ExchangeError, UserError
 from hetero.startup import liveness
 from hetero.startup.liveness import (
     LivenessClient,
@@ -170,9 +170,9 @@ def test_a_process_that_still_runs_after_anothers_failure_is_aborted(
 ) -> None:
     monkeypatch.setattr(liveness, "_GRACE_SECONDS", 0.05)
     ended = threading.Event()
-    reasons: list[AgreedFailure] = []
+    reasons: list[ExchangeError] = []
 
-    def end(error: AgreedFailure) -> None:
+    def end(error: ExchangeError) -> None:
         reasons.append(error)
         ended.set()
 

@@ -2,15 +2,14 @@
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from hetero.startup.store import (
-    BoundedStore,
-    StoreHostEnded,
-    StoreUnresponsive,
-)
+from hetero.startup import store as store_module
+from hetero.startup.store import BoundedStore, StoreHostEnded, WaitReporter
+from tests.sentences import without_time
 
 
 class StoppedStore:
@@ -46,10 +45,12 @@ def test_no_operation_waits_longer_than_allowed_for_a_host_that_is_stopped():
     stopped = StoppedStore()
     store = BoundedStore(stopped, seconds=0.05)
     with pytest.raises(
-        StoreUnresponsive, match=r"has not answered for 0\.05 s; see whether rank 0"
+        dist.DistNetworkError, match=r"has not answered for 0\.05 s; see whether rank 0"
     ):
         store.check(["key"])
-    with pytest.raises(StoreUnresponsive):  # Nor does the next, which the first is still before.
+    with pytest.raises(
+        dist.DistNetworkError
+    ):  # Nor does the next, which the first is still before.
         store.add("count", 1)
     stopped.goes_on.set()
     store._seconds = 30.0
@@ -100,3 +101,30 @@ def test_a_wait_without_a_timeout_has_the_stores_own():
         store.wait(["key"])
     with pytest.raises(dist.DistStoreError, match="key did not come within 0:00:00"):
         store.wait(["key"], timedelta(0))
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [0.0]
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+def test_a_line_is_printed_after_the_first_interval_and_then_at_each_further(
+    now: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = WaitReporter()
+    for now[0] in range(0, 100, 2):
+        waiting.report("rank 1")
+    said = without_time(capsys.readouterr().err).splitlines()
+    assert said == [f"waiting for rank 1, {s} s so far" for s in (10, 30, 60, 90)]
+
+
+def test_whom_is_called_only_when_a_line_is_due_and_may_skip_it(
+    now: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = WaitReporter()
+    waiting.report(lambda: pytest.fail("it is not due"))
+    now[0] = 15.0
+    waiting.report(lambda: None)
+    assert capsys.readouterr().err == ""

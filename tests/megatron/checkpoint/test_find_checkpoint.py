@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.errors import AgreedError
+from hetero.errors import UserError
 from megatron.hetero.checkpoint import folder
 from megatron.hetero.checkpoint.compatibility import require_same_schedule
 from megatron.hetero.checkpoint.find_checkpoint import (
@@ -49,9 +49,9 @@ def checkpoint(save: Path, iteration: int, **about: Any) -> Path:
 
 
 def alone(phase: str, *, payload: Any = None, error: Exception | None = None) -> list[Any]:
-    """What one rank hears of itself, as Agreement.exchange tells it."""
+    """What one rank hears of itself, as JobExchanges.exchange tells it."""
     if error is not None:
-        raise AgreedError(str(error))
+        raise UserError(str(error), known_to_all=True)
     return [payload]
 
 
@@ -66,7 +66,7 @@ def chosen(args: Namespace) -> FoundCheckpoint:
 
 
 def refusal(args: Namespace) -> str:
-    return sentence_of(choose, args, error=AgreedError)
+    return sentence_of(choose, args, error=UserError)
 
 
 def test_the_newest_is_used_and_what_is_passed_over_is_said(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_is_named(tmp_path: Path) -> Non
         blind = {"problem": "it does not exist", "visible": False, "host": "b"}
         return [payload, payload | blind if "visible" in payload else payload]
 
-    with pytest.raises(AgreedError, match=r"rank 1 on b cannot see .* all ranks share"):
+    with pytest.raises(UserError, match=r"rank 1 on b cannot see .* all ranks share"):
         find_checkpoint(flags(tmp_path), exchange, rank=0, world_size=2)
 
 

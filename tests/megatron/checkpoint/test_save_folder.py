@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetero.errors import AgreedError
+from hetero.errors import UserError
 from megatron.hetero.checkpoint import save_folder
 from megatron.hetero.checkpoint.folder import folder_name
 from megatron.hetero.checkpoint.lock import LOCK_FILE, SaveLock
@@ -27,7 +27,7 @@ class Ranks:
 
     def exchange(self, phase: str, *, payload: Any = None, error: Any = None) -> list[Any]:
         if error is not None:
-            raise AgreedError(str(error))
+            raise UserError(str(error), known_to_all=True)
         if "visible" in payload:
             other = {"visible": self._other_sees_it, "obstacle": self._obstacle, "host": "b"}
             return [payload, other]
@@ -43,7 +43,7 @@ def take(
 
 
 def refusal(save: Path, **how: Any) -> str:
-    return sentence_of(take, save, error=AgreedError, **how)
+    return sentence_of(take, save, error=UserError, **how)
 
 
 def test_rank_0_holds_the_lock_and_an_empty_folder_gets_neither_a_word_nor_another_file(

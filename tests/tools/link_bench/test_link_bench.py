@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.errors import HeteroError
 from hetero.tools import link_bench
 from hetero.tools.link_bench import perftest
 from hetero.tools.link_bench.bench_files import share_of_limits, write_report
@@ -191,7 +192,7 @@ def test_perftests_gigabits_become_gigabytes(monkeypatch, tmp_path):
         ("Unable to find the Infiniband/RoCE device\n-----\n\n", "Unable to find the Infiniband"),
         ("", "without a word"),
     ):
-        with pytest.raises(perftest.PerftestError, match=said):
+        with pytest.raises(HeteroError, match=said):
             perftest.parse_rate(output, 65536)
     assert "no RDMA device" in (perftest.unavailable_reason([]) or "")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -233,10 +234,10 @@ def test_a_client_that_comes_before_its_server_tries_again(tools):
 
 def test_perftest_that_hangs_or_fails_is_an_error(tools):
     program(tools, "exec sleep 60")
-    with pytest.raises(perftest.PerftestError, match="did not end within"):
+    with pytest.raises(HeteroError, match="did not end within"):
         perftest.PerftestRun(("a", "a"), seconds=0.2).rate(4096, both=False)
     program(tools, "echo 'Failed to create QP'; exit 1")
-    with pytest.raises(perftest.PerftestError, match="Failed to create QP"):
+    with pytest.raises(HeteroError, match="Failed to create QP"):
         perftest.PerftestRun(("a", "a")).rate(4096, both=False)
 
 
