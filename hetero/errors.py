@@ -18,6 +18,11 @@ class HeteroError(Exception):
     known_to_all = False
     """Whether every rank raised it, so that one rank of each node prints it for all."""
 
+    def __init__(self, text: str, *, known_to_all: bool | None = None) -> None:
+        super().__init__(text)
+        if known_to_all is not None:
+            self.known_to_all = known_to_all
+
 
 class UserError(HeteroError):
     """Bad input found before training starts: a flag, a plan, a file. The process exits with 2."""
@@ -71,10 +76,6 @@ class AgreedFailure(HeteroError):
     `known_to_all`: all ranks raise it, and rank 0 exists and prints it.
     """
 
-    def __init__(self, text: str, *, known_to_all: bool) -> None:
-        super().__init__(text)
-        self.known_to_all = known_to_all
-
 
 class StoreLost(AgreedFailure):
     """The rendezvous store is gone, which each rank notices by itself."""
@@ -89,15 +90,6 @@ class LinkError(HeteroError, RuntimeError):
 
 class UnavailableTransport(LinkError, UserError):
     """The transport that was asked for cannot join these two ranks: bad input, exit code 2."""
-
-
-class TrainingError(HeteroError):
-    """Training cannot go on, although its input was accepted: a loss that is not a number.
-
-    Raised from numbers that all ranks share, by all of them.
-    """
-
-    known_to_all = True
 
 
 def first_line(error: Exception) -> str:

@@ -14,9 +14,9 @@ from hetero.link.handshake import Rendezvous
 from hetero.link.open import ChannelOptions, open_link
 from hetero.link.torch_links import GlooLink, VendorLink
 from hetero.pipeline.groups import create_group
-from hetero.pipeline.reshard import layout_of
-from hetero.pipeline.resharded_edge import End, ReshardedEdge
+from hetero.pipeline.reshard import End, ReshardedEdge
 from hetero.plan import Edge, Plan
+from hetero.plan.plan import layout_of
 from hetero.startup.store import BoundedStore
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from hetero.plan.mesh import Mesh, PlanError
+from hetero.errors import UserError
 from hetero.text import counted, spans
+
+if TYPE_CHECKING:
+    from hetero.plan.plan import Mesh
 
 NOT_NEGATIVE = "a stage or chunk has 0 layers or more"
 
@@ -20,7 +24,7 @@ def micro_batch_sizes(meshes: Sequence[Mesh], default: int) -> tuple[int, ...]:
     """The micro-batch size of each mesh, such that size x DP size is the same on all meshes.
 
     Sizes that are None are derived from those given, else from `default`, the size on the mesh with
-    the most replicas. Raises PlanError where no size is possible.
+    the most replicas. Raises UserError where no size is possible.
     """
     data = [mesh.data for mesh in meshes]
     known = [mesh.micro_batch_size * mesh.data for mesh in meshes if mesh.micro_batch_size]
@@ -30,7 +34,7 @@ def micro_batch_sizes(meshes: Sequence[Mesh], default: int) -> tuple[int, ...]:
         if step % mesh.data or size not in (None, step // mesh.data):
             lcm = math.lcm(*data)
             nearest = max(round(max([step, *known]) / lcm), 1) * lcm
-            raise PlanError(
+            raise UserError(
                 f"{name} has {counted(mesh.data, 'data-parallel rank')}"
                 + (f" of micro-batch size {size}" if size else "")
                 + f" and cannot take the {counted(step, 'sequence')} of a step of the pipeline, "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero.plan import Plan, PlanError
+from hetero.errors import UserError
+from hetero.plan import Plan
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.model_shape import ModelShape
 from hetero.text import counted
@@ -21,9 +22,9 @@ class Placement:
     """Samples per training step, over all replicas."""
 
     def require_fit(self, cluster: Cluster, model: ModelShape) -> None:
-        """Raise PlanError where the plan does not match the cluster or the model."""
+        """Raise UserError where the plan does not match the cluster or the model."""
         if len(self.kinds) != len(self.plan.meshes):
-            raise PlanError(
+            raise UserError(
                 f"the plan has {counted(len(self.plan.meshes), 'mesh', 'meshes')} and kinds of "
                 f"nodes are given for {len(self.kinds)}"
             )
@@ -33,9 +34,9 @@ class Placement:
             kind = cluster.kind(name)
             needed[name] = needed.get(name, 0) + mesh.world_size
             if mesh.vendor != kind.vendor:
-                raise PlanError(f"a {mesh.vendor} mesh cannot stand on {name} of {kind.vendor}")
+                raise UserError(f"a {mesh.vendor} mesh cannot stand on {name} of {kind.vendor}")
         for name, ranks in needed.items():
             if ranks > cluster.kind(name).gpus:
-                raise PlanError(
+                raise UserError(
                     f"the plan takes {ranks} GPUs of {name}; there are {cluster.kind(name).gpus}"
                 )

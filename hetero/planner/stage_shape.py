@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetero.plan import Mesh, Plan, PlanError
+from hetero.errors import UserError
+from hetero.plan import Mesh, Plan
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.layer_profile import Point
 from hetero.planner.model_shape import ModelShape
@@ -93,7 +94,7 @@ def pipeline_stages(placement: Placement, cluster: Cluster) -> list[list[StageSh
 def _require_supported(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
     size = kind.gpus_per_node
     if mesh.tensor > size:
-        raise PlanError(
+        raise UserError(
             f"tensor size {mesh.tensor} is more than the {size} GPUs of a node; costs are not "
             "known of tensor parallelism across nodes"
         )
@@ -101,7 +102,7 @@ def _require_supported(mesh: Mesh, kind: NodeKind, first_gpu: int) -> None:
     fills_nodes = size % mesh.tensor == 0 and first_gpu % mesh.tensor == 0
     last = first_gpu % size + mesh.world_size
     if mesh.tensor > 1 and not fills_nodes and last > size:
-        raise PlanError(
+        raise UserError(
             f"a tensor-parallel group of {mesh.tensor} of {kind.name} would lie over two nodes of "
             f"{size} GPUs; give this mesh or the one before it another tensor size"
         )
@@ -115,12 +116,12 @@ def micro_batch_counts(placement: Placement) -> list[int]:
     samples = micro_batches_per_round * (first.micro_batch_size or 1)
     rounds, rest = divmod(placement.global_batch, samples)
     if rest or not rounds:
-        raise PlanError(
+        raise UserError(
             f"the global batch {placement.global_batch} does not divide into steps of {samples} "
             "samples, which all replicas take together"
         )
     if plan.chunks > 1 and rounds % plan.stages:
-        raise PlanError(
+        raise UserError(
             f"{rounds} micro-batches do not divide by {plan.stages} stages, as an interleaved "
             "schedule needs it"
         )

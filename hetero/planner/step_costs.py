@@ -45,7 +45,7 @@ def step_costs(
 ) -> StepCosts:
     """The costs of a placement.
 
-    Raises PlanError for an invalid plan, ProfileError where the profile lacks a point.
+    Raises UserError for an invalid plan, ProfileError where the profile lacks a point.
     """
     placement.require_fit(cluster, model)
     cost_model = CostModel(model, cluster, profile, options or TrainingOptions())

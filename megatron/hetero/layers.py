@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hetero.errors import TrainingError
+from hetero.errors import HeteroError
 
 _SDPA_BACKENDS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -215,7 +215,7 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attention (b, heads, s, d) with the kernels that --attention-backend allows.
 
-        `allowed` is True where attention is allowed. Raises TrainingError if no kernel fits.
+        `allowed` is True where attention is allowed. Raises HeteroError if no kernel fits.
         """
         backends = _SDPA_BACKENDS.get(self.config.attention_backend)
         dropout = self.dropout if self.training else 0.0
@@ -237,12 +237,13 @@ class SdpaAttention(MegatronModule):
             mask = None if allowed is None else allowed[..., :1, :1]
             if _is_supported(compute, one, mask, backends) or not _is_supported(compute, one, mask):
                 raise
-            raise TrainingError(
+            raise HeteroError(
                 f"no kernel of --attention-backend {self.config.attention_backend.name} takes "
                 f"{query.dtype} heads of width {query.shape[-1]}"
                 f"{f' with --attention-dropout {dropout:g}' * (dropout > 0)}"
                 f"{' and an attention mask' * (mask is not None)} on this {query.device.type}; use "
-                "--attention-backend auto"
+                "--attention-backend auto",
+                known_to_all=True,
             ) from error
 
     def _dropout_stream(self) -> contextlib.AbstractContextManager[Any]:

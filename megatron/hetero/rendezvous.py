@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from hetero.errors import AgreedError, AgreedFailure, UserError
 from hetero.startup.addresses import interface_with, reachable_address, unusable_interfaces
-from hetero.startup.exchange import await_listener
 from hetero.startup.liveness import LocalRanks, ended_early
 from hetero.startup.process import allow_open_files
 from hetero.text import counted
@@ -146,6 +145,7 @@ def _await_listener(
     host: str, port: int, rank: int, timeout: float, local_ranks: LocalRanks | None
 ) -> None:
     """Wait for rank 0. Raises UserError, or AgreedFailure if it has ended on this host."""
+    from hetero.startup.exchange import await_listener
 
     def who(error: OSError) -> str | None:
         # One rank per node logs.

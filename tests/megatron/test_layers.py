@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from hetero.errors import TrainingError
+from hetero.errors import HeteroError
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.layers import LayerNorm, RMSNorm, SdpaAttention, norm_class
 
@@ -198,7 +198,7 @@ def test_a_kernel_that_does_not_take_it_is_one_sentence() -> None:
     attention = _attention(_config(attention_backend=AttnBackend.flash, attention_dropout=0.5))
     attention.config.sequence_parallel = True  # a dropout stream needs tensor-parallel groups
     with pytest.raises(
-        TrainingError,
+        HeteroError,
         match=r"--attention-backend flash takes .* of width 8 with --attention-dropout 0.5 on this",
     ) as error:
         attention(*_inputs(4, 4), None)

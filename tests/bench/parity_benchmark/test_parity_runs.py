@@ -18,7 +18,7 @@ from bench.parity_benchmark.parity_runs import (
     planned_runs,
 )
 from bench.real_text.data_set import VOCABULARY
-from megatron.hetero.model_size import model_shape
+from hetero.planner.model_shape import model_shape
 
 
 def parsed(setting: Setting, run: Run, *extra: str) -> Namespace:

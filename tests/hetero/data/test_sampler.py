@@ -185,7 +185,7 @@ def test_shares_set_at_the_end_of_an_epoch_hold_when_it_is_passed_through_again(
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_batches_that_come_again_have_the_same_shares_on_ranks_that_drew_differently_far(epoch):
+def test_repeated_batches_have_equal_shares_on_all_ranks(epoch):
     ranks = samplers(60, Shares((5, 5)))
     drawn = []
     for sampler, ahead in zip(ranks, (4, 2), strict=True):

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from tests.hetero.test_liveness import TimedOut
 
 from hetero.link.control import Control, PathsLost
-from tests.hetero.test_liveness import TimedOut
 
 
 @pytest.fixture

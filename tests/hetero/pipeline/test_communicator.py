@@ -115,7 +115,7 @@ def test_activations_go_downstream_and_gradients_upstream() -> None:
     assert values(*stage.up.sent) == [2.0, 3.0]
 
 
-def test_work_that_waits_for_a_gradient_is_done_once_it_is_sent_and_before_the_next_wait() -> None:
+def test_deferred_work_runs_after_the_send_and_before_the_next_wait() -> None:
     stage = Stage()
     stage.p2p.send_backward(full(1.0), False)
     with suppress(IndexError):  # nobody sends what is waited for

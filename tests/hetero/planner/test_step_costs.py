@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetero.plan import Mesh, Plan, PlanError
+from hetero.errors import UserError
+from hetero.plan import Mesh, Plan
 from hetero.planner.layer_profile import PartCosts, Point
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, estimate_seconds, simulate
@@ -237,17 +238,17 @@ def test_what_a_gpu_cannot_hold_does_not_fit() -> None:
     ],
 )
 def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(UserError, match=said):
         priced(placement)
 
 
 def test_tensor_parallelism_over_nodes_is_refused() -> None:
-    with pytest.raises(PlanError, match="tensor size 8 is more than the 4 GPUs of a node"):
+    with pytest.raises(UserError, match="tensor size 8 is more than the 4 GPUs of a node"):
         priced(alone(tensor=8))
     meshes = (
         Mesh("nvidia", 1, tensor=1, micro_batch_size=1),
         Mesh("nvidia", 1, tensor=4, micro_batch_size=1),
     )
     shifted = Placement(Plan(meshes, ((4,), (4,))), ("H100-SXM", "H100-SXM"), 8)
-    with pytest.raises(PlanError, match="group of 4 of H100-SXM would lie over two nodes"):
+    with pytest.raises(UserError, match="group of 4 of H100-SXM would lie over two nodes"):
         priced(shifted)

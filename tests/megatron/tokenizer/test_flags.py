@@ -12,8 +12,7 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser
-from megatron.hetero.tokenizer.build import build_tokenizer
-from megatron.hetero.tokenizer.wrapper import tokenizer_digest
+from megatron.hetero.tokenizer.build import build_tokenizer, tokenizer_digest
 from tests.megatron.arguments import observers as see
 from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece
 
