@@ -49,6 +49,7 @@ def sources(root: Path = Path(__file__).parents[1]) -> str:
 
 
 _ROOT = Path(__file__).resolve().parents[1]
+_IN_A_CHECKOUT = " (after make setup: source .venv/bin/activate)"
 
 
 def core_version() -> str:
@@ -110,7 +111,7 @@ def exit_unless_installed(*modules: str) -> None:
         if find_spec(module) is None:
             print_error(
                 f"{module} is not installed for {sys.executable}; activate the environment that "
-                "has this project (after make setup: source .venv/bin/activate)"
+                f"has this project{_IN_A_CHECKOUT if _is_checkout() else ''}"
             )
             sys.exit(UserError.exit_code)
 
@@ -131,6 +132,10 @@ def exit_if_other_megatron(*, core: bool = True) -> None:
             print_error(str(error))
         write_error_file(str(error), printed=is_logger, known_to_all=True)
         sys.exit(error.exit_code)
+
+
+def _is_checkout() -> bool:
+    return (_ROOT / "Makefile").exists()
 
 
 def _file(spec: ModuleSpec | None) -> Path | None:

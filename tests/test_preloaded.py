@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 ENDS = ["-c", "raise SystemExit(3)"]
 
 
-def test_a_starter_that_is_killed_before_it_asks_or_hears_leaves_the_server_to_others() -> None:
+def test_killed_client_leaves_the_preloaded_server_to_others() -> None:
     asked = {"argv": ENDS, "environ": {**os.environ}, "cwd": os.getcwd(), "files": []}
     for request in (None, json.dumps(asked).encode()):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench import bench_meshes
 from bench.bench_meshes import parse_options
-from bench.reproduction.measurement import Attempt
-from bench.reproduction.mesh_runs import findings, planned_runs, render
-from bench.reproduction.run_options import parsed, possible_here
+from bench.reproduction.mesh_runs import planned_runs
+from bench.reproduction.run_options import parsed
 from tests.commands import PRESETS
-from tests.tools.made_measurements import MEASURED
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -47,45 +43,6 @@ def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> N
         for meshes in ("TP4xDP1-TP2xDP2", "TP1xDP4-TP2xDP2")
         for transport in ("device-direct", "cpu-forward")
     ]
-
-
-def test_without_a_gpu_no_run_asks_for_device_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    words = f"--meshes TP2xDP1/TP1xDP2 --global-batch-size 8 --model {TINY} --out x"
-    options = parse_options(words.split())
-    assert options.transports == ("cpu-forward",)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert possible_here(["device-direct", "gloo"]) == ["device-direct", "gloo"]
-
-
-def test_what_no_mesh_of_a_pair_could_run_is_told_of_both(refused) -> None:
-    told = refused(bench_meshes.main, "--meshes TP3xDP1/TP1xDP1 --out x", several=True)
-    assert "--tensor-model-parallel-size 3" in told
-
-
-def test_throughput_bytes_and_losses_stand_beside_the_homogeneous_runs() -> None:
-    words = "--meshes TP2xDP1/TP1xDP2 --transports shm --global-batch-size 8 --seq-length 1024"
-    options = parse_options([*words.split(), "--out", "x"])
-    # Four iterations of 8 x 1024 x 4096 elements of bf16, there and back.
-    tensors = 4 * 2 * 2 * 8 * 1024 * 4096
-    attempts = [
-        Attempt("TP2xDP1-micro-batch-2", 1, replace(MEASURED, tokens_per_s=(360.0,))),
-        Attempt("TP1xDP2-micro-batch-1", 1, replace(MEASURED, tokens_per_s=(400.0,))),
-    ]
-    assert findings(options, attempts) == []
-    mixed = replace(
-        MEASURED, tokens_per_s=(361.0,), losses=(9.0, 8.0, 7.007, 6.0), boundary_bytes=tensors
-    )
-    (one,) = findings(options, [*attempts, Attempt("TP2xDP1-TP1xDP2-shm", 1, mixed)])
-    assert one.references_per_gpu == (90.0, 100.0)
-    assert one.predicted == 380.0
-    assert one.of_predicted == pytest.approx(0.95)
-    assert not one.as_json()["is_reached"]
-    assert one.of_slower == pytest.approx(361 / 360)
-    assert one.boundary_bytes == one.expected_bytes
-    assert one.losses_apart == pytest.approx((0.001, 0.001))
-    assert one.references_apart == 0.0
-    assert "| 0.950, below 0.97 | 1.003 |" in render([one])
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from bench.parity_benchmark.parity_options import Options, parse_options
-from hetero.errors import UserError
 from tests.commands import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
@@ -36,23 +35,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_all_gpus_with_a_partner_are_used_and_more_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen = options("--out x")
-    assert (chosen.processes, chosen.gpus, chosen.per_pair) == (2, ("0", "1"), 3)
-    assert len(chosen.runs) == 9
-    assert "device-direct" in {run.transport for run in chosen.runs}
-    with pytest.raises(UserError, match="4 processes need as many GPUs and there are 2"):
-        options("--processes 4 --out x")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert options("--out x").processes == 2
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UserError, match="2 processes need as many GPUs and there are 1"):
-        options("--out x")
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_llama_8b_runs_alone_on_its_gpus_with_deterministic_kernels() -> None:
     chosen = options("--model llama3_8b --out x")
     assert [run.name for run in chosen.runs] == [
@@ -60,13 +42,6 @@ def test_llama_8b_runs_alone_on_its_gpus_with_deterministic_kernels() -> None:
         "deterministic, device-direct, seed 1",
     ]
     assert (chosen.per_pair, chosen.iterations, chosen.tokens) == (1, 50, 50 * 8 * 4096)
-
-
-def test_without_gpus_the_transports_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    chosen = options("--out x")
-    assert {run.transport for run in chosen.runs} == {"homogeneous", "gloo", "cpu-forward"}
-    assert (chosen.processes, chosen.gpus) == (2, ())
 
 
 def benchmark(out: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -107,24 +82,3 @@ def test_the_command_trains_and_compares_and_goes_on_without_a_run_that_fails(
     assert homogeneous["weights_sha256"] == gloo_run["weights_sha256"]
     assert "ipc: it joins GPUs" in direct["problem"]
     assert "ipc: it joins GPUs" in (tmp_path / "out" / "failed_runs.log").read_text()
-
-
-@pytest.mark.slow
-def test_the_command_with_both_kinds_of_kernels_passes(tmp_path: Path) -> None:
-    outcome = benchmark(
-        tmp_path / "out", TRANSPORTS="cpu-forward", PROCESSES="4", PER_PAIR="1", FLAGS=TINY
-    )
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    assert outcome.stdout.splitlines()[-1] == "pass"
-    record = json.loads((tmp_path / "out" / "parity_training.json").read_text())
-    assert record["passed"]
-    assert record["simulated"]
-    assert record["machine"] == "4 processes on the CPU, 1 runs at once on each 2"
-    candidates = record["judgements"]["fast"]["comparison"]["candidates"]
-    assert [candidate["name"] for candidate in candidates] == [
-        "fast, cpu-forward, seed 1",
-        "fast, homogeneous, seed 1, again",
-    ]
-    assert {f["passed"] for candidate in candidates for f in candidate["findings"]} == {True}
-    losses = [tuple(run["loss"]) for run in record["runs"]]
-    assert len(set(losses)) == 3

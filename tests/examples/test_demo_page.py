@@ -143,7 +143,7 @@ def test_page_shows_the_numbers() -> None:
 
 
 @pytest.mark.usefixtures("without_charts")
-def test_page_follows_a_simulation_flag_and_says_when_bytes_are_not_the_expected_ones() -> None:
+def test_page_names_simulation_and_unexpected_byte_counts() -> None:
     real = outcome(hetero=run(simulated=False), homogeneous=run("homogeneous", simulated=False))
     assert not real.simulated
     assert "imulated" not in (page := render_page(real))

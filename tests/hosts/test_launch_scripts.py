@@ -47,9 +47,7 @@ def command(node: int, master: str) -> list[str]:
     return words[words.index(sys.executable) + 1 :]
 
 
-def test_two_nodes_of_one_vendor_and_one_of_the_other_train_and_name_whoever_is_killed(
-    network: Network, tmp_path: Path
-) -> None:
+def test_three_nodes_train_and_name_the_killed_rank(network: Network, tmp_path: Path) -> None:
     master = network.hosts[0].address()
     run = Run(network.hosts, [command(node, master) for node in range(3)], tmp_path)
     run.wait_for(r"rank 1 \(stage 1\) - rank 2 \(stage 2\): tcp")

@@ -25,7 +25,7 @@ def test_processes_of_one_node_meet_whatever_its_name_leads_to(
 
 
 @pytest.mark.parametrize("named_rail", [None, 1])
-def test_the_host_with_the_endpoints_address_hosts_the_rendezvous_whatever_its_name_leads_to(
+def test_host_with_the_endpoint_address_hosts_the_rendezvous(
     network: Network, tmp_path: Path, named_rail: int | None
 ) -> None:
     pair = network.hosts[:2]

@@ -81,7 +81,7 @@ def test_the_picture_shows_every_rank_with_its_node_stage_layers_and_coordinates
     assert drawn(capsys, *words) == dedent(expected)
 
 
-def test_with_a_model_each_stage_tells_its_parameters_and_memory_and_each_boundary_its_bytes(
+def test_model_adds_parameters_memory_and_boundary_bytes(
     capsys: pytest.CaptureFixture[str], plan_file: Path
 ) -> None:
     words = (plan_file, "--model", "llama3.1-8b", "--global-batch-size", 64)
@@ -134,7 +134,7 @@ def test_all_that_is_wrong_is_said_at_once_each_with_what_would_work(
         assert line.startswith(words)
 
 
-def test_faults_of_the_file_of_the_model_and_of_what_one_asks_of_the_other_are_told_together(
+def test_plan_and_model_errors_are_reported_together(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"

@@ -144,9 +144,7 @@ def test_files_of_one_tokenizer_give_a_file_that_says_so(tmp_path, capsys):
     assert found.made == {"joined from": parts}
 
 
-def test_files_that_say_nothing_are_joined_with_a_warning_and_give_one_that_says_nothing(
-    tmp_path, capsys
-):
+def test_datasets_without_metadata_are_merged_with_a_warning(tmp_path, capsys):
     known, unknown = (build(tmp_path / name, [[[1]]]) for name in ("known", "unknown"))
     described(known, 500, "abc")
     out = described(build(tmp_path / "out", [[[1]]]), 500, "old")

@@ -260,7 +260,7 @@ def test_a_profile_that_lacks_the_point_names_it(
     assert note in capsys.readouterr().out
 
 
-def test_what_was_not_measured_is_told_shape_by_shape_and_only_what_the_nodes_could_take(
+def test_missing_measurements_are_listed_by_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = "nodes: [{accelerator: H100-SXM, nodes: 8, gpus_per_node: 2}]"

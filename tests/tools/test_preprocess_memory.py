@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pytest
 import zstandard
 
 from tests.commands import printed
@@ -48,6 +49,7 @@ def peak_bytes(folder: Path, size: int) -> tuple[int, int]:
     return int(parent) * 1024, int(worker) * 1024
 
 
+@pytest.mark.slow
 def test_neither_parent_nor_workers_grow_with_the_input(tmp_path):
     small = peak_bytes(tmp_path, LARGE // 12)
     large = peak_bytes(tmp_path, LARGE)

@@ -84,9 +84,7 @@ def test_speed_leaves_out_the_first_iterations(figures: list[float], steady: flo
     assert run.steady("tokens_per_s") == steady
 
 
-def test_layers_of_stages_are_given_as_numbers_so_that_the_program_can_refuse_mistyped_ones() -> (
-    None
-):
+def test_mistyped_layers_of_stages_are_refused() -> None:
     *_, layout = runs.homogeneous_flags(stages=2, layers=[3, 1])
     assert parse_layout(layout, num_layers=4) == ["Ettt", "tL"]
     *_, mistyped = runs.homogeneous_flags(stages=2, layers=[10**20, 1])

@@ -129,7 +129,7 @@ def test_a_file_that_makes_no_sense_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_all_that_is_wrong_with_a_file_is_told_at_once_and_nothing_that_follows_from_it() -> None:
+def test_cluster_file_errors_are_reported_together() -> None:
     nodes = [
         {"accelerator": "Mine", "nodes": 0, "rails": -1},
         {"accelerator": "H1000", "gpus": 8, "rail_latency_us": 0},

@@ -120,7 +120,7 @@ def test_a_stage_computes_as_long_as_its_passes_take(pipeline: PipelineTimes) ->
 @pytest.mark.parametrize(
     "pipeline", [even_pipeline(3, 602), even_pipeline(3, 602, is_blocking=True)]
 )
-def test_of_very_many_micro_batches_the_first_are_simulated_and_the_others_repeat_them(
+def test_many_micro_batches_are_extrapolated_from_the_first(
     pipeline: PipelineTimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = replace(pipeline, backward=((2.0,), (3.5,), (1.0,)))

@@ -305,7 +305,7 @@ def test_a_kind_has_fewer_replicas_than_its_gpus_make_where_the_batch_divides_be
     assert sum(mesh.shape.stage.data for mesh in first.meshes) == 13
 
 
-def test_where_not_all_are_looked_at_fewer_replicas_do_not_crowd_out_what_the_gpus_make() -> None:
+def test_truncated_search_keeps_plans_of_many_replicas() -> None:
     fourteen = list(search_replicas(six_and_eight_gpus(batch=14), cutoff=math.inf, is_exact=False))
     assert fourteen[-1].shares == (1, 1)
     thirteen = list(search_replicas(six_and_eight_gpus(batch=13), cutoff=math.inf, is_exact=False))

@@ -49,7 +49,7 @@ def test_replicas_divide_the_batch_and_reduce_their_gradients() -> None:
     assert costs.reduce[0] == pytest.approx(steps)
 
 
-def test_a_stage_over_two_nodes_reduces_at_the_speed_of_the_nics_where_it_has_fewest_gpus() -> None:
+def test_reduction_over_nodes_is_bound_by_the_fewest_nics() -> None:
     """Three replicas of nodes of 4 GPUs: the second stage has GPU 3 of one node and 0, 1 of the
     next."""
     inside, across = priced(alone(2, data=3, batch=6)).reduce

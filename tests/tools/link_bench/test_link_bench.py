@@ -82,7 +82,7 @@ def record(**changes) -> Record:
     return Record(**(values | changes))
 
 
-def test_the_default_sizes_run_from_4_kib_to_1_gib_and_fewer_are_queued_the_larger_they_are():
+def test_default_sizes_and_queue_depths():
     assert (DEFAULT_SIZES[0], DEFAULT_SIZES[-1]) == (4 * KIB, GIB)
     assert 32 * MIB in DEFAULT_SIZES
     assert list(DEFAULT_SIZES) == sorted(set(DEFAULT_SIZES))

@@ -15,7 +15,7 @@ NORM, LINEAR = "isolated/norm/output", "isolated/linear/output"
 NORM_GRAD, LINEAR_GRAD = "isolated/norm/grad hidden", "isolated/linear/grad weight"
 
 
-def test_roundings_agree_with_the_reference_wherever_it_was_named_and_with_each_other() -> None:
+def test_roundings_agree_with_the_reference_and_each_other() -> None:
     for pair in ((dump(), reference()), (reference(), dump())):
         comparison = compare(*pair)
         assert comparison.right.is_reference

@@ -74,7 +74,7 @@ def test_amd_is_told_which_kernel_options_are_missing(tmp_path):
     assert advise(machine.read()) == []
 
 
-def test_a_build_of_pytorch_that_does_not_see_the_gpus_and_a_missing_driver_are_problems(tmp_path):
+def test_invisible_gpus_and_missing_drivers_are_problems(tmp_path):
     machine = h200_node(tmp_path / "nvidia")
     machine.change(software=NO_GPU, gpus=[], vendor="cpu")
     text = said(machine, Severity.PROBLEM, "GPU")

@@ -32,7 +32,7 @@ def scaled(factor: float, positions: slice, *, column: str = "loss") -> Curve:
     return replace(REFERENCE, **{column: values})
 
 
-def test_identical_counts_bits_and_schedule_compares_learning_rates_and_weight_decays():
+def test_identical_compares_bits_and_schedule_compares_rates():
     assert finding("identical", REFERENCE).passed
     found = finding("identical", scaled(1 + 1e-15, slice(30, 33)))
     assert (found.passed, found.value) == (False, 3)
@@ -57,7 +57,7 @@ def test_first_steps_look_at_the_first_iterations_alone(name, column):
     assert not finding(f"{name}=0.01", later, first=11).passed
 
 
-def test_final_relative_compares_the_last_window_and_smoothed_relative_takes_the_worst():
+def test_final_relative_and_smoothed_relative_criteria():
     found = finding("final-relative", scaled(1.01, slice(90, 100)))
     assert (found.passed, found.value) == (False, pytest.approx(0.01))
     assert finding("final-relative", scaled(1.01, slice(0, 90))).value == 0.0
@@ -128,7 +128,7 @@ def test_a_criterion_that_makes_no_sense_is_refused(text, says):
     assert says in sentence_of(parse_criterion, text)
 
 
-def test_gradients_of_one_stage_that_are_doubled_are_seen_in_the_norm_and_not_in_the_loss():
+def test_doubled_gradients_of_a_stage_show_in_the_norm():
     """Adam divides the scale out, so that the loss hardly moves."""
     candidate = simulated_run(1, iterations=100, rounding=1e-3, fault=Fault(grad_norm=1.58))
     assert finding("final-relative", candidate).passed

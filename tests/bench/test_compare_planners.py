@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.compare_planners import main
-from bench.planner_validation.metis_planner import run_metis
-from bench.planner_validation.peer_comparison import Comparison, Theirs, compare, table
-from bench.planner_validation.peer_problems import PeerProblem, cluster_of
+from bench.planner_validation.peer_comparison import Comparison, Theirs
 from tests.bench.sailor_checkout import write_checkout
-from tests.tools.refusals import Refused
 
 KINDS = ("A100-40", "V100-16")
 PLANNER = """
@@ -71,25 +68,6 @@ def metis(tmp_path: Path, sailor: Path) -> Path:
 SAILOR, METIS = ("Sailor", "A100-40", "V100-16"), ("Metis", "A100", "V100")
 
 
-def asked(peer: str, first: str, second: str) -> PeerProblem:
-    gpus = {first: 2, second: 2}
-    return PeerProblem(peer, "OPT-350", gpus, 8, gpus_per_node=2, tensor=(1, 2), micro_batch=(1,))
-
-
-def compared(peer: tuple[str, str, str], *, sailor: Path, metis: Path | None = None) -> Comparison:
-    (found,) = compare(metis=metis, sailor=sailor, deadline=60, problems=[asked(*peer)])
-    return found
-
-
-def test_a_plan_that_could_run_here_is_never_better_than_ours(sailor: Path) -> None:
-    found = compared(SAILOR, sailor=sailor)
-    assert found.theirs.plans == 2
-    assert found.theirs.remark == "a stage of unlike GPUs"
-    assert found.theirs.first_step == found.theirs.best_beyond > 0
-    assert found.theirs.best_step >= found.step > 0
-    assert found.ratio >= 1
-
-
 def test_the_tool_prints_a_table_and_writes_all_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,52 +80,3 @@ def test_the_tool_prints_a_table_and_writes_all_figures(
     assert "1.250" in said
     (written,) = json.loads(file.read_text())
     assert (written["step"], written["theirs"]["best_step"]) == (4.0, 5.0)
-
-
-def test_metis_ranking_is_read_and_what_cannot_be_charged_is_counted(
-    sailor: Path, metis: Path
-) -> None:
-    found = compared(METIS, sailor=sailor, metis=metis)
-    theirs = found.theirs
-    assert (theirs.plans, theirs.uncharged) == (2, 1)
-    assert theirs.remark == "unlike micro-batches in a stage"
-    # Of 26 layers 24 are decoders: the embedding and the output layer count with the rest there.
-    assert theirs.best_step >= found.step > 0
-
-
-@pytest.mark.parametrize(
-    ("script", "deadline", "why"),
-    [
-        ("raise KeyError('tp1_bs8')", 60, "it ends with KeyError: 'tp1_bs8'"),
-        ("import time; time.sleep(60)", 0.5, "no plan in 0.5 s"),
-        ("print('rank, cost, node_sequence')", 60, "it prints no plan"),
-    ],
-)
-def test_a_planner_that_fails_or_does_not_end_is_said_to(
-    sailor: Path, metis: Path, tmp_path: Path, script: str, deadline: float, why: str
-) -> None:
-    (metis / "cost_het_cluster.py").write_text(script)
-    problem = asked(*METIS)
-    plans, failed = run_metis(
-        problem,
-        cluster_of(problem, sailor),
-        metis=metis,
-        profiles=tmp_path,
-        folder=tmp_path,
-        deadline=deadline,
-    )
-    assert (plans, failed) == ([], why)
-
-
-def test_a_planner_that_is_not_built_is_named(sailor: Path) -> None:
-    for file in (sailor / "sailor" / "Planner" / "sailor_planner").rglob("*.py"):
-        file.unlink()
-    found = compared(SAILOR, sailor=sailor)
-    assert "No module named 'libplanner'" in found.theirs.remark
-    assert table([found])[1].count(" - ") == 4
-
-
-def test_folders_that_are_no_checkouts_are_named_at_once(tmp_path: Path, refused: Refused) -> None:
-    said = refused(main, f"--sailor {tmp_path} --metis {tmp_path}", several=True)
-    assert "give a checkout of eth-easl/sailor" in said
-    assert "give a checkout of SamsungLabs/Metis" in said
