@@ -69,62 +69,6 @@ from megatron.hetero.rendezvous import (
     store_endpoint,
 )
 
-
-def group_backends(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:
-    """The backend of groups inside a vendor, and that of groups that reduce across vendors."""
-    if args.distributed_backend == "gloo":
-        return "gloo", "gloo"
-    return "nccl" if device.type == "cuda" else "gloo", CROSSING_BACKEND
-
-
-def require_links(args: argparse.Namespace, plan: Plan) -> None:
-    """Refuse a pipeline of GPUs without links: gloo cannot send GPU tensors point-to-point."""
-    if plan.stages > 1 and not args.hetero_pipeline:
-        raise UserError(
-            "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
-            "--hetero-pipeline with --hetero-transport gloo, or leave it out"
-        )
-
-
-def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
-    """Options of every link. `own` is the address through which other hosts reach this rank."""
-    return ChannelOptions(
-        ring_bytes=args.hetero_ring_mib << 20,
-        chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
-        checksum=args.hetero_checksum,
-        connections=args.hetero_tcp_connections,
-        nics=find_rails(args, own=own, family=family_of(own)),
-    )
-
-
-def find_rails(
-    args: argparse.Namespace, *, own: str, family: socket.AddressFamily | None = None
-) -> Nics:
-    """Resolve --hetero-nics on this host. Raises UserError for an unknown device or interface."""
-    try:
-        return find_nics(args.hetero_nics or (), own=own, family=family)
-    except ValueError as error:
-        raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
-
-
-def set_determinism(args: argparse.Namespace) -> None:
-    if args.deterministic_mode:
-        # cuBLAS reads this when it is first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
-    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
-    seed = args.seed + 100 * coordinate.stage
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, tp_rank=coordinate.tensor, ep_rank=0, etp_rank=0
-    )
-
-
 # Flags that may differ between ranks: they do not change what is computed, and none may decide
 # whether a rank takes part in a collective.
 _LOCAL_FLAGS = frozenset(
@@ -489,3 +433,58 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(item) for item in value]
     return value
+
+
+def group_backends(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:
+    """The backend of groups inside a vendor, and that of groups that reduce across vendors."""
+    if args.distributed_backend == "gloo":
+        return "gloo", "gloo"
+    return "nccl" if device.type == "cuda" else "gloo", CROSSING_BACKEND
+
+
+def require_links(args: argparse.Namespace, plan: Plan) -> None:
+    """Refuse a pipeline of GPUs without links: gloo cannot send GPU tensors point-to-point."""
+    if plan.stages > 1 and not args.hetero_pipeline:
+        raise UserError(
+            "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
+            "--hetero-pipeline with --hetero-transport gloo, or leave it out"
+        )
+
+
+def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
+    """Options of every link. `own` is the address through which other hosts reach this rank."""
+    return ChannelOptions(
+        ring_bytes=args.hetero_ring_mib << 20,
+        chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
+        checksum=args.hetero_checksum,
+        connections=args.hetero_tcp_connections,
+        nics=find_rails(args, own=own, family=family_of(own)),
+    )
+
+
+def find_rails(
+    args: argparse.Namespace, *, own: str, family: socket.AddressFamily | None = None
+) -> Nics:
+    """Resolve --hetero-nics on this host. Raises UserError for an unknown device or interface."""
+    try:
+        return find_nics(args.hetero_nics or (), own=own, family=family)
+    except ValueError as error:
+        raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
+
+
+def set_determinism(args: argparse.Namespace) -> None:
+    if args.deterministic_mode:
+        # cuBLAS reads this when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
+    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
+    seed = args.seed + 100 * coordinate.stage
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, tp_rank=coordinate.tensor, ep_rank=0, etp_rank=0
+    )

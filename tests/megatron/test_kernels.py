@@ -28,7 +28,7 @@ PRESET = PRESETS / "llama3.1_8b.yaml"
 RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "has_liger_swiglu", lambda: True)
 
@@ -39,6 +39,7 @@ def flags(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(parse_args(words.split(), world_size=1)) | changed)
 
 
+@pytest.mark.usefixtures("liger_is_installed")
 def test_a_llama_on_a_gpu_uses_all_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_kernels(flags(), GPU) == Kernels(True, True, True, True, True)
     assert select_kernels(flags(), torch.device("cpu")) == Kernels()

@@ -41,9 +41,6 @@ _ACCOUNTED = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeli
 _ENDS = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
 
 
-# What is asked for: a pipeline across vendors, replicas on several vendors, or neither.
-
-
 @rule("hetero_pipeline typed_flags", flags="hetero_data_parallel")
 def _without_pipeline(args: Namespace) -> Iterator[str]:
     if args.hetero_pipeline:
@@ -130,9 +127,6 @@ def _ring(args: Namespace) -> Iterator[str]:
             f"--hetero-chunk-kib {args.hetero_chunk_kib} in each direction; enlarge the ring or "
             "shrink the slots"
         )
-
-
-# The meshes of a pipeline across vendors.
 
 
 @rule("hetero_pipeline typed_flags", flags="hetero_plan")
@@ -281,9 +275,6 @@ def _tensor_size(args: Namespace) -> Iterator[str]:
             f"--tensor-model-parallel-size {given} contradicts --hetero-tensor-sizes "
             f"{' '.join(map(str, sizes))}; remove the former"
         )
-
-
-# Sizes.
 
 
 @rule(
@@ -448,9 +439,6 @@ def _split_of_model(args: Namespace) -> Iterator[str]:
 def _sequence_parallel(args: Namespace) -> Values:
     """As in Megatron: with one rank it would change numerics and save nothing."""
     return {"sequence_parallel": args.sequence_parallel and set(args.tensor_sizes) != {1}}
-
-
-# Layers of stages and chunks.
 
 
 @rule(
@@ -692,9 +680,6 @@ def _number_of_layer_counts(args: Namespace) -> Iterator[str]:
             f"--hetero-pipeline-layers has {counted(len(args.hetero_pipeline_layers), 'number')} "
             f"and there are {counted(stages, 'pipeline stage')}; give {stages}{chunked}"
         )
-
-
-# Overlap of communication.
 
 
 @rule("overlap_param_gather use_distributed_optimizer overlap_grad_reduce")

@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece
 
 
 def _given(flags: str) -> dict[str, Any]:
-    args: Namespace = build_parser().parse_args(flags.split())
-    return see.core_tokenizer(args)
+    launch: Any = SimpleNamespace(args=build_parser().parse_args(flags.split()))
+    return see.core_tokenizer(launch)
 
 
 @pytest.fixture
