@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from bench.planner_validation.peer_comparison import compare, table
 from hetero.text import number
 from hetero.tools.tool_command_line import Parser, run
-from megatron.hetero.progress_bar import progress_bar
+from megatron.hetero.console import progress_bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,8 +29,7 @@ from bench.public_commands import by_source, shares, verdicts
 from hetero.errors import HeteroError
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.arguments.parser import build_parser
-from megatron.hetero.arguments.unknown import REPLACED
-from megatron.hetero.arguments.unsupported_flags import OTHERS, Feature, feature_of, features
+from megatron.hetero.arguments.unknown import OTHERS, REPLACED, Feature, feature_of, features
 from megatron.hetero.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from megatron.hetero.checkpoint.resume import (
     CHECKPOINT_SCHEDULE,

@@ -18,7 +18,7 @@ from tests.preloaded import LARGEST_REQUEST, ROOT, STDIN
 IMPORTED = (
     "megatron.hetero.cpu_shim",
     "megatron.hetero.pretrain",
-    "megatron.hetero.run_job",
+    "megatron.hetero.trainer",
     "megatron.core.tokenizers.text.text_tokenizer",
 )
 MOST_FILES = 200

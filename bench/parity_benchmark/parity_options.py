@@ -22,9 +22,9 @@ from bench.parity_benchmark.side_by_side import VISIBLE, gpu_names
 from bench.reproduction.run_options import MODEL_SIZES
 from hetero.errors import UserError
 from hetero.link import TRANSPORTS
+from hetero.planner.model_shape import model_shape
 from hetero.text import integer, number
 from hetero.tools import tool_command_line
-from megatron.hetero.model_size import model_shape
 
 Number = TypeVar("Number", int, float)
 

@@ -19,8 +19,8 @@ from hetero.planner.prediction import Prediction
 from hetero.text import counted
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
+from megatron.hetero.console import progress_bar
 from megatron.hetero.import_core import import_megatron_core
-from megatron.hetero.progress_bar import progress_bar
 
 _STEP, _TAU, _GAIN, _PEAK = 0.05, 0.9, 0.03, 0.08
 """How far a step, the order of plans, the gain over an even split and a peak may be off."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.public_commands import Command
 from hetero.errors import UserError
-from megatron.hetero.arguments.checks.check_data import DEFAULT_TOKENIZER
+from megatron.hetero.arguments.data import DEFAULT_TOKENIZER
 
 RUN, TEXT = "RUN", "TEXT"
 """Where folders of one run and the shared text stand in the words until a run names them."""

@@ -214,7 +214,7 @@ def rotary(tokens: int) -> Iterator[tuple[str, float, float]]:
     yield "plain", *both_ways(plain, mixed)
     yield "rotation compiled", *both_ways(rotation_compiled, mixed)
     yield "split and rotation compiled", *both_ways(lambda m: whole(m, angles), mixed)
-    from megatron.hetero.fused.rotary import Rotary
+    from megatron.hetero.compiled_kernels import Rotary
 
     rotary = Rotary()
 

@@ -34,7 +34,7 @@ from hetero.text import counted
 from hetero.tools.launching.processes import run_step
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, run
-from megatron.hetero.progress_bar import progress_bar
+from megatron.hetero.console import progress_bar
 
 MARKER = ".hetero-demo"
 """Stands in a folder that the demo made, so that it never replaces files of anyone else."""

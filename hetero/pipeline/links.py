@@ -14,10 +14,10 @@ from hetero.link.gloo import GlooLink
 from hetero.link.handshake import Rendezvous
 from hetero.link.open import ChannelOptions, open_link
 from hetero.pipeline.groups import create_group
-from hetero.pipeline.reshard import layout_of
-from hetero.pipeline.resharded_edge import End, ReshardedEdge
+from hetero.pipeline.reshard import End, ReshardedEdge
 from hetero.pipeline.vendor_link import VendorLink
 from hetero.plan import Edge, Plan
+from hetero.plan.plan import layout_of
 from hetero.startup.store import BoundedStore
 
 

@@ -1,125 +1,146 @@
-"""Which slabs of an activation each rank sends to whom, between stages of different layouts.
+"""An edge between stages of different layouts, with the interface of a link.
 
-Pure arithmetic on intervals. The tensor is [sequence, batch, hidden], with the sequences of one
-step of the pipeline. Data-parallel ranks hold its batch in equal slices.
-Tensor-parallel ranks hold equal parts of the sequence (sequence parallel), or each holds all of it.
-
-**Each element crosses once.** Every rank has a *part* of the tensor, and no two have the same: its
-slice of the batch and, of the sequence, the rows that sequence parallelism would give it. A rank
-sends its part and receives its part. Where a target rank needs the whole sequence, its group then
-gathers the parts, over the vendor's library and not over the boundary: the sequence is the slowest
-axis, so that is one all-gather into one piece of memory.
-
-Gradients go the other way: `slabs(target, source, ...)` has the same slabs, sent back.
+Each end has a tensor [sequence, micro-batch, hidden] of its own shape, and exchanges slabs of it
+with several ranks of the other stage, each over its own link. Tensor-parallel ranks that hold the
+same tensor send and receive a part each, and all-gather what they received.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
-from hetero.plan import Plan
+import torch
+import torch.distributed as dist
 
+from hetero.link.base import Link, Work
+from hetero.plan.plan import Layout, slabs
 
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks of one stage, numbered from 0, hold [sequence, batch, hidden]."""
-
-    tensor: int
-    data: int
-    micro_batch_size: int
-    sequence_parallel: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor * self.data
-
-    @property
-    def batch(self) -> int:
-        """Sequences in a step, those of all ranks together."""
-        return self.micro_batch_size * self.data
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a rank needs the parts of its tensor-parallel group besides its own."""
-        return self.tensor > 1 and not self.sequence_parallel
-
-    def part_rows(self, sequence: int) -> int:
-        """Rows of a part, of a sequence of that length. Those of the last ranks may be shorter."""
-        return -(-sequence // self.tensor)
-
-    def part(self, rank: int, sequence: int) -> range:
-        """Which rows of the sequence are a rank's part."""
-        rows = self.part_rows(sequence)
-        first = min(rank % self.tensor * rows, sequence)
-        return range(first, min(first + rows, sequence))
-
-    def batch_of(self, rank: int) -> range:
-        """The rank's slice of the step's batch."""
-        first = rank // self.tensor * self.micro_batch_size
-        return range(first, first + self.micro_batch_size)
-
-    def in_part(self, slab: Slab, rank: int, sequence: int) -> tuple[slice, slice]:
-        """Where a slab lies in the rank's part: its rows and its slice of the batch."""
-        row, first = self.part(rank, sequence).start, self.batch_of(rank).start
-        return (
-            slice(slab.rows.start - row, slab.rows.stop - row),
-            slice(slab.batch.start - first, slab.batch.stop - first),
-        )
+Piece = tuple[int, slice, slice]
+"""Number of the peer in its stage; rows and sequences of a slab, counted from this rank's part."""
 
 
 @dataclass(frozen=True)
-class Slab:
-    """What one rank sends to another: rows of the sequences, of a slice of the step's batch."""
+class End:
+    """One rank's end of an edge."""
 
-    source: int
-    target: int
-    rows: range
-    batch: range
+    own: Layout
+    other: Layout
+    place: int
+    """The rank's number in its stage."""
+    sequence: int
+    """Length of the whole sequence."""
 
-    @property
-    def elements(self) -> int:
-        """How many, for each element of the hidden axis, which is never split."""
-        return len(self.rows) * len(self.batch)
+    def peers(self) -> list[int]:
+        """The ranks it exchanges slabs with, by number in the other stage."""
+        return [peer for peer, _, _ in _pieces(self, self.own.micro_batch_size)]
 
 
-def layout_of(plan: Plan, stage: int) -> Layout:
-    """How a stage of a plan whose micro-batch sizes are settled holds what it exchanges."""
-    mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
-    if mesh.micro_batch_size is None:
-        raise ValueError("the plan's micro-batch sizes are not settled")
-    return Layout(
-        tensor=mesh.tensor,
-        data=mesh.data,
-        micro_batch_size=mesh.micro_batch_size,
-        sequence_parallel=bool(mesh.sequence_parallel),
+@lru_cache(maxsize=64)
+def _pieces(end: End, micro_batch: int) -> tuple[Piece, ...]:
+    """An end's slabs of a step of this micro-batch size, which evaluation may change.
+
+    One for each peer, whether they are sent or received.
+    """
+    own = replace(end.own, micro_batch_size=micro_batch)
+    other = replace(end.other, micro_batch_size=own.batch // end.other.data)
+    return tuple(
+        (slab.target, *own.in_part(slab, end.place, end.sequence))
+        for slab in slabs(own, other, sequence=end.sequence)
+        if slab.source == end.place
     )
 
 
-def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
-    """All slabs of one step from one stage to another, by source and target.
+class ReshardedEdge:
+    """This rank's links to the ranks of the other stage that it exchanges slabs with.
 
-    `sequence` is the length of the whole sequence. Raises ValueError for layouts of different
-    batches, or that cannot share such a sequence.
+    Args:
+        links: by the number of the peer in its stage.
+        tensor_group: this rank's tensor-parallel group, which gathers what all its ranks need.
     """
-    if source.batch != target.batch:
-        raise ValueError(f"the stages take {source.batch} and {target.batch} sequences in a step")
-    for layout in (source, target):
-        if layout.sequence_parallel and sequence % layout.tensor:
-            raise ValueError(f"{layout} cannot share a sequence of {sequence}")
-    return [
-        Slab(sender, receiver, rows, _common(source.batch_of(sender), target.batch_of(receiver)))
-        for sender in range(source.ranks)
-        for receiver in _receivers(source, target, sender)
-        if (rows := _common(source.part(sender, sequence), target.part(receiver, sequence)))
-    ]
+
+    def __init__(
+        self, end: End, links: Mapping[int, Link], *, tensor_group: dist.ProcessGroup | None
+    ) -> None:
+        self._end, self._by_peer = end, links
+        self._gathers_over = tensor_group if end.own.gathers else None
+        self.links: list[Link] = list(links.values())
+        self.transport = ", ".join(sorted({link.transport for link in self.links}))
+        self.receives_ahead = all(link.receives_ahead for link in self.links)
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        """Send every slab of the tensor; its memory must not change until all have gone."""
+        part = tensor.detach()
+        if self._gathers_over is not None:
+            rows = self._end.own.part(self._end.place, self._end.sequence)
+            part = part[rows.start : rows.stop]
+        pieces = _pieces(self._end, tensor.shape[1])
+        return _AllOf([self._by_peer[peer].send(part[rows, batch]) for peer, rows, batch in pieces])
+
+    def recv(self, tensor: torch.Tensor) -> Work:
+        """Receive into a contiguous tensor, which is complete after `wait()`.
+
+        `wait()` is collective over the tensor-parallel ranks if they gather.
+        """
+        whole = part = tensor.detach()
+        gather: Callable[[], None] | None = None
+        if self._gathers_over is not None:
+            rows = self._end.own.part_rows(self._end.sequence)
+            part = whole.new_empty((rows, *whole.shape[1:]))
+            gather = partial(_gather, part, whole, self._gathers_over)
+        receives = []
+        for peer, rows_, batch in _pieces(self._end, tensor.shape[1]):
+            target = part[rows_, batch]
+            buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+            receives.append((self._by_peer[peer].recv(buffer), buffer, target))
+        return _Received(receives, gather)
 
 
-def _receivers(source: Layout, target: Layout, sender: int) -> range:
-    """The ranks whose batch overlaps with the sender's."""
-    batch, replica = source.batch_of(sender), target.tensor
-    first, last = batch[0] // target.micro_batch_size, batch[-1] // target.micro_batch_size
-    return range(first * replica, (last + 1) * replica)
+class _AllOf(Work):
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        # Poll all of them: polling requests progress.
+        completed = [work.is_completed() for work in self._works]
+        return all(completed)
 
 
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+class _Received(_AllOf):
+    """Slab receives in flight, each with its buffer and its target, which `wait()` assembles."""
+
+    def __init__(
+        self,
+        receives: Sequence[tuple[Work, torch.Tensor, torch.Tensor]],
+        gather: Callable[[], None] | None,
+    ) -> None:
+        super().__init__([work for work, _, _ in receives])
+        self._receives, self._gather = receives, gather
+
+    def wait(self) -> None:
+        for work, buffer, target in self._receives:
+            work.wait()
+            if buffer is not target:
+                target.copy_(buffer)
+        if self._gather is not None:
+            self._gather()
+        # Never run the collective twice: the other ranks take part once.
+        self._works, self._receives, self._gather = [], [], None
+
+
+def _gather(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """All-gather the parts, which are equally long: the last ones may be padded."""
+    rows = part.shape[0] * group.size()
+    if rows == whole.shape[0]:
+        dist.all_gather_into_tensor(whole, part, group=group)
+        return
+    table = part.new_empty((rows, *part.shape[1:]))
+    dist.all_gather_into_tensor(table, part, group=group)
+    whole.copy_(table[: whole.shape[0]])

@@ -4,9 +4,16 @@ Pure data. Nothing in this package imports torch, so a plan can be read, checked
 anywhere. `hetero check-plan FILE --world-size N` does so from a shell.
 """
 
-from hetero.plan.mesh import VENDORS, Mesh
-from hetero.plan.plan import Block, Coordinate, Edge, Plan, split_over_chunks
-from hetero.plan.plan_file import load_plan
+from hetero.plan.file import load_plan
+from hetero.plan.plan import (
+    VENDORS,
+    Block,
+    Coordinate,
+    Edge,
+    Mesh,
+    Plan,
+    split_over_chunks,
+)
 
 __all__ = [
     "VENDORS",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from hetero.errors import UserError
-from hetero.plan.mesh import Mesh
 from hetero.text import counted, spans
+
+if TYPE_CHECKING:
+    from hetero.plan.plan import Mesh
 
 NOT_NEGATIVE = "a stage or chunk has 0 layers or more"
 

@@ -1,22 +1,100 @@
-"""The plan: the meshes of a run, the coordinates of each rank and the layers it holds.
+"""The plan: meshes of a run, coordinates of each rank, layers of a stage, slabs between stages.
 
 Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then data, the
-pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with
-parallel sizes of their own, or (`whole_replicas`) each hold whole replicas of it.
+pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with parallel sizes of
+their own, or (`whole_replicas`) each hold whole replicas of it.
+
+Between stages of different layouts an activation crosses in slabs. The tensor is [sequence, batch,
+hidden], with the sequences of one step of the pipeline. Data-parallel ranks hold equal slices of
+its batch; tensor-parallel ranks hold equal parts of the sequence (sequence parallel), or each all
+of it. **Each element crosses once**: every rank has a *part* of the tensor, and no two the same
+one, its slice of the batch and, of the sequence, the rows that sequence parallelism would give it.
+A rank sends its part and receives its part. Where a target rank needs the whole sequence, its group
+then gathers the parts over the vendor's library: the sequence is the slowest axis, so that is one
+all-gather into one piece of memory. Gradients take the same slabs back: `slabs(target, source)`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from hetero.errors import UserError
 from hetero.plan.limits import layer_problems, micro_batch_sizes, stage_problems
-from hetero.plan.mesh import OPTIONS, Mesh
 from hetero.text import counted
+
+VENDORS = ("nvidia", "amd", "cpu")
+RECOMPUTE = ("none", "selective", "full")
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+TRANSFORMER_IMPLS = ("local", "transformer_engine")
+
+_COUNTS = ("stages", "tensor", "data", "share", "micro_batch_size")
+_SWITCHES = ("sequence_parallel", "distributed_optimizer")
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "recompute": RECOMPUTE,
+    "attention_backend": ATTENTION_BACKENDS,
+    "transformer_impl": TRANSFORMER_IMPLS,
+}
+OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
+"""Fields of a mesh that default to the run's global flags."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Consecutive ranks of one vendor: pipeline stages with the same parallel sizes.
+
+    Fields that are None default to the run's global flags, see `Plan.resolved`.
+    """
+
+    vendor: str
+    stages: int
+    tensor: int = 1
+    data: int = 1
+    share: int = 1
+    """Micro-batches that each of its replicas takes of a row, see `Plan.row`."""
+    micro_batch_size: int | None = None
+    """Sequences of one forward pass on one data-parallel rank. Times `data` it must be the same on
+    all meshes of a pipeline."""
+    sequence_parallel: bool | None = None
+    """Whether tensor-parallel ranks shard the sequence between layers."""
+    recompute: str | None = None
+    """What the backward pass recomputes: nothing, "selective" parts of a layer, "full" layers."""
+    distributed_optimizer: bool | None = None
+    attention_backend: str | None = None
+    transformer_impl: str | None = None
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise UserError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        if self.vendor not in VENDORS:
+            yield self._refusal("vendor", f"one of {', '.join(VENDORS)}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            is_unsupported = value is None and name in OPTIONS
+            if not is_unsupported and (type(value) is not int or value < 1):
+                yield self._refusal(name, "a whole number of at least 1")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool | None):
+                yield self._refusal(name, "true or false")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in (None, *choices):
+                yield self._refusal(name, f"one of {', '.join(choices)}")
+
+    def _refusal(self, name: str, expected: str) -> str:
+        return f"{name} {getattr(self, name)!r} must be {expected}"
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.tensor * self.data
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.ranks_per_stage
 
 
 @dataclass(frozen=True)
@@ -239,3 +317,108 @@ def split_over_chunks(layers: int, chunks: int) -> tuple[int, ...]:
     """Divide a stage's layers over its model chunks, the earlier chunks taking the remainder."""
     base, extra = divmod(layers, chunks)
     return tuple(base + (1 if chunk < extra else 0) for chunk in range(chunks))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of one stage, numbered from 0, hold [sequence, batch, hidden]."""
+
+    tensor: int
+    data: int
+    micro_batch_size: int
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.data
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step, those of all ranks together."""
+        return self.micro_batch_size * self.data
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank needs the parts of its tensor-parallel group besides its own."""
+        return self.tensor > 1 and not self.sequence_parallel
+
+    def part_rows(self, sequence: int) -> int:
+        """Rows of a part, of a sequence of that length. Those of the last ranks may be shorter."""
+        return -(-sequence // self.tensor)
+
+    def part(self, rank: int, sequence: int) -> range:
+        """Which rows of the sequence are a rank's part."""
+        rows = self.part_rows(sequence)
+        first = min(rank % self.tensor * rows, sequence)
+        return range(first, min(first + rows, sequence))
+
+    def batch_of(self, rank: int) -> range:
+        """The rank's slice of the step's batch."""
+        first = rank // self.tensor * self.micro_batch_size
+        return range(first, first + self.micro_batch_size)
+
+    def in_part(self, slab: Slab, rank: int, sequence: int) -> tuple[slice, slice]:
+        """Where a slab lies in the rank's part: its rows and its slice of the batch."""
+        row, first = self.part(rank, sequence).start, self.batch_of(rank).start
+        return (
+            slice(slab.rows.start - row, slab.rows.stop - row),
+            slice(slab.batch.start - first, slab.batch.stop - first),
+        )
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What one rank sends to another: rows of the sequences, of a slice of the step's batch."""
+
+    source: int
+    target: int
+    rows: range
+    batch: range
+
+    @property
+    def elements(self) -> int:
+        """How many, for each element of the hidden axis, which is never split."""
+        return len(self.rows) * len(self.batch)
+
+
+def layout_of(plan: Plan, stage: int) -> Layout:
+    """How a stage of a plan whose micro-batch sizes are settled holds what it exchanges."""
+    mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
+    if mesh.micro_batch_size is None:
+        raise ValueError("the plan's micro-batch sizes are not settled")
+    return Layout(
+        tensor=mesh.tensor,
+        data=mesh.data,
+        micro_batch_size=mesh.micro_batch_size,
+        sequence_parallel=bool(mesh.sequence_parallel),
+    )
+
+
+def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
+    """All slabs of one step from one stage to another, by source and target.
+
+    `sequence` is the length of the whole sequence. Raises ValueError for layouts of different
+    batches, or that cannot share such a sequence.
+    """
+    if source.batch != target.batch:
+        raise ValueError(f"the stages take {source.batch} and {target.batch} sequences in a step")
+    for layout in (source, target):
+        if layout.sequence_parallel and sequence % layout.tensor:
+            raise ValueError(f"{layout} cannot share a sequence of {sequence}")
+    return [
+        Slab(sender, receiver, rows, _common(source.batch_of(sender), target.batch_of(receiver)))
+        for sender in range(source.ranks)
+        for receiver in _receivers(source, target, sender)
+        if (rows := _common(source.part(sender, sequence), target.part(receiver, sequence)))
+    ]
+
+
+def _receivers(source: Layout, target: Layout, sender: int) -> range:
+    """The ranks whose batch overlaps with the sender's."""
+    batch, replica = source.batch_of(sender), target.tensor
+    first, last = batch[0] // target.micro_batch_size, batch[-1] // target.micro_batch_size
+    return range(first * replica, (last + 1) * replica)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -264,3 +265,13 @@ def read_flags(name: str) -> tuple[dict[str, Any], str]:
     for key, value in data.items():
         flags |= value if isinstance(value, Mapping) else {key: value}
     return {str(key).replace("_", "-"): value for key, value in flags.items()}, source
+
+
+def model_shape(args: argparse.Namespace, *, vocabulary: int | None = None) -> ModelShape:
+    """The model of parsed flags.
+
+    `vocabulary` is the number of rows of the embedding: by default those in memory
+    (`--padded-vocab-size`); the tokenizer's size for what is useful of them.
+    """
+    flags = vars(args) | ({} if vocabulary is None else {"padded_vocab_size": vocabulary})
+    return model_from_flags(flags, source="the command line")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero.errors import UserError
+
 if __name__ == "__main__":
     # As a script, only this file's folder would be importable.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,7 +24,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["check-plan", *sys.argv[1:]]))
 
-from hetero.errors import Faults, UserError
+from hetero.errors import Faults
+from hetero.plan.file import PlanFile, read_plan_file
 from hetero.plan.limits import (
     layer_problems,
     mesh_names,
@@ -30,10 +33,8 @@ from hetero.plan.limits import (
     tensor_problems,
     world_size_problems,
 )
-from hetero.plan.mesh import VENDORS, Mesh
-from hetero.plan.picture import draw_edge, draw_meshes, draw_stage, nodes_of, notes
-from hetero.plan.plan import Plan
-from hetero.plan.plan_file import PlanFile, read_plan_file
+from hetero.plan.plan import VENDORS, Mesh, Plan
+from hetero.plan.show import draw_edge, draw_meshes, draw_stage, nodes_of, notes
 from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags
 from hetero.planner.plan_memory import stage_memory

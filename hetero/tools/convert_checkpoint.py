@@ -3,7 +3,7 @@
 hetero convert hf-to-megatron Llama-3.1-8B checkpoints/llama
 hetero convert megatron-to-hf checkpoints/llama Llama-tuned
 hetero convert import-megatron megatron-lm/checkpoints checkpoints/llama
-hetero convert export-megatron checkpoints/llama megatron-lm/tuned --format torch_dist
+hetero convert export-megatron checkpoints/llama megatron-lm/tuned
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["convert", *sys.argv[1:]]))
 
+from hetero.errors import UserError
 from hetero.text import integer
 from hetero.tools.tool_command_line import Parser, run
 
@@ -99,28 +100,15 @@ def _add_megatron_lm(directions: argparse._SubParsersAction[Parser]) -> None:
     outward.set_defaults(convert=_for_megatron_lm)
     outward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named")
     outward.add_argument("target", type=Path, metavar="DST", help="new folder, for --load there")
-    outward.add_argument(
-        "--format",
-        choices=("torch_dist", "torch"),
-        default="torch_dist",
-        help="torch_dist fits every layout; torch fits the sizes below and holds weights alone",
-    )
     outward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
-    outward.add_argument("--tensor-model-parallel-size", type=integer(1), default=1, help="ranks")
     outward.add_argument(
-        "--pipeline-model-parallel-size", type=integer(1), default=1, help="stages"
-    )
-    outward.add_argument(
-        "--num-layers-per-virtual-pipeline-stage",
+        "--tensor-model-parallel-size",
         type=integer(1),
-        help="layers of a chunk, where stages are interleaved",
+        default=1,
+        help="ranks, for --make-vocab-size-divisible-by",
     )
-    outward.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="by whose names the format torch calls the norms; torch_dist fits both",
-    )
+    for flag in _OF_FORMAT_TORCH:
+        outward.add_argument(flag, help=argparse.SUPPRESS)
     outward.add_argument(
         "--make-vocab-size-divisible-by",
         type=integer(1),
@@ -188,22 +176,31 @@ def _from_megatron_lm(args: argparse.Namespace) -> str:
     )
 
 
+_OF_FORMAT_TORCH = (
+    "--format",
+    "--pipeline-model-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--transformer-impl",
+)
+"""Flags of a format that is read, but not written."""
+
+
 def _for_megatron_lm(args: argparse.Namespace) -> str:
     from megatron.hetero.megatron_lm.exporting import ExportOptions, export_checkpoint
-    from megatron.hetero.megatron_lm.folders import Format
-    from megatron.hetero.megatron_lm.legacy_writer import RankLayout
 
+    values = {flag: getattr(args, flag[2:].replace("-", "_")) for flag in _OF_FORMAT_TORCH}
+    given = [flag for flag, value in values.items() if value not in (None, "torch_dist")]
+    if given:
+        raise UserError(
+            f"{', '.join(given)}: the format torch is read and not written; leave the flag out: "
+            "torch_dist, which is written, fits every layout, and Megatron-LM converts it with "
+            "--ckpt-convert-format torch --ckpt-convert-save"
+        )
     options = ExportOptions(
-        format=Format(args.format),
-        layout=RankLayout(
-            args.tensor_model_parallel_size,
-            args.pipeline_model_parallel_size,
-            args.num_layers_per_virtual_pipeline_stage,
-        ),
         weights_only=args.weights_only,
         distributed_optimizer=args.use_distributed_optimizer,
-        local_names=args.transformer_impl == "local",
         divisible_by=args.make_vocab_size_divisible_by,
+        tensor_parallel_size=args.tensor_model_parallel_size,
     )
     done = export_checkpoint(args.source, args.target, options, iteration=args.ckpt_step)
     if done.iteration is None:
@@ -213,7 +210,7 @@ def _for_megatron_lm(args: argparse.Namespace) -> str:
     _print_notes(done.notes)
     return (
         f"{done.parameters:,} parameters of {done.source}, with {done.rows:,} rows of vocabulary, "
-        f"written to {done.folder} in the format {args.format}, {how}; Megatron-LM "
+        f"written to {done.folder} in the format torch_dist, {how}; Megatron-LM "
         f"trains from them with --load {args.target}"
     )
 

@@ -23,12 +23,12 @@ from hetero.errors import UserError
 from hetero.text import integer, number
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.arguments.flags_data import add_tokenizer_flags
+from megatron.hetero.console import progress_bar
 from megatron.hetero.import_core import import_megatron_core
-from megatron.hetero.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from megatron.hetero.checkpoint.reader import CheckpointReader
-    from megatron.hetero.tokenizer.wrapper import Tokenizer
+    from megatron.hetero.tokenizer.build import Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,13 +26,13 @@ from hetero.text import integer
 from hetero.tools.preprocessing.index_file import BLOCK, HEADER
 from hetero.tools.tool_command_line import Parser, run
 from megatron.hetero.arguments.flags_data import add_tokenizer_flags
+from megatron.hetero.console import progress_bar
 from megatron.hetero.dataset_description import (
     TokenizerInfo,
     read_description,
     tokenizer_mismatch,
 )
 from megatron.hetero.import_core import import_megatron_core
-from megatron.hetero.progress_bar import progress_bar
 
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 _BAR_WIDTH = 40
@@ -107,7 +107,7 @@ def inspect(args: argparse.Namespace) -> str:
 
 
 def _require_its_tokenizer(prefix: str, kind: str, tokenizer: Any) -> None:
-    from megatron.hetero.tokenizer.wrapper import tokenizer_digest
+    from megatron.hetero.tokenizer.build import tokenizer_digest
 
     digest = tokenizer_digest(tokenizer)
     given = TokenizerInfo(kind, int(tokenizer.vocab_size), digest, begin=tokenizer.begin)

@@ -25,9 +25,9 @@ from hetero.text import counted, text
 from hetero.tools.preprocessing.index_file import HEADER, IndexContent, blocks_of_file, write_index
 from hetero.tools.text_input import naming, temporary_name
 from hetero.tools.tool_command_line import Parser, run
+from megatron.hetero.console import progress_bar
 from megatron.hetero.dataset_description import SUFFIX, Description, read_description
 from megatron.hetero.import_core import import_megatron_core
-from megatron.hetero.progress_bar import progress_bar
 
 _COPY_BYTES = 1 << 24
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["plan", *sys.argv[1:]]))
 
-from hetero.plan.mesh import RECOMPUTE
+from hetero.plan.plan import RECOMPUTE
 from hetero.planner.solution import solve
 from hetero.text import integer, number
 from hetero.tools.planning.plan_files import write_solution
@@ -29,7 +29,7 @@ from hetero.tools.planning.planning_request import PlanningRequest, infeasible_e
 from hetero.tools.planning.solution_table import solution_text
 from hetero.tools.planning.what_if import SWEEPS, sweep
 from hetero.tools.tool_command_line import Parser, run
-from megatron.hetero.progress_bar import progress_bar
+from megatron.hetero.console import progress_bar
 
 
 def main(argv: Sequence[str] | None = None) -> int:

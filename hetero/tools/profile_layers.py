@@ -27,19 +27,18 @@ if __name__ == "__main__":
     sys.exit(cli.main(["profile-layers", *sys.argv[1:]]))
 
 from hetero.errors import Faults, UserError
-from hetero.plan.mesh import RECOMPUTE
+from hetero.plan.plan import RECOMPUTE
 from hetero.planner.layer_profile import (
     MeasuredProfile,
     load_profile,
 )
-from hetero.planner.model_shape import ModelShape
+from hetero.planner.model_shape import ModelShape, model_shape
 from hetero.text import counted, integer, number, size_text
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
 from hetero.tools.tool_command_line import Parser, require_results_file, run
+from megatron.hetero.console import progress_bar
 from megatron.hetero.import_core import import_megatron_core
-from megatron.hetero.model_size import model_shape
-from megatron.hetero.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from hetero.tools.layer_profile.profiled_device import ProfiledDevice

@@ -34,7 +34,7 @@ from hetero.tools.text_input import (
     temporary_name,
 )
 from hetero.tools.tool_command_line import Parser, interrupts_leave, run
-from megatron.hetero.progress_bar import progress_bar
+from megatron.hetero.console import progress_bar
 
 SENTENCE_BYTES = 4000
 """Longer lines are fed in parts: SentencePiece skips a sentence of more than 4192 bytes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.hetero.arguments.batch_sizes import batch_sizes
+from megatron.hetero.arguments.batch import batch_sizes
 from megatron.hetero.checkpoint.rank_state import (
     restore_rng_state,
     rng_prefix,
@@ -24,8 +24,7 @@ from megatron.hetero.data import build_data_iterators
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.schedule import Schedule
-from megatron.hetero.timing.clocks import clock_of
-from megatron.hetero.timing.timers import Timers
+from megatron.hetero.timers import Timers, clock_of
 
 _WARMUP_STEPS, _MEASURED_STEPS = 2, 5
 _MAX_MICRO_BATCHES = 8

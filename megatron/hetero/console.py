@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from hetero.errors import stamped
-from megatron.hetero.metrics import IterationRecord
-from megatron.hetero.progress_bar import progress_bar
+
+if TYPE_CHECKING:
+    from megatron.hetero.metrics import IterationRecord
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -100,3 +104,25 @@ class Console:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def progress_bar(*, total: float, shown: bool = True, **tqdm_options: Any) -> tqdm[Any]:
+    """A tqdm bar on stderr, disabled if that is not a terminal.
+
+    The terminals of `docker -t` and `ssh -t` may report a size of 0, with which tqdm draws nothing;
+    a default size is used then.
+    """
+    shown = shown and sys.stderr.isatty()
+    size: dict[str, Any] = {}
+    if shown and not _has_size():
+        columns, lines = shutil.get_terminal_size()
+        size = {"ncols": columns, "nrows": lines}
+    return tqdm(total=total, file=sys.stderr, disable=not shown, **size, **tqdm_options)
+
+
+def _has_size() -> bool:
+    try:
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):  # stderr was replaced by an object without a descriptor
+        return False
+    return columns > 0 and lines > 0

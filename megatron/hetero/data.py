@@ -1,34 +1,260 @@
 """Datasets, samplers and data iterators over Megatron's indexed datasets.
 
 Only the first stage needs tokens and only the last needs labels, so only they open the data. Every
-tensor-parallel rank reads the memory-mapped samples itself instead of receiving a broadcast.
+tensor-parallel rank reads the memory-mapped samples itself instead of receiving a broadcast. All
+ranks check at the start that they have the same tokenizer and the same data (`agree_on_tokenizer`,
+`agree_on_datasets`).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import errno
 import itertools
+import random
+import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from hetero.errors import HeteroError, UserError
 from hetero.plan import Coordinate, Plan
+from hetero.startup.exchange import JobExchanges
 from hetero.text import counted
-from megatron.hetero.arguments.batch_sizes import samples_after
-from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
+from megatron.hetero.arguments.batch import samples_after
+from megatron.hetero.checkpoint.index import NEW_RUN, TrainState
 from megatron.hetero.core_private import use_whole_reads, without_process_group
-from megatron.hetero.dataset_checks import SPLITS, blend_config
-from megatron.hetero.fill_in_middle import fill_in_middle
-from megatron.hetero.text_dataset import TextDataset, TextDatasetConfig
-from megatron.hetero.tokenizer.vocabulary import known_tokens
+from megatron.hetero.dataset_checks import (
+    SPLITS,
+    blend_config,
+    check_datasets,
+    named_prefixes,
+    require_same_data,
+)
+from megatron.hetero.tokenizer.build import Tokenizer, build_tokenizer, tokenizer_digest
+from megatron.hetero.tokenizer.vocabulary import embedding_rows, known_tokens
+
+
+@dataclass
+class TextDatasetConfig(GPTDatasetConfig):
+    """Configuration of a `TextDataset`."""
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """What the token files of each prefix hold."""
+    digest: str = ""
+    """The digest of one dataset, a part of the name of its index in the cache."""
+    transform: Callable[[numpy.ndarray, int], numpy.ndarray] | None = None
+    """(sample, its index) -> sample. Both are integer arrays of seq_length + 1 tokens."""
+
+
+class TextDataset(GPTDataset):
+    """megatron-core's dataset of token files, with an index of samples that follows their contents.
+
+    megatron-core keeps the index in a cache that knows a token file by its path alone, so text that
+    was tokenized again to the same files would be read by the old text's index. Applies
+    `config.transform` before a sample is cut into tokens and labels.
+    """
+
+    config: TextDatasetConfig
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str,
+        indexed_indices: numpy.ndarray,
+        num_samples: int | None,
+        index_split: Any,
+        config: TextDatasetConfig,
+    ) -> None:
+        own = copy.copy(config)
+        own.digest = config.digests.get(dataset_path, "")
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, own
+        )
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [*GPTDataset._key_config_attributes(), "digest"]
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[numpy.ndarray, ...]:
+        # Later releases also return the documents' lengths.
+        sample, *others = super()._query_document_sample_shuffle_indices(idx)
+        if self.config.transform is not None:
+            sample = self.config.transform(sample, int(idx))
+        return sample, *others
+
+
+_TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInMiddle:
+    """--fim-data: reorders documents so that a model learns infilling; rates are probabilities.
+
+    A document is split into prefix, middle and suffix at two random characters, and becomes
+    `<prefix> prefix <suffix> suffix <middle> middle` (PSM) or `<prefix> <suffix> suffix <middle>
+    prefix middle` (SPM). Megatron-LM's GPTFIMDataset draws from one generator in reading order.
+    Here random choices depend on the seed and the sample's index only: the first stage's tokens and
+    the last stage's labels must agree, for any number of workers, any layout and after a restart.
+    """
+
+    tokenizer: Tokenizer
+    seed: int
+    rate: float
+    """That a document is reordered."""
+    spm_rate: float
+    """That a reordered text uses the SPM form."""
+    fragment_rate: float | None
+    """That a fragment between two `separator` tokens is reordered."""
+    no_prefix: str | None
+    """Text that begins with this is never reordered."""
+    prefix: int
+    middle: int
+    suffix: int
+    pad: int
+    ends: frozenset[int]
+    """Tokens that end a document."""
+    separator: int | None
+
+    @property
+    def ids(self) -> list[int | None]:
+        """Token ids that must be the same on every node."""
+        return [
+            *(self.prefix, self.middle, self.suffix, self.pad),
+            *sorted(self.ends),
+            self.separator,
+        ]
+
+    def reorder(self, sample: numpy.ndarray, index: int) -> numpy.ndarray:
+        """Reorder the sample (int64) with this index in its dataset; the length does not change.
+
+        The result is truncated or padded at its end.
+        """
+        # Use random.Random.random() only: it alone is guaranteed to be the same in all Python
+        # versions, and the vendors' installations may differ.
+        rng = random.Random(f"{self.seed} {index}")
+        parts: list[numpy.ndarray] = []
+        for document, end in _split_at(sample, self.ends):
+            parts += [self._document(document, rng), end]
+        found = numpy.concatenate(parts)[: len(sample)]
+        padding = numpy.full(len(sample) - len(found), self.pad)
+        return numpy.concatenate([found, padding]).astype(numpy.int64)
+
+    def _document(self, tokens: numpy.ndarray, rng: random.Random) -> numpy.ndarray:
+        if self.separator is None or self.fragment_rate is None or self.separator not in tokens:
+            return self._text(tokens, self.rate, rng)
+        if rng.random() >= self.rate:
+            return tokens
+        parts: list[numpy.ndarray] = []
+        for fragment, separator in _split_at(tokens, {self.separator}):
+            parts += [self._text(fragment, self.fragment_rate, rng), separator]
+        return numpy.concatenate(parts)
+
+    def _text(self, tokens: numpy.ndarray, rate: float, rng: random.Random) -> numpy.ndarray:
+        if not len(tokens) or rng.random() >= rate:
+            return tokens
+        begin = self.tokenizer.begin
+        begin = begin if tuple(tokens[: len(begin)]) == begin else ()
+        text = self.tokenizer.detokenize(tokens)
+        if not text or (self.no_prefix is not None and text.startswith(self.no_prefix)):
+            return tokens
+        first, last = sorted(int(rng.random() * (len(text) + 1)) for _ in range(2))
+        prefix, middle, suffix = (
+            self.tokenizer.text_ids(part) for part in (text[:first], text[first:last], text[last:])
+        )
+        if rng.random() < self.spm_rate:
+            order = [*begin, self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
+        else:
+            order = [*begin, self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
+        return numpy.array(order, dtype=numpy.int64)
+
+
+def _split_at(
+    tokens: numpy.ndarray, ends: Collection[int]
+) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
+    """Split at the tokens in `ends`: (span, the end token after it); the last span has none."""
+    begin = 0
+    for end in map(int, numpy.flatnonzero(numpy.isin(tokens, list(ends)))):
+        yield tokens[begin:end], tokens[end : end + 1]
+        begin = end + 1
+    yield tokens[begin:], tokens[len(tokens) :]
+
+
+def fill_in_middle(args: argparse.Namespace, tokenizer: Tokenizer) -> FillInMiddle | None:
+    """The transform that --fim-data asks for; None without it.
+
+    Raises UserError if the tokenizer lacks one of the named tokens or cannot decode to text.
+    """
+    if not args.fim_data:
+        return None
+    _require_text(args, tokenizer)
+    flags = [f"fim_{part}_token" for part in _TOKENS]
+    if args.fim_split_sample is not None:
+        flags.append("fim_split_sample")
+    ids = {flag: _token_id(tokenizer, getattr(args, flag)) for flag in flags}
+    if lacking := [flag for flag, found in ids.items() if found is None]:
+        raise _missing_tokens(args, lacking, _token_name(tokenizer, tokenizer.eod))
+    known = {flag: found for flag, found in ids.items() if found is not None}
+    return FillInMiddle(
+        tokenizer=tokenizer,
+        seed=args.seed,
+        rate=args.fim_rate,
+        spm_rate=args.fim_spm_rate,
+        fragment_rate=args.fim_fragment_rate,
+        no_prefix=args.fim_no_prefix,
+        prefix=known["fim_prefix_token"],
+        middle=known["fim_middle_token"],
+        suffix=known["fim_suffix_token"],
+        pad=known["fim_pad_token"],
+        # hetero preprocess-data ends documents with the tokenizer's own eod.
+        ends=frozenset({known["fim_eod_token"], tokenizer.eod}),
+        separator=known.get("fim_split_sample"),
+    )
+
+
+def _require_text(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    try:
+        tokenizer.detokenize(tokenizer.text_ids("text"))
+    except Exception as error:
+        raise UserError(
+            "--fim-data needs a tokenizer that turns tokens into text and back, and "
+            f"--tokenizer-type {args.tokenizer_type} does not; name one of text"
+        ) from error
+
+
+def _missing_tokens(args: argparse.Namespace, flags: list[str], end: str | None) -> UserError:
+    named = [f"{getattr(args, flag)} (--{flag.replace('_', '-')})" for flag in flags]
+    own_end = f"; its documents end with {end}" if "fim_eod_token" in flags and end else ""
+    return UserError(
+        f"--fim-data: the tokenizer has no token {', '.join(named)}; add what is missing with "
+        f"--tokenizer-special-tokens, or name tokens that it has{own_end}"
+    )
+
+
+def _token_id(tokenizer: Tokenizer, name: str) -> int | None:
+    """The id of a token; None if there is none (libraries then return the unknown token)."""
+    try:
+        (found,) = tokenizer.library_tokenizer.tokens_to_ids([name])
+    except Exception:  # each library has its own
+        return None
+    return found if isinstance(found, int) and _token_name(tokenizer, found) == name else None
+
+
+def _token_name(tokenizer: Tokenizer, token: int) -> str | None:
+    try:
+        (name,) = tokenizer.library_tokenizer.ids_to_tokens([token])
+    except Exception:  # each library has its own
+        return None
+    return name if isinstance(name, str) else None
+
 
 _NO_DIGESTS: Mapping[str, str] = MappingProxyType({})
 _CANNOT_WRITE = frozenset(
@@ -378,3 +604,100 @@ def build_data_iterators(
 
 def needs_data(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> bool:
     return coordinate.stage in (0, plan.stages - 1) or bool(args.reset_attention_mask)
+
+
+@dataclass(frozen=True)
+class AgreedTokenizer:
+    """The tokenizer of all ranks, and what of the data it fits."""
+
+    tokenizer: Any
+    empty_splits: frozenset[str]
+    """Names of splits without documents."""
+    digests: Mapping[str, str]
+    """What the token files of each prefix hold."""
+
+
+def agree_on_tokenizer(
+    args: argparse.Namespace, exchanges: JobExchanges, *, read_indexes: bool
+) -> AgreedTokenizer:
+    """Build the tokenizer and check the data files. Collective; an error on one rank ends all.
+
+    Sets the sizes of the vocabulary. Only one rank per node should `read_indexes`; the result is
+    shared with the others.
+    """
+    tokenizer, payload, problem = None, {}, None
+    try:
+        tokenizer = build_tokenizer(args)
+        args.tokenizer_vocab_size = int(tokenizer.vocab_size)
+        args.tokenizer_digest = tokenizer_digest(tokenizer)
+        args.tokenizer_begin = list(tokenizer.begin)
+        fim = fill_in_middle(args, tokenizer)
+        special = None if fim is None else fim.ids
+        payload = {
+            "host": socket.gethostname(),
+            "tokenizer": [
+                args.tokenizer_vocab_size,
+                [args.tokenizer_digest, args.tokenizer_begin, special],
+            ],
+            "absent": [],
+            "data": [],
+        }
+        if not args.mock_data:
+            found = check_datasets(args, read_indexes=read_indexes)
+            payload |= {"absent": sorted(found.empty_splits), "data": list(found.digests)}
+    except UserError as error:
+        problem = error
+    payloads = exchanges.exchange("data files", payload=payload, error=problem)
+    empty_splits = frozenset(name for record in payloads for name in record["absent"])
+    require_same_data(payloads)
+    # Every rank has built one, or the exchange has raised.
+    assert tokenizer is not None
+    args.padded_vocab_size = embedding_rows(
+        args, args.tokenizer_vocab_size, base_vocab_size=tokenizer.base_vocab_size
+    )
+    # Each node may have its own names for the same files.
+    prefixes = [prefix for prefix, _ in named_prefixes(args)]
+    digests = dict(zip(prefixes, payloads[0]["data"], strict=False))
+    return AgreedTokenizer(tokenizer, empty_splits, digests)
+
+
+def agree_on_datasets(
+    args: argparse.Namespace,
+    plan: Plan,
+    found: AgreedTokenizer,
+    exchanges: JobExchanges,
+    *,
+    begun: TrainState,
+    rank: int,
+    local_rank: int,
+) -> Datasets:
+    """Build this rank's datasets, for a run that resumes from `begun`.
+
+    Collective; an error on one rank ends all.
+    """
+    needed = needs_data(args, plan, plan.coordinate(rank))
+    # Rank 0 writes the sample indexes, then local rank 0 of each node that does not share rank 0's
+    # file system; all others read them.
+    my_turn = 0 if rank == 0 else (1 if local_rank == 0 else 2)
+    built: list[Any | None] = [None, None, None]
+    sizes = SplitSizes(0, 0, 0)
+    for turn in range(3):
+        problem: UserError | None = None
+        if turn == my_turn and (needed or rank == 0):
+            try:
+                built = build_datasets(
+                    args,
+                    tokenizer=found.tokenizer,
+                    empty_splits=found.empty_splits,
+                    digests=found.digests,
+                    begun=begun,
+                )
+            except UserError as error:
+                problem = error
+        payload = {"sizes": [0 if split is None else len(split) for split in built]}
+        payloads = exchanges.exchange(f"datasets {turn}", payload=payload, error=problem)
+        sizes = SplitSizes(*payloads[0]["sizes"])
+    train, valid, test = built
+    return Datasets(
+        train=train, valid=valid, test=test, sizes=sizes, empty_splits=found.empty_splits
+    )

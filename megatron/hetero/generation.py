@@ -20,10 +20,10 @@ from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, stored_name
+from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.model import build_chunk, transformer_config
-from megatron.hetero.single_process_groups import single_process_groups
-from megatron.hetero.tokenizer.stored import own_tokenizer
+from megatron.hetero.tokenizer.files import own_tokenizer
 
 _MIN_CACHE_TOKENS = 256
 """Initial capacity of the KV cache."""

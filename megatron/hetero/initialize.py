@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
+import socket
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 
 from hetero.collectives.backend import INSTEAD_OF_VARIABLE
 from hetero.collectives.links import NICS_VARIABLE
@@ -26,17 +30,22 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
-from hetero.pipeline.groups import build_groups, joins_meshes, open_world
+from hetero.link.nics import Nics, find_nics
+from hetero.link.open import ChannelOptions
+from hetero.pipeline.groups import CROSSING_BACKEND, build_groups, joins_meshes, open_world
 from hetero.pipeline.links import LinkOptions, open_links
-from hetero.plan import Plan
+from hetero.plan import Coordinate, Plan
+from hetero.startup.addresses import family_of
 from hetero.startup.exchange import JobExchanges
 from hetero.startup.identity import PLAN, RankIdentity, check_identities, identify, running_vendor
 from hetero.startup.liveness import Liveness, LocalRanks, open_liveness
 from hetero.startup.process import is_launched
-from megatron.hetero.arguments.batch_sizes import steps_of
-from megatron.hetero.arguments.checks.check_hetero import SHORTHAND
-from megatron.hetero.arguments.installed_layers import ENGINE, engine_is_installed
+from megatron.hetero.arguments import Configuration
+from megatron.hetero.arguments.batch import steps_of
+from megatron.hetero.arguments.model import ENGINE, engine_is_installed
+from megatron.hetero.arguments.parallel import SHORTHAND
 from megatron.hetero.arguments.parser import build_parser
+from megatron.hetero.arguments.plan import apply_mesh
 from megatron.hetero.checkpoint.find_checkpoint import (
     FoundCheckpoint,
     NoCheckpoint,
@@ -45,18 +54,10 @@ from megatron.hetero.checkpoint.find_checkpoint import (
 from megatron.hetero.checkpoint.folder import check_save_folder
 from megatron.hetero.checkpoint.lock import SaveLock
 from megatron.hetero.checkpoint.save_folder import take_save_folder
-from megatron.hetero.communication_flags import (
-    channel_options,
-    find_rails,
-    group_backends,
-    require_links,
-)
 from megatron.hetero.core_private import disable_coalescing, register_groups
-from megatron.hetero.data import Datasets
-from megatron.hetero.data_agreement import agree_on_datasets, agree_on_tokenizer
+from megatron.hetero.data import Datasets, agree_on_datasets, agree_on_tokenizer
 from megatron.hetero.job import Job
-from megatron.hetero.layout import apply_mesh, plan_from_args
-from megatron.hetero.metrics_logger import check_outputs
+from megatron.hetero.metrics import check_outputs
 from megatron.hetero.optimizer import RankStatistics
 from megatron.hetero.output_folders import Outputs, agree_on_outputs
 from megatron.hetero.rendezvous import (
@@ -65,7 +66,6 @@ from megatron.hetero.rendezvous import (
     open_store,
     store_endpoint,
 )
-from megatron.hetero.reproducibility import seed_everything, set_determinism
 
 # Flags that may differ between ranks: they do not change what is computed, and none may decide
 # whether a rank takes part in a collective.
@@ -82,14 +82,18 @@ _LOCAL_FLAGS = frozenset(
     | {"bias_dropout_fusion", "cross_entropy_loss_fusion"}
     | {"apply_rope_fusion", "gradient_accumulation_fusion"}
 )
-_OF_PLAN = frozenset({*SHORTHAND, "hetero_sequence_parallel"})
+_OF_PLAN = frozenset(SHORTHAND)
 """Values that a plan file gives instead of flags."""
 
 
-def build_plan(args: argparse.Namespace, rank: int) -> Plan:
-    """Build the plan and check that this process can run its part. Raises UserError."""
+def check_host(args: argparse.Namespace, plan: Plan, rank: int) -> Plan:
+    """Check that this process can run its part of the plan. Raises UserError.
+
+    Returns the plan with the vendor that a homogeneous run turns out to be on.
+    """
     slowdown_factors(os.environ.get(SLOWDOWN_VARIABLE, ""))
-    plan = plan_from_args(args, vendor=running_vendor())
+    if not _crosses_vendors(args):
+        plan = replace(plan, meshes=(replace(plan.meshes[0], vendor=running_vendor()),))
     if args.distributed_backend == "gloo" and torch.cuda.is_available():
         require_links(args, plan)
     own = plan.meshes[plan.coordinate(rank).mesh].transformer_impl
@@ -140,21 +144,22 @@ class Initializer:
         self._printed: str | None = None
 
     def initialize(
-        self, args: argparse.Namespace | None, refused: UserError | None, *, printed: bool
+        self, configuration: Configuration | None, refused: UserError | None, *, printed: bool
     ) -> Job:
         """Collective over all ranks of the job.
 
         Args:
-            args: the checked arguments; None if the command line was refused.
+            configuration: flags and plan; None if the command line was refused.
             refused: why it was refused.
             printed: whether that error has already been printed.
         """
         self._printed = str(refused) if printed else None
         self.rank, self.world_size, self.local_rank = environment_rank()
-        plan, problem = None, refused
-        if args is not None:
+        args, plan, problem = None, None, refused
+        if configuration is not None:
+            args = configuration.args
             try:
-                plan = build_plan(args, self.rank)
+                plan = check_host(args, configuration.plan, self.rank)
             except UserError as error:
                 problem = error
         if problem is not None and self.world_size == 1:
@@ -427,3 +432,58 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_as_json(item) for item in value]
     return value
+
+
+def group_backends(args: argparse.Namespace, device: torch.device) -> tuple[str, str]:
+    """The backend of groups inside a vendor, and that of groups that reduce across vendors."""
+    if args.distributed_backend == "gloo":
+        return "gloo", "gloo"
+    return "nccl" if device.type == "cuda" else "gloo", CROSSING_BACKEND
+
+
+def require_links(args: argparse.Namespace, plan: Plan) -> None:
+    """Refuse a pipeline of GPUs without links: gloo cannot send GPU tensors point-to-point."""
+    if plan.stages > 1 and not args.hetero_pipeline:
+        raise UserError(
+            "--distributed-backend gloo cannot join pipeline stages on GPUs of one vendor; give "
+            "--hetero-pipeline with --hetero-transport gloo, or leave it out"
+        )
+
+
+def channel_options(args: argparse.Namespace, own: str) -> ChannelOptions:
+    """Options of every link. `own` is the address through which other hosts reach this rank."""
+    return ChannelOptions(
+        ring_bytes=args.hetero_ring_mib << 20,
+        chunk_bytes=args.hetero_chunk_kib << 10 if args.hetero_chunk_kib else None,
+        checksum=args.hetero_checksum,
+        connections=args.hetero_tcp_connections,
+        nics=find_rails(args, own=own, family=family_of(own)),
+    )
+
+
+def find_rails(
+    args: argparse.Namespace, *, own: str, family: socket.AddressFamily | None = None
+) -> Nics:
+    """Resolve --hetero-nics on this host. Raises UserError for an unknown device or interface."""
+    try:
+        return find_nics(args.hetero_nics or (), own=own, family=family)
+    except ValueError as error:
+        raise UserError(f"--hetero-nics on {socket.gethostname()}: {error}") from error
+
+
+def set_determinism(args: argparse.Namespace) -> None:
+    if args.deterministic_mode:
+        # cuBLAS reads this when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
+    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
+    seed = args.seed + 100 * coordinate.stage
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, tp_rank=coordinate.tensor, ep_rank=0, etp_rank=0
+    )

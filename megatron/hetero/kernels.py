@@ -1,26 +1,208 @@
-"""Selects and installs the fused kernels of a run, from its flags and its device.
+"""The fused kernels of a run, chosen by its flags and its device, and installed in megatron-core.
 
-Import modules that use torch.compile only when they are selected: importing the compiler costs a
-second.
+megatron-core leaves these to apex or TransformerEngine. They need torch alone and run wherever it
+does, so both vendors of a run can use the same ones. docs/benchmarks/kernels.md says for each what
+it gains and what was tried beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.hetero import core_private
-from megatron.hetero.fused import embedding, swiglu
-from megatron.hetero.fused.weight_gradient import AccumulatingWgrad, can_accumulate_wgrad
+
+
+def has_liger_swiglu() -> bool:
+    """Whether liger-kernel can be imported and has the kernel, as it does from 0.8.2 on."""
+    try:
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class LigerSwiGLU:
+    """Replacement for megatron-core's SwiGLUFunction (Shazeer, arXiv 2002.05202), by liger-kernel.
+
+    torch.compile makes two passes of its gradient, whose halves share what they read. The Triton
+    kernel of liger-kernel makes one, on both vendors.
+    """
+
+    @staticmethod
+    def apply(
+        gate_up: torch.Tensor, fp8_input_store: bool = False, cpu_offload_input: bool = False
+    ) -> torch.Tensor:
+        """silu(gate) * up, (tokens, ffn), of `gate_up` (tokens, 2 * ffn)."""
+        if fp8_input_store or cpu_offload_input:
+            raise NotImplementedError("the one-pass SwiGLU keeps its input as it is, on the GPU")
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+
+        result: torch.Tensor = LigerFusedGateUpSiLUMulFunction.apply(gate_up)
+        return result
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of `weight` (rows, hidden) at `ids`, any shape; adds to `weight.main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        weight = ctx.weight
+        grad_th = grads[0].reshape(-1, weight.shape[1])
+        # Unlike index_add_ it adds in an order of its own, the same each time.
+        weight.main_grad.index_put_(
+            (ids.reshape(-1),), grad_th.to(weight.main_grad.dtype), accumulate=True
+        )
+        weight.grad_added_to_main_grad = True
+        # megatron-core's hook wants a gradient to be there, and adds it where the weight is also
+        # the output layer's.
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight, requires_grad=False), None
+
+
+class RowwiseEmbedding(VocabParallelEmbedding):
+    """megatron-core's VocabParallelEmbedding with a gradient that is added row by row.
+
+    torch makes a gradient as large as the embedding for every micro-batch, which is then added to
+    the float32 buffer: for LLaMA-3's 128,256 rows, of which one sequence touches 4,096 at most,
+    three passes over gigabytes. Here only those rows are touched.
+
+    Takes ids (b, s); returns (b, s, hidden), or (s, b, hidden) split over the tensor-parallel group
+    where megatron-core asks for it.
+    """
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        main_grad = getattr(self.weight, "main_grad", None)
+        # In half precision every occurrence of a token would be rounded by itself, and a few
+        # hundred of them would no longer add up.
+        if main_grad is None or main_grad.dtype != torch.float32:
+            result: torch.Tensor = super().forward(input_)
+            return result
+        embedded = self._rows_held_here(input_)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(
+                embedded.transpose(0, 1).contiguous(), group=self.tp_group
+            )
+        return reduce_from_tensor_model_parallel_region(embedded, group=self.tp_group)
+
+    def _rows_held_here(self, input_: torch.Tensor) -> torch.Tensor:
+        """Rows (b, s, hidden) of this rank's part of the vocabulary, zeros for the others'."""
+        if self.tp_group.size() == 1:
+            looked_up: torch.Tensor = _Lookup.apply(self.weight, input_)
+            return looked_up
+        local = input_ - self.vocab_start_index
+        rows = self.weight.shape[0]
+        is_elsewhere = (local < 0) | (local >= rows)
+        # A row held elsewhere reads any row here, and not all the same one: their gradients, all
+        # zero, would be added to it one after another.
+        spread = torch.arange(local.numel(), device=local.device).remainder(rows)
+        ids = torch.where(is_elsewhere, spread.view_as(local), local)
+        embedded: torch.Tensor = _Lookup.apply(self.weight, ids)
+        return embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+
+
+def use_rowwise_gradient(embedding: VocabParallelEmbedding) -> None:
+    """Switch an embedding that megatron-core built to the row-wise gradient, in place."""
+    embedding.__class__ = RowwiseEmbedding
+
+
+def accumulate_wgrad(
+    main_grad: torch.Tensor, *, grad_output_tn: torch.Tensor, input_tk: torch.Tensor
+) -> None:
+    """main_grad (n, k) += grad_output (tokens, n) transposed times input (tokens, k), in place."""
+    grad_output_nt = grad_output_tn.t()
+    if main_grad.dtype == input_tk.dtype:
+        main_grad.addmm_(grad_output_nt, input_tk)
+        return
+    torch.addmm(main_grad, grad_output_nt, input_tk, out_dtype=main_grad.dtype, out=main_grad)
+
+
+def can_accumulate_wgrad(
+    device: torch.device, *, input_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> bool:
+    """Whether this build of torch supports such a GEMM for these dtypes, and computes it right."""
+    if device.type != "cuda":
+        return input_dtype == grad_dtype
+    counted = torch.arange(32 * 16, device=device).remainder(7).to(input_dtype)
+    grad_output_tn, input_tk = counted.view(32, 16), counted.flip(0).view(32, 16)
+    main_grad = torch.ones(16, 16, device=device, dtype=grad_dtype)
+    expected = grad_output_tn.float().t() @ input_tk.float() + 1
+    try:
+        accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool(torch.allclose(main_grad.float(), expected, rtol=1e-2))
+
+
+class AccumulatingWgrad:
+    """Replacement for apex's fused_weight_gradient_mlp_cuda: GEMMs that accumulate in `main_grad`.
+
+    Otherwise every micro-batch writes each weight gradient in half precision and reads it again to
+    add it to the float32 buffer: a twelfth of LLaMA-8B's step on an H200. Accumulating in the GEMM
+    also avoids rounding to half precision first.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        input_tk: torch.Tensor, grad_output_tn: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+class DelayedWgrad:
+    """The same, deferred until `compute`, after the stage's input gradient has been sent.
+
+    Until then the input and output gradient of every weight stay in memory, of one micro-batch.
+
+    Args:
+        copies_inputs: clone inputs; required with sequence parallelism, which gathers them into a
+            buffer that the next layer reuses.
+    """
+
+    def __init__(self, *, copies_inputs: bool) -> None:
+        self._copies_inputs = copies_inputs
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def wgrad_gemm_accum_fp32(
+        self, input_tk: torch.Tensor, grad_output_tn: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
+        kept = input_tk.clone() if self._copies_inputs else input_tk
+        self._waiting.append((main_grad, grad_output_tn, kept))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute all deferred gradients, in backward order, freeing each one's inputs."""
+        waiting, self._waiting = self._waiting[::-1], []
+        while waiting:
+            main_grad, grad_output_tn, input_tk = waiting.pop()
+            accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels of `megatron.hetero.fused` a run uses."""
+    """Which kernels a run uses."""
 
     weight_gradient: bool = False
     """GEMMs, and the embedding's backward, accumulate into `main_grad` directly."""
@@ -53,7 +235,7 @@ def select_kernels(args: argparse.Namespace, device: torch.device) -> Kernels:
         and args.swiglu
         and args.bias_swiglu_fusion
         and not args.add_bias_linear
-        and swiglu.is_available(),
+        and has_liger_swiglu(),
         cross_entropy=is_local
         and args.cross_entropy_loss_fusion
         and args.tensor_model_parallel_size == 1,
@@ -81,14 +263,14 @@ def install_kernels(
         core_private.install_weight_gradient(wgrad)
         config.gradient_accumulation_fusion = True
     if kernels.rotary:
-        from megatron.hetero.fused.rotary import Rotary
+        from megatron.hetero.compiled_kernels import Rotary
 
         rotary = Rotary()
         core_private.install_rotary(rotary.rotate, rotary.split_and_rotate)
         config.apply_rope_fusion = True
         config.fused_single_qkv_rope = kernels.split_rotary
     if kernels.swiglu:
-        core_private.install_swiglu(swiglu.LigerSwiGLU)
+        core_private.install_swiglu(LigerSwiGLU)
     return kernels
 
 
@@ -98,9 +280,9 @@ class FusedLossGPT(GPTModel):
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        from megatron.hetero.fused import cross_entropy
+        from megatron.hetero.compiled_kernels import fused_cross_entropy
 
-        return cross_entropy.fused_cross_entropy(logits, labels)
+        return fused_cross_entropy(logits, labels)
 
 
 def model_class(kernels: Kernels) -> type[GPTModel]:
@@ -110,4 +292,4 @@ def model_class(kernels: Kernels) -> type[GPTModel]:
 def patch_chunk(chunk: GPTModel, kernels: Kernels) -> None:
     """Replace modules of a built chunk for which megatron-core has no hook."""
     if kernels.weight_gradient and chunk.pre_process:
-        embedding.use_rowwise_gradient(chunk.embedding.word_embeddings)
+        use_rowwise_gradient(chunk.embedding.word_embeddings)

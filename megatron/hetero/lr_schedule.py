@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from megatron.hetero.arguments.batch_sizes import samples_after
+from megatron.hetero.arguments.batch import samples_after
 
 
 @dataclass(frozen=True)

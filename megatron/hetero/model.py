@@ -1,18 +1,26 @@
-"""Builds this rank's model chunks from the flags and the plan."""
+"""This rank's model chunks, from the flags and the plan, and the reduction of their gradients.
+
+megatron-core reduces gradients within a stage. For tied embeddings and per-token loss scaling it
+needs groups of one rank per stage, which meshes of different shapes do not have; here both are done
+for any shapes (`TiedEmbedding`, `FinalizeGradsAcrossMeshes`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as core_finalize_model_grads
+from megatron.core.distributed import finalize_model_grads as finalize_stage
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -29,10 +37,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.hetero import weights
-from megatron.hetero.core_private import group_collection
-from megatron.hetero.finalize_grads import FinalizeGradsAcrossMeshes
-from megatron.hetero.fused.weight_gradient import AccumulatingWgrad, DelayedWgrad
+from megatron.hetero.core_private import group_collection, reduced_grad_range, rescale_gradients
 from megatron.hetero.kernels import (
+    AccumulatingWgrad,
+    DelayedWgrad,
     Kernels,
     install_kernels,
     model_class,
@@ -395,3 +403,178 @@ def _connect_gradient_hooks(
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
     config.finalize_model_grads_func = core_finalize_model_grads
+
+
+Interval = tuple[int, int]
+"""[begin, end), in elements of the whole flattened embedding."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An interval that one rank sends to another. Ranks are those of the group."""
+
+    source: int
+    target: int
+    begin: int
+    end: int
+
+
+def find_sources(
+    wanted: Interval, sources: Sequence[Interval], *, preferred: int
+) -> list[tuple[int, Interval]]:
+    """Split `wanted` into intervals, each with the index of a source that owns it.
+
+    Where several sources own an element, as replicas do, the first one from `preferred` on (modulo
+    their number) is taken, so that callers can spread the load.
+    """
+    found: list[tuple[int, Interval]] = []
+    at, end = wanted
+    order = [(preferred + step) % len(sources) for step in range(len(sources))]
+    while at < end:
+        index = next((i for i in order if sources[i][0] <= at < sources[i][1]), None)
+        if index is None:
+            raise ValueError(f"nobody has element {at} of the embedding's other copy")
+        until = min(end, sources[index][1])
+        found.append((index, (at, until)))
+        at = until
+    return found
+
+
+def plan_transfers(owned: Sequence[Interval], *, first_stage_size: int) -> list[Transfer]:
+    """All transfers of the group, whose first `first_stage_size` ranks hold the first stage's copy.
+
+    `owned` is the interval of each rank of the group.
+    """
+    sides = range(first_stage_size), range(first_stage_size, len(owned))
+    return [
+        Transfer(source=there[source], target=target, begin=begin, end=end)
+        for here, there in (sides, sides[::-1])
+        for place, target in enumerate(here)
+        for source, (begin, end) in find_sources(
+            owned[target], [owned[i] for i in there], preferred=place
+        )
+    ]
+
+
+class TiedEmbedding:
+    """Exchanges the gradients of a tied embedding between its copies on the first and last mesh.
+
+    Each mesh shards its copy differently: by vocabulary rows over its tensor-parallel ranks and,
+    with the distributed optimizer, again over its replicas. Rows are contiguous, so a rank always
+    owns an interval of the flattened embedding. Every rank receives the other copy's gradients for
+    its interval and adds them to its own. Constructor and methods are collective.
+
+    Args:
+        weight: this rank's shard, rows of the whole embedding. Its gradient is in `main_grad`.
+        rows_before: number of rows of the whole embedding before the shard.
+        owned: flat range of the shard whose reduced gradient this rank holds.
+        group: the ranks of the first stage, then those of the last.
+        first_stage_size: number of ranks of the first stage.
+    """
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        *,
+        rows_before: int,
+        owned: Interval,
+        group: dist.ProcessGroup,
+        first_stage_size: int,
+    ) -> None:
+        self._weight, self._group = weight, group
+        self._offset = rows_before * weight.shape[1]
+        mine = torch.tensor([self._offset + edge for edge in owned], device=weight.device)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
+        intervals = [(row[0], row[1]) for row in torch.stack(everyone).tolist()]
+        moved = plan_transfers(intervals, first_stage_size=first_stage_size)
+        self._sent = {t.target: t for t in moved if t.source == group.rank()}
+        self._received = {t.source: t for t in moved if t.target == group.rank()}
+
+    def add_gradients(self) -> None:
+        """Add the other copy's gradients to this rank's."""
+        gradient: torch.Tensor = self._weight.main_grad.view(-1)  # type: ignore[attr-defined]
+        given = [self._part(gradient, self._sent[member]) for member in sorted(self._sent)]
+        source = torch.cat([gradient[:0], *given])
+        taken = self._sizes(self._received)
+        output = gradient.new_empty(sum(taken))
+        dist.all_to_all_single(output, source, taken, self._sizes(self._sent), group=self._group)
+        for member, part in enumerate(output.split(taken)):
+            if member in self._received:
+                self._part(gradient, self._received[member]).add_(part)
+
+    def _sizes(self, moved: Mapping[int, Transfer]) -> list[int]:
+        """Split sizes for all_to_all: elements to, or from, each rank of the group."""
+        members = range(self._group.size())
+        return [moved[m].end - moved[m].begin if m in moved else 0 for m in members]
+
+    def _part(self, gradient: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        return gradient[transfer.begin - self._offset : transfer.end - self._offset]
+
+
+class FinalizeGradsAcrossMeshes:
+    """`config.finalize_model_grads_func`: called by the schedules after the last backward pass.
+
+    The constructor is collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        chunks: Sequence[DistributedDataParallel],
+        *,
+        plan: Plan,
+        rank: int,
+        groups: Groups,
+    ) -> None:
+        here = plan.coordinate(rank)
+        own, last = plan.meshes[here.mesh], plan.meshes[-1]
+        if not args.calculate_per_token_loss:
+            # A replica's loss is the mean over its own samples, so the sum of gradients over this
+            # mesh's replicas has to be divided by the number of replicas of the last mesh.
+            rescale_gradients(chunks, own.data / last.data, 1.0 / last.data)
+        self._config, self._world = chunks[0].config, groups.world
+        self._counts_tokens = here.tensor == 0
+        self._embedding: TiedEmbedding | None = None
+        if not args.untie_embeddings_and_output_weights and groups.embedding is not None:
+            chunk = chunks[0] if here.stage == 0 else chunks[-1]
+            weight = tied_weight(chunk, is_first=here.stage == 0)
+            self._embedding = TiedEmbedding(
+                weight,
+                rows_before=here.tensor * weight.shape[0],
+                owned=reduced_grad_range(chunk, weight),
+                group=groups.embedding,
+                first_stage_size=plan.meshes[0].ranks_per_stage,
+            )
+
+    def __call__(
+        self,
+        model: list[DistributedDataParallel],
+        num_tokens: torch.Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> None:
+        """`num_tokens` (--calculate-per-token-loss): counted by this rank, on the last stage."""
+        finalize_stage(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        if self._embedding is not None:
+            timers = self._config.timers
+            with timers("embedding-grads-all-reduce") if timers else nullcontext():
+                self._embedding.add_gradients()
+        if num_tokens is not None:
+            total = self._all_reduce_tokens(num_tokens)
+            if total:
+                for chunk in model:
+                    chunk.scale_gradients(1.0 / torch.tensor(total, device=num_tokens.device))
+
+    def _all_reduce_tokens(self, num_tokens: torch.Tensor) -> int:
+        """Tokens of the global batch. Collective over all ranks."""
+        counted = num_tokens if self._counts_tokens else torch.zeros_like(num_tokens)
+        total = counted.long().cpu()
+        dist.all_reduce(total, group=self._world)
+        return int(total)
+
+
+def tied_weight(chunk: torch.nn.Module, *, is_first: bool) -> torch.nn.Parameter:
+    """The first stage's embedding, or the last stage's output layer."""
+    name = "embedding.word_embeddings.weight" if is_first else "output_layer.weight"
+    return next(weight for full, weight in chunk.named_parameters() if full.endswith(name))

@@ -21,10 +21,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.plan import Plan
 from megatron.hetero.core_private import grads_for_norm
-from megatron.hetero.fused import adam
 from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.model import StageModel, torch_dtype
-from megatron.hetero.timing.timers import Timers
+from megatron.hetero.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class TrainingOptimizer:
         )
         for part in self.inner.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.Optimizer):
-                adam.fuse(part.optimizer)
+                fuse_adam(part.optimizer)
         model.config.grad_scale_func = self.inner.scale_loss
         self._statistics = statistics
         self._device = device
@@ -278,3 +277,15 @@ def build_scheduler(
     )
     scheduler.step(position)
     return scheduler
+
+
+def fuse_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Set `fused` on torch's Adam or AdamW; True if done. Other optimizers do not change."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters):
+        return False
+    for group in [optimizer.defaults, *optimizer.param_groups]:
+        group["fused"], group["foreach"] = True, False
+    return True

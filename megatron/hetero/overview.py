@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from megatron.hetero.console import Console, format_table
 from megatron.hetero.job import Job
 from megatron.hetero.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
 from megatron.hetero.model import StageModel
-from megatron.hetero.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.hetero.trainer import Trainer
 
 # Appended to a stage's transformer_impl where TransformerEngine was asked for but is missing.
 FALLBACK = " (TransformerEngine is not installed)"
@@ -236,7 +238,7 @@ def write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console
         {
             "peak_memory_bytes": measured_peak_bytes(job.device),
             "data_wait": trainer.data_wait_times.as_json(),
-            **trainer.save_timings.as_json(),
+            **trainer.checkpointer.timings.as_json(),
         }
     )
     if "hetero_report" not in job.outputs.written:

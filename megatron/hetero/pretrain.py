@@ -1,4 +1,4 @@
-"""`hetero pretrain`: errors, exit codes and the end of the process."""
+"""Entry point of every rank: errors, exit codes and the end of the process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ from hetero.errors import (
 from hetero.startup.liveness import LocalRanks
 from hetero.startup.process import end_with_parent, is_launched
 from hetero.version import exit_if_other_megatron, exit_unless_installed
-from megatron.hetero.command_line import read_command_line
+from megatron.hetero.arguments import Configuration, read_command_line
 from megatron.hetero.import_core import import_megatron_core
 from megatron.hetero.output_folders import remove_unused_folders
 from megatron.hetero.rendezvous import environment_rank
 from megatron.hetero.stop_signals import SignalEnd, StopSignals
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from megatron.hetero.initialize import Initializer
 
 # PyTorch raises it wherever the main thread is when the worker ends.
@@ -50,20 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     imported, which takes seconds. After a failure the process exits with `os._exit`, without
     waiting for blocked threads.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     with StopSignals() as signals:
-        code = _pretrain(argv, signals, began=began)
+        code = _pretrain(argv, signals, start_time=start_time)
         _kill_workers()
         return code
 
 
-def _pretrain(argv: Sequence[str] | None, signals: StopSignals, *, began: float) -> int:
+def _pretrain(argv: Sequence[str] | None, signals: StopSignals, *, start_time: float) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # With --exit-signal-handler the run saves first. A shell's job may outlive its shell.
         end_with_parent(signal.SIGTERM)
-    args, refused = None, None
+    configuration, refused = None, None
     try:
-        args = read_command_line(argv)
+        configuration = read_command_line(argv)
     except UserError as error:
         refused = error
     printed = refused is not None and _local_rank() == 0
@@ -72,7 +70,9 @@ def _pretrain(argv: Sequence[str] | None, signals: StopSignals, *, began: float)
         if _may_exit_alone():
             write_error_file(str(refused), printed=True)
             return _exit(refused.exit_code)
-    return _initialize_and_run(args, refused, signals, printed=printed, began=began)
+    return _initialize_and_run(
+        configuration, refused, signals, printed=printed, start_time=start_time
+    )
 
 
 def _local_rank() -> int:
@@ -93,12 +93,12 @@ def _may_exit_alone() -> bool:
 
 
 def _initialize_and_run(
-    args: Namespace | None,
+    configuration: Configuration | None,
     refused: UserError | None,
     signals: StopSignals,
     *,
     printed: bool,
-    began: float,
+    start_time: float,
 ) -> int:
     initializer: Initializer | None = None
 
@@ -110,6 +110,7 @@ def _initialize_and_run(
         return None if initializer is None else initializer.unresponsive_rank()
 
     try:
+        args = configuration.args if configuration is not None else None
         chosen = args.exit_signal if args is not None and args.exit_signal_handler else None
         signals.serve(chosen=chosen, end=end, unresponsive=unresponsive)
         # Before torch is imported, which takes seconds in which a rank may be killed.
@@ -120,7 +121,7 @@ def _initialize_and_run(
 
         local_ranks.look()
         initializer = Initializer(local_ranks)
-        _run(initializer, args, refused, signals, printed=printed, began=began)
+        _run(initializer, configuration, refused, signals, printed=printed, start_time=start_time)
     except SignalEnd as ended:
         return end(ended.number, str(ended))
     except HeteroError as error:
@@ -138,19 +139,22 @@ def _initialize_and_run(
 
 def _run(
     initializer: Initializer,
-    args: Namespace | None,
+    configuration: Configuration | None,
     refused: UserError | None,
     signals: StopSignals,
     *,
     printed: bool,
-    began: float,
+    start_time: float,
 ) -> None:
     from megatron.hetero.cpu_shim import cpu_shim
-    from megatron.hetero.run_job import run_job
+    from megatron.hetero.trainer import Trainer
 
+    args = configuration.args if configuration is not None else None
     with cpu_shim(), remove_unused_folders(args), contextlib.closing(initializer):
-        job = initializer.initialize(args, refused, printed=printed)
-        run_job(job, began=began, signals=signals)
+        job = initializer.initialize(configuration, refused, printed=printed)
+        trainer = Trainer(job, start_time=start_time, signals=signals)
+        with contextlib.closing(trainer):
+            trainer.run()
         job.close()
 
 

@@ -1,4 +1,4 @@
-"""Forward step, loss function and pipeline schedule."""
+"""Forward step, loss function and pipeline schedule, and what they need of P2PCommunicator."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from hetero.pipeline.communicator import PipelineCommunicator
-from megatron.hetero.finishing_communicator import FinishingCommunicator
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
-from megatron.hetero.timing.timed_communicator import time_by_neighbour
-from megatron.hetero.timing.timers import Timers
+from megatron.hetero.timers import Timers
 
 Batch = dict[str, torch.Tensor]
 
@@ -153,3 +152,96 @@ class Schedule:
         if self._model.delayed_wgrad is not None:
             with self._timers("backward-compute"):
                 self._model.delayed_wgrad.compute()
+
+
+class PendingWork:
+    """An asynchronous transfer that remembers whether it was waited for: gloo allows it once."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class FinishingCommunicator(P2PCommunicator):
+    """P2PCommunicator that also waits for the last send of an evaluation.
+
+    megatron-core's interleaved evaluation drops the handle of its last send. gloo cancels a send
+    whose handle is gone, and the next stage would wait for it until the group's time limit.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._pending: list[PendingWork] = []
+
+    def _communicate(self, **call: Any) -> tuple[Any, Any, Any]:
+        *received, handles = super()._communicate(**call)
+        if handles:
+            handles = {key: PendingWork(work) for key, work in handles.items()}
+            self._pending += handles.values()
+        return (*received, handles)
+
+    def finish(self) -> None:
+        """Call after each step: waits for what is pending, within the group's time limit."""
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
+
+
+_WAITS = {
+    "recv_prev": "forward-recv",
+    "recv_next": "backward-recv",
+    "send_prev": "backward-send",
+    "send_next": "forward-send",
+}
+"""The timer of each handle that overlapped p2p calls return, by megatron-core's key."""
+
+
+class TimedWork:
+    """An asynchronous transfer whose `wait()` is timed."""
+
+    def __init__(self, work: Any, timers: Timers, name: str) -> None:
+        self._work, self._timers, self._name = work, timers, name
+
+    def wait(self) -> None:
+        with self._timers(self._name):
+            self._work.wait()
+
+
+def time_by_neighbour(communicator: P2PCommunicator, timers: Timers) -> None:
+    """Add to megatron-core's own timers, of each call: which neighbour it waits for.
+
+    Unlike megatron-core's, they then also cover the `wait()` of overlapped transfers.
+    """
+    communicate = communicator._communicate
+
+    def timed(**call: Any) -> tuple[Any, Any, Any]:
+        if part := _part(**call):
+            timers.attribute(part)
+        *received, handles = communicate(**call)
+        if handles and not call.get("wait_on_reqs", True):
+            handles = {key: TimedWork(work, timers, _WAITS[key]) for key, work in handles.items()}
+        return (*received, handles)
+
+    communicator._communicate = timed
+
+
+def _part(
+    *,
+    tensor_send_next: Any,
+    tensor_send_prev: Any,
+    recv_prev: bool,
+    recv_next: bool,
+    wait_on_reqs: bool = True,
+    **_: Any,
+) -> str | None:
+    """The part of an iteration that a call counts for: receives that it waits for, else sends."""
+    prev, following = recv_prev, recv_next
+    if not wait_on_reqs or not (recv_prev or recv_next):
+        prev, following = tensor_send_prev is not None, tensor_send_next is not None
+    if prev and following:
+        return "wait both"
+    return "wait prev" if prev else "wait next" if following else None

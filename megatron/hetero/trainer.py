@@ -1,127 +1,201 @@
-"""The training loop and evaluation of one rank."""
+"""Trains the model of an initialized job on one rank: builds it, trains, evaluates, reports."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
+import hashlib
 import math
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from megatron.core.optimizer_param_scheduler import (
-    OptimizerParamScheduler,
-    get_canonical_lr_for_logging,
-)
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from hetero.errors import HeteroError
-from megatron.hetero.arguments.batch_sizes import batch_size_at
+from hetero.startup.identity import VENDOR_VARIABLE
+from megatron.hetero.arguments.batch import batch_size_at
+from megatron.hetero.arguments.flags_hetero import MEASURED
+from megatron.hetero.auto_data_shares import measure_data_shares
 from megatron.hetero.checkpoint.checkpointer import Checkpointer
-from megatron.hetero.checkpoint.save_timings import SaveTimings
-from megatron.hetero.checkpoint.train_state import TrainState
+from megatron.hetero.checkpoint.index import TrainState
 from megatron.hetero.console import Console
 from megatron.hetero.core_private import gather_parameters
-from megatron.hetero.data import MicroBatches
+from megatron.hetero.data import MicroBatches, build_data_iterators
 from megatron.hetero.job import Job
 from megatron.hetero.metrics import (
     DataWaitTimes,
     IterationRecord,
+    MetricsLogger,
+    StepProfiler,
     measured_peak_bytes,
     tflops_per_gpu,
 )
-from megatron.hetero.metrics_logger import MetricsLogger
-from megatron.hetero.model import StageModel
-from megatron.hetero.optimizer import StepResult, TrainingOptimizer
-from megatron.hetero.param_hashes import check_param_hashes_across_dp_replicas
-from megatron.hetero.profiling import StepProfiler
+from megatron.hetero.model import StageModel, build_model
+from megatron.hetero.optimizer import (
+    RankStatistics,
+    StepResult,
+    TrainingOptimizer,
+    build_scheduler,
+)
+from megatron.hetero.overview import print_overview, print_peak_memory, stage_rows, write_report
 from megatron.hetero.schedule import Schedule
-from megatron.hetero.stop_check import StopCheck
-from megatron.hetero.timing.report import Interval, TimingLog
-from megatron.hetero.timing.timers import Timers
-
-
-def _freeze_gc() -> None:
-    """Exclude all current objects from later garbage collections.
-
-    After the first iteration nearly all of them live until the end of the run (libraries, model),
-    and a full collection would visit each one while holding the GIL.
-    """
-    gc.collect()
-    gc.freeze()
+from megatron.hetero.stop_signals import StopSignals
+from megatron.hetero.timers import Timers, clock_of
+from megatron.hetero.timing_log import Interval, TimingLog
 
 
 class Trainer:
-    """The training loop of one rank."""
+    """One rank's run. Constructor and public methods are collective over all ranks of the job."""
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        model: StageModel,
-        optimizer: TrainingOptimizer,
-        scheduler: OptimizerParamScheduler,
-        schedule: Schedule,
-        console: Console,
-        metrics_logger: MetricsLogger,
-        report_memory: Callable[[int], None],
-        checkpointer: Checkpointer,
-        progress: TrainState,
-        stop: StopCheck,
-        timers: Timers,
-    ) -> None:
-        self._report_memory = report_memory
+    def __init__(self, job: Job, *, start_time: float, signals: StopSignals) -> None:
+        """Build the model and everything that trains it, and load the checkpoint, if there is one.
+
+        Args:
+            start_time: `time.monotonic()` at program start, for --exit-duration-in-mins.
+            signals: those that end the run.
+        """
         self.job = job
         self.args: argparse.Namespace = job.args
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.schedule = schedule
-        self.console = console
-        self.metrics_logger = metrics_logger
+        self._signals = signals
+        self._on_close = ExitStack()
+        start = job.checkpoint.train_state.iteration
+        self.console = Console(
+            is_logger=job.rank == 0, total_iterations=self.args.train_iters, start=start
+        )
+        self._on_close.callback(self.console.close)
+        try:
+            self._build(start_time, resumed_at=start)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, start_time: float, *, resumed_at: int) -> None:
+        job, args = self.job, self.args
+        self.model = build_model(
+            args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device
+        )
+        vendor = job.identities[job.rank].vendor
+        slow_down(*self.model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
+        if args.hetero_data_shares == MEASURED and not args.skip_train:
+            self.job, measured = measure_data_shares(job, self.model)
+            job = self.job
+            self.console.line(measured)
+        self._timers = Timers(level=args.timing_log_level, clock=clock_of(job.device))
+        self.model.config.timers = self._timers if self._timers.level else None
+        self.optimizer = TrainingOptimizer(
+            args,
+            model=self.model,
+            plan=job.plan,
+            rank=job.rank,
+            statistics=job.statistics,
+            device=job.device,
+            timers=self._timers,
+        )
+        self.schedule = Schedule(job, self.model, self._timers)
+        self.metrics_logger = MetricsLogger(
+            args,
+            written=job.outputs.written,
+            logs_to_wandb=job.rank == 0,
+            resumed_at=resumed_at,
+            warn=self.console.warning,
+        )
+        self._on_close.callback(self.metrics_logger.close)
+        self._stage_rows = stage_rows(job, self.model)
+        self._print_overview()
+        self.scheduler = build_scheduler(
+            job.checkpoint.schedule, self.optimizer, position=job.checkpoint.schedule_position
+        )
+        self.checkpointer = Checkpointer(
+            job,
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            console=self.console,
+        )
+        self._on_close.callback(self.checkpointer.close)
+        progress = self.checkpointer.resume()
         self.iteration = progress.iteration
         self.consumed_samples = progress.consumed_train_samples
         self.consumed_valid_samples = progress.consumed_valid_samples
         self.skipped = progress.skipped_iterations
-        self.stopped_early = False
-        """Whether training ended before its last iteration; final evaluations are then skipped."""
-        self._checkpointer, self._stop = checkpointer, stop
         self.steps = 0
         """Iterations of this launch."""
         self.last_record: IterationRecord | None = None
-        self._unlogged: list[IterationRecord] = []
         self.data_wait_times = DataWaitTimes()
-        self._timers = timers
+        self._unlogged: list[IterationRecord] = []
+        self._stop = StopCheck(
+            args,
+            statistics=job.statistics,
+            signals=self._signals if args.exit_signal_handler else None,
+            start_time=start_time,
+        )
         self._timing = TimingLog(
-            job.args,
-            timers=timers,
+            args,
+            timers=self._timers,
             plan=job.plan,
             identities=job.identities,
             statistics=job.statistics,
-            console=console,
-            metrics_logger=metrics_logger,
+            console=self.console,
+            metrics_logger=self.metrics_logger,
         )
-        self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
+        self._profiler = StepProfiler(args, rank=job.rank, device=job.device)
+        self._valid_batches = self._validation_batches()
 
-    def train(self, iterators: list[Iterator[Any]], evaluate: Callable[[], None] | None) -> None:
-        """Run to --train-iters (or --train-samples), evaluating on the way."""
+    def close(self) -> None:
+        """Close checkpoints, metrics and console; also after a failure. Not collective."""
+        self._on_close.close()
+
+    def run(self) -> None:
+        """Train to the end of the run, or until it is stopped, then evaluate and report."""
+        if not self.args.skip_train:
+            batches = self._batches(
+                self.job.datasets.train,
+                micro_batch_size=self.args.micro_batch_size,
+                consumed=self.consumed_samples,
+            )
+            _return_freed_memory()  # of building, loading and describing the model
+            self._signals.begin()
+            stopped = self.train(batches)
+        else:
+            self._signals.begin()
+            stopped = False
+        self.checkpointer.finish()
+        if not stopped:
+            self.validate(" on validation set")
+            if self._stop.reason is None:
+                self._test()
+        # Collective: not decided by this rank's own flag, which nodes may lack.
+        if "hetero_report" in self.job.outputs.named:
+            gather_parameters(self.model.chunks)
+            write_report(self.job, self, self._stage_rows, self.console)
+
+    def train(self, batches: list[Iterator[Any]]) -> bool:
+        """Run to --train-iters (or --train-samples), evaluating and saving on the way.
+
+        Returns whether training ended before its last iteration.
+        """
         if self.args.manual_gc:
             gc.disable()
         self.model.train()
+        stopped = False
         while not self._is_finished():
             self._profiler.before_step(self.iteration)
-            self._train_step(iterators)
+            self.train_step(batches)
             self._profiler.after_step(self.iteration)
             if self.steps == 1:
                 _freeze_gc()
             if self.steps == 1 or self._is_multiple(self.args.log_memory_interval):
-                self._report_memory(self.iteration)
+                print_peak_memory(self.job, self.console, iteration=self.iteration)
             self._collect_garbage()
-            interval = self.args.eval_interval
-            is_due = bool(interval) and self.iteration % interval == 0
-            if evaluate is not None and is_due and self._stop.reason is None:
-                evaluate()
-                self.model.train()
+            if self._is_multiple(self.args.eval_interval) and self._stop.reason is None:
+                self.validate()
             stops = self._should_stop()
             saved = self._save_if_due(last=stops or self._is_finished())
             if not stops and saved and self._stop.agree():
@@ -129,7 +203,7 @@ class Trainer:
                 self._print_stop()
                 stops = True
             if stops:
-                self.stopped_early = self._stop.reason is not None or not self._is_finished()
+                stopped = self._stop.reason is not None or not self._is_finished()
                 break
         if not self.steps and self.args.save != self.args.load:
             # No iterations left: save the loaded checkpoint in this run's layout.
@@ -138,6 +212,155 @@ class Trainer:
         if self._unlogged:
             self._log_pending()
             self._show(self._timing.rest(self.iteration))
+        return stopped
+
+    def train_step(self, batches: list[Iterator[Any]]) -> None:
+        """One iteration: forward, backward, update, record."""
+        began = time.perf_counter()
+        self._timers.begin()
+        batch_size = batch_size_at(self.args, self.consumed_samples)
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss_sum, tokens = self.schedule.run(
+            batches, batch_size=batch_size, micro_batch_size=self.args.micro_batch_size
+        )
+        # The GPU is busy with this iteration, so the host has time for the previous ones.
+        self._timers.count_completed()
+        data_wait = sum((b.pop_wait_seconds() for b in batches if isinstance(b, MicroBatches)), 0.0)
+        self.data_wait_times.add(data_wait)
+        self.checkpointer.before_optimizer_step()
+        with self._timers("optimizer"):
+            outcome = self.optimizer.step(
+                loss_sum=loss_sum,
+                tokens=tokens,
+                link_bytes=self._boundary_bytes(),
+                check_links=self.job.check_links,
+                stop_signal=self._stop.own_signal,
+            )
+        self._stop.accept_signal(outcome.stop_signal)
+        self.iteration += 1
+        self.consumed_samples += batch_size
+        self._require_finite(outcome, batch_size)
+        if outcome.updated:
+            self.scheduler.step(increment=batch_size)
+            self.checkpointer.after_optimizer_step()
+        else:
+            self.skipped += 1
+        # As in Megatron's log: the learning rate of the next iteration.
+        learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
+        self._timers.end()
+        # Synchronises with the device, so that the update counts towards this iteration's time.
+        loss_scale = self.optimizer.loss_scale
+        seconds = time.perf_counter() - began
+        self._release_cache()
+        if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
+            check_param_hashes_across_dp_replicas(self.job, self.model, iteration=self.iteration)
+        self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
+
+    def validate(self, what: str = "") -> None:
+        """Evaluate on the validation samples after those of the previous evaluation.
+
+        As in Megatron, also those of the final evaluation, and of the one after a resume. Nothing
+        is done without --eval-iters, or if the validation split is too small.
+        """
+        if self._valid_batches is None:
+            return
+        self._evaluate(
+            self._valid_batches, name="validation", when=f"at iteration {self.iteration}{what}"
+        )
+        self.consumed_valid_samples += self.args.eval_iters * self.args.eval_global_batch_size
+        self.model.train()
+
+    def _test(self) -> None:
+        if not self._can_evaluate(self.job.datasets.sizes.test):
+            return
+        batches = self._batches(
+            self.job.datasets.test, micro_batch_size=self.args.eval_micro_batch_size, endless=True
+        )
+        self._evaluate(batches, name="test", when=f"at iteration {self.iteration} on test set")
+
+    def _evaluate(self, batches: list[Iterator[Any]], *, name: str, when: str) -> None:
+        """Log the mean token loss over --eval-iters global batches.
+
+        A signal, or the end of the run's time, ends it without a result.
+        """
+        args = self.args
+        self.model.train(False)
+        total = torch.zeros(2, dtype=torch.float64, device=self.job.device)
+        with torch.no_grad():
+            for batch in range(args.eval_iters):
+                if self._stop.agree():
+                    self.console.line(
+                        f"evaluation {when} ended after {batch} of {args.eval_iters} batches, as "
+                        f"{self._stop.reason} asks"
+                    )
+                    return
+                total += self.schedule.run(
+                    batches,
+                    batch_size=args.eval_global_batch_size,
+                    micro_batch_size=args.eval_micro_batch_size,
+                    forward_only=True,
+                )
+        rows = self.job.statistics.gather(total, check=self.job.check_links)
+        loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
+        loss = loss_sum / tokens if tokens else math.nan
+        perplexity = math.exp(min(20.0, loss))
+        # Megatron's words, which call the test set's loss one of validation too.
+        self.console.line(
+            f" validation loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        )
+        self.metrics_logger.evaluation(
+            name, loss=loss, perplexity=perplexity, iteration=self.iteration
+        )
+
+    def _batches(
+        self, dataset: Any, *, micro_batch_size: int, consumed: int = 0, endless: bool = False
+    ) -> list[Any]:
+        """An iterator of micro-batches for each model chunk."""
+        return build_data_iterators(
+            self.args,
+            dataset,
+            coordinate=self.job.coordinate,
+            plan=self.job.plan,
+            consumed=consumed,
+            device=self.job.device,
+            endless=endless,
+            micro_batch_size=micro_batch_size,
+        )
+
+    def _validation_batches(self) -> list[Any] | None:
+        if not self._can_evaluate(self.job.datasets.sizes.valid):
+            return None
+        return self._batches(
+            self.job.datasets.valid,
+            micro_batch_size=self.args.eval_micro_batch_size,
+            consumed=0 if self.args.skip_train else self.consumed_valid_samples,
+            endless=True,
+        )
+
+    def _can_evaluate(self, samples: int) -> bool:
+        """Whether to evaluate on a split: it has samples for one row of micro-batches."""
+        row = self.args.eval_micro_batch_size * sum(self.args.data_shares)
+        return bool(self.args.eval_iters) and samples >= row
+
+    def _print_overview(self) -> None:
+        job, args, line = self.job, self.args, self.console.line
+        print_overview(job, self._stage_rows, self.console)
+        if slowed := os.environ.get(SLOWDOWN_VARIABLE):
+            line(f"{SLOWDOWN_VARIABLE}={slowed}: layers take so many times as long (simulated)")
+        if args.delay_wgrad_compute and not self.model.kernels.weight_gradient:
+            line(
+                "--delay-wgrad-compute: nothing is delayed on this stage, whose torch has no "
+                "product that adds to gradients of another type than the weights'"
+            )
+        if job.device.type == "cuda":
+            line(f"fused kernels: {self.model.kernels.names()}")
+        if args.eval_iters and not self._can_evaluate(job.datasets.sizes.valid):
+            line(
+                "no evaluation: the validation split is too small for one step over all ranks; "
+                "give --split a larger second number"
+            )
 
     def _release_cache(self) -> None:
         if self.args.empty_unused_memory_level and self.job.device.type == "cuda":
@@ -155,16 +378,12 @@ class Trainer:
     def _is_finished(self) -> bool:
         return bool(self.iteration >= self.args.train_iters)
 
-    @property
-    def save_timings(self) -> SaveTimings:
-        return self._checkpointer.timings
-
     def _save_if_due(self, *, last: bool) -> bool:
         """Whether a save was due."""
-        self._checkpointer.poll()
-        due = last or self._checkpointer.due(self.iteration)
+        self.checkpointer.poll()
+        due = last or self.checkpointer.due(self.iteration)
         if due:
-            self._checkpointer.save(
+            self.checkpointer.save(
                 TrainState(
                     iteration=self.iteration,
                     consumed_train_samples=self.consumed_samples,
@@ -187,54 +406,6 @@ class Trainer:
 
     def _print_stop(self) -> None:
         self.console.line(f"stopping at iteration {self.iteration}, as {self._stop.reason} asks")
-
-    def _train_step(self, iterators: list[Iterator[Any]]) -> None:
-        began = time.perf_counter()
-        self._timers.begin()
-        batch_size = batch_size_at(self.args, self.consumed_samples)
-        for chunk in self.model.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        micro_batch_size = self.args.micro_batch_size
-        loss_sum, tokens = self.schedule.run(
-            iterators,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-        )
-        # The GPU is busy with this iteration, so the host has time for the previous ones.
-        self._timers.count_completed()
-        data_wait = sum(
-            (i.pop_wait_seconds() for i in iterators if isinstance(i, MicroBatches)), 0.0
-        )
-        self.data_wait_times.add(data_wait)
-        self._checkpointer.before_optimizer_step()
-        with self._timers("optimizer"):
-            outcome = self.optimizer.step(
-                loss_sum=loss_sum,
-                tokens=tokens,
-                link_bytes=self._boundary_bytes(),
-                check_links=self.job.check_links,
-                stop_signal=self._stop.own_signal,
-            )
-        self._stop.accept_signal(outcome.stop_signal)
-        self.iteration += 1
-        self.consumed_samples += batch_size
-        self._require_finite(outcome, batch_size)
-        if outcome.updated:
-            self.scheduler.step(increment=batch_size)
-            self._checkpointer.after_optimizer_step()
-        else:
-            self.skipped += 1
-        # As in Megatron's log: the learning rate of the next iteration.
-        learning_rate = get_canonical_lr_for_logging(self.optimizer.inner.param_groups)
-        self._timers.end()
-        # Synchronises with the device, so that the update counts towards this iteration's time.
-        loss_scale = self.optimizer.loss_scale
-        seconds = time.perf_counter() - began
-        self._release_cache()
-        if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
-            check_param_hashes_across_dp_replicas(self.job, self.model, iteration=self.iteration)
-        self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
 
     def _boundary_bytes(self) -> int:
         links = self.job.groups.data_links()
@@ -306,7 +477,7 @@ class Trainer:
         self._show(timing)
 
     def _params_norm(self) -> float | None:
-        """L2 norm of all weights, with --log-params-norm. Collective."""
+        """L2 norm of all weights, with --log-params-norm."""
         if not self.args.log_params_norm:
             return None
         gather_parameters(self.model.chunks)
@@ -329,50 +500,100 @@ class Trainer:
         self._unlogged = []
 
 
-class Evaluator:
-    """Computes the loss over --eval-iters batches of a dataset."""
+class StopCheck:
+    """Whether any rank has received a signal to stop, or the time is over by rank 0's clock."""
 
     def __init__(
         self,
-        job: Job,
+        args: argparse.Namespace,
         *,
-        model: StageModel,
-        schedule: Schedule,
-        console: Console,
-        metrics_logger: MetricsLogger,
-        stop: StopCheck,
+        statistics: RankStatistics,
+        signals: StopSignals | None,
+        start_time: float,
     ) -> None:
-        self._job, self._model, self._schedule = job, model, schedule
-        self._console, self._metrics_logger, self._stop = console, metrics_logger, stop
+        """`signals`: with --exit-signal-handler. `start_time`: as of the `Trainer`."""
+        self._statistics, self._signals, self._start_time = statistics, signals, start_time
+        self._minutes: int | None = args.exit_duration_in_mins
+        self.reason: str | None = None
+        """What asks the run to stop, the same on every rank: a signal's name, or a flag."""
 
-    def run(self, iterators: list[Iterator[Any]], *, name: str, iteration: int, when: str) -> None:
-        """Log the mean token loss over --eval-iters global batches. Collective.
+    @property
+    def own_signal(self) -> int:
+        """The signal that this rank has received, or 0."""
+        seen = None if self._signals is None else self._signals.seen
+        return 0 if seen is None else int(seen)
 
-        A signal, or the end of the run's time, ends it without a result.
-        """
-        args = self._job.args
-        self._model.train(False)
-        total = torch.zeros(2, dtype=torch.float64, device=self._job.device)
-        with torch.no_grad():
-            for batch in range(args.eval_iters):
-                if self._stop.agree():
-                    self._console.line(
-                        f"evaluation {when} ended after {batch} of {args.eval_iters} batches, as "
-                        f"{self._stop.reason} asks"
-                    )
-                    return
-                total += self._schedule.run(
-                    iterators,
-                    batch_size=args.eval_global_batch_size,
-                    micro_batch_size=args.eval_micro_batch_size,
-                    forward_only=True,
-                )
-        rows = self._job.statistics.gather(total, check=self._job.check_links)
-        loss_sum, tokens = math.fsum(r[0] for r in rows), math.fsum(r[1] for r in rows)
-        loss = loss_sum / tokens if tokens else math.nan
-        perplexity = math.exp(min(20.0, loss))
-        # Megatron's words, which call the test set's loss one of validation too.
-        self._console.line(
-            f" validation loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+    def accept_signal(self, number: int) -> None:
+        """Stop by a signal, if not 0, on which the ranks have agreed by other means."""
+        if number and self.reason is None:
+            self.reason = signal.Signals(number).name
+
+    def agree(self) -> bool:
+        """Whether to stop. Collective; without a flag that asks for it the ranks send nothing."""
+        limit = self._minutes
+        if self.reason is None and (limit or self._signals is not None):
+            minutes = (time.monotonic() - self._start_time) / 60
+            own = torch.tensor([self.own_signal, minutes], dtype=torch.float64)
+            rows = self._statistics.gather(own)
+            self.accept_signal(int(max(row[0] for row in rows)))
+            if self.reason is None and limit and rows[0][1] > limit:
+                self.reason = "--exit-duration-in-mins"
+        return self.reason is not None
+
+
+def _freeze_gc() -> None:
+    """Exclude all current objects from later garbage collections.
+
+    After the first iteration nearly all of them live until the end of the run (libraries, model),
+    and a full collection would visit each one while holding the GIL.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _return_freed_memory() -> None:
+    """Give back to the system what was freed and what glibc keeps for later allocations.
+
+    A thread has a heap of its own there. The threads that draw the initial weights leave theirs
+    behind, with tens of megabytes that nothing else uses. With another C library nothing is done.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# Hashes are gathered as float64, which represents integers of up to 53 bits: 12 hex digits each.
+_PARTS, _HEX_DIGITS = 4, 12
+
+
+def check_param_hashes_across_dp_replicas(job: Job, model: StageModel, *, iteration: int) -> None:
+    """--check-weight-hash-across-dp-replicas-interval: compare the weights of replicas, bit by bit.
+
+    Raises HeteroError on every rank if they differ. Collective. Copies all weights to the host.
+    """
+    gather_parameters(model.chunks)
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        whole = parameter.detach().cpu().contiguous().view(torch.uint8)
+        digest.update(whole.numpy().tobytes())
+    text = digest.hexdigest()
+    parts = [int(text[i * _HEX_DIGITS :][:_HEX_DIGITS], 16) for i in range(_PARTS)]
+    rows = job.statistics.gather(torch.tensor(parts, dtype=torch.float64))
+    _compare(job, rows, iteration=iteration)
+
+
+def _compare(job: Job, rows: Sequence[Sequence[float]], *, iteration: int) -> None:
+    mismatches: list[str] = []
+    for rank, row in enumerate(rows):
+        coordinate = job.plan.coordinate(rank)
+        first = job.plan.rank_at(coordinate.stage, tensor=coordinate.tensor)
+        if row != rows[first]:
+            mismatches.append(f"rank {rank} on {job.identities[rank].host} and rank {first}")
+    if mismatches:
+        raise HeteroError(
+            f"the weights of data-parallel ranks differ after iteration {iteration}: "
+            f"{'; '.join(mismatches)}; look at the memory and the links of these hosts, and "
+            "continue from the last checkpoint",
+            known_to_all=True,
         )
-        self._metrics_logger.evaluation(name, loss=loss, perplexity=perplexity, iteration=iteration)

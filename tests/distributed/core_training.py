@@ -55,8 +55,8 @@ def main() -> None:
 class _Run:
     """What a plan asks for: steps `first` to `last` with `args` on `batches`, and their `losses`.
 
-    `load` is a checkpoint to begin from, `legacy` one whose weights are looked at after that;
-    `weights` is a folder for them. `saves` are made before step `save_before`, or at the end.
+    `load` is a checkpoint to begin from, `weights` a folder for the weights after that. `saves` are
+    made before step `save_before`, or at the end.
     """
 
     def __init__(self, plan: dict[str, Any]) -> None:
@@ -88,9 +88,6 @@ class _Run:
                 self._dump(Path(plan["weights"]))
             if step < plan["last"]:
                 losses.append(self._step(batches[step]))
-        if plan.get("legacy"):
-            self._load(Path(plan["legacy"]))
-            self._dump(Path(plan["legacy_weights"]))
         if dist.get_rank() == dist.get_world_size() - 1:
             Path(plan["losses"]).write_text(json.dumps(losses))
 

@@ -197,7 +197,7 @@ def test_a_metrics_file_that_cannot_be_written(corpus, tmp_path: Path) -> None:
 def test_a_rank_that_fails_before_training_ends_the_others(corpus, tmp_path: Path) -> None:
     broken = changed_entry(
         tmp_path,
-        "import megatron.hetero.data_agreement as data_agreement\n"
+        "import megatron.hetero.data as data_agreement\n"
         "data_agreement.build_tokenizer = lambda args: 1 / 0",
     )
     outcomes = refused([*corpus.flags, *MIXED], environ=SIMULATED, scripts={1: broken})

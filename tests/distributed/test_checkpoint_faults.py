@@ -119,8 +119,8 @@ def test_a_disk_that_is_full_during_a_save_loses_nothing(
 
 UNPINNED = """
 from hetero.errors import LinkError
-from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
-from megatron.hetero.checkpoint.host_memory import HostMemory
+from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier
+from megatron.hetero.checkpoint.snapshot import HostMemory
 from megatron.hetero.checkpoint.saver import Saver
 
 calls = []

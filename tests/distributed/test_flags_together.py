@@ -69,14 +69,14 @@ def test_the_weights_norm_is_of_updated_weights_where_gathering_them_waits(
 SLIP = """
 from megatron.hetero import trainer
 
-train_step = trainer.Trainer._train_step
+train_step = trainer.Trainer.train_step
 
-def slipping(self, iterators):
+def slipping(self, batches):
     if self.iteration == 2:
         next(self.model.chunks[0].parameters()).data.view(-1)[0] += 1e-3
-    train_step(self, iterators)
+    train_step(self, batches)
 
-trainer.Trainer._train_step = slipping
+trainer.Trainer.train_step = slipping
 """
 
 

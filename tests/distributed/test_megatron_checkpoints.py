@@ -158,9 +158,6 @@ def test_a_checkpoint_of_megatron_core_is_trained_mixed_and_goes_back(
     # The run had no distributed optimizer; megatron-core goes on with its own.
     kind = ["--use-distributed-optimizer"]
     assert convert([*export, str(theirs), *kind, *step]) == 0
-    older = ["--format", "torch", "--transformer-impl", "local"]
-    older += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    assert convert([*export, str(tmp_path / "theirs_legacy"), *older, *step]) == 0
     second = _core(
         tmp_path / "core",
         "second",
@@ -171,11 +168,8 @@ def test_a_checkpoint_of_megatron_core_is_trained_mixed_and_goes_back(
         last=STEPS,
         weights_before=RESAVED,
         weights=str(tmp_path / "weights_back"),
-        legacy=str(tmp_path / "theirs_legacy"),
-        legacy_weights=str(tmp_path / "weights_legacy"),
     )
-    for dumped in ("weights_back", "weights_legacy"):
-        _assert_ranks_hold(tmp_path / dumped, mixed / f"iter_{RESAVED:07d}")
+    _assert_ranks_hold(tmp_path / "weights_back", mixed / f"iter_{RESAVED:07d}")
     assert second == pytest.approx(ours.losses[RESAVED - SAVED :], rel=1e-6)
 
 

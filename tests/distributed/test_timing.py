@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.hetero.timing.timers import PARTS
+from megatron.hetero.timers import PARTS
 from tests.distributed.harness import MIXED, TINY_LLAMA, launch_well, read_rows
 
 FAULTY = Path(__file__).with_name("faulty_training.py")

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.plan import Plan
-from megatron.hetero.arguments import parse_args
-from megatron.hetero.layout import apply_plan_file, plan_from_args
+from megatron.hetero.arguments import read_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -70,10 +69,8 @@ def parsed(line: str, world_size: int | None = None) -> Command:
     options = [word for word in words[3:entry] if word != "--standalone"]
     launcher = dict(zip(options[::2], options[1::2], strict=True))
     world_size = world_size or int(launcher.get("--nnodes", 1)) * int(launcher["--nproc-per-node"])
-    args = parse_args(words[entry + 1 :], world_size=world_size)
-    if args.hetero_plan is not None:
-        apply_plan_file(args)
-    return Command(environ, launcher, args, plan_from_args(args, vendor="nvidia"))
+    read = read_command_line(words[entry + 1 :], world_size=world_size)
+    return Command(environ, launcher, read.args, read.plan)
 
 
 def printed(script: str, *arguments: str, world_size: int | None = None, **environ: str) -> Command:

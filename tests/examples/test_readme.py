@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hetero.arguments import parse_args
-from megatron.hetero.layout import plan_from_args
+from megatron.hetero.arguments import read_command_line
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -93,8 +92,7 @@ def test_the_command_for_two_nodes_is_one_that_the_program_takes() -> None:
     flags = words[words.index("pretrain_gpt.py") + 1 :]
     preset = ["--yaml-cfg", str(ROOT / "examples/presets/llama3.1_8b.yaml"), "--mock-data"]
     others = "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1".split()
-    args = parse_args([*preset, *others, *flags], world_size=16)
-    plan = plan_from_args(args, vendor="nvidia")
+    plan = read_command_line([*preset, *others, *flags], world_size=16).plan
     assert [mesh.vendor for mesh in plan.meshes] == ["nvidia", "amd"]
     assert plan.layers == ((17,), (15,))
 

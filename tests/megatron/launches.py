@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 
-from megatron.hetero.arguments import parse_args
+from megatron.hetero.arguments import Configuration, read_command_line
 
 SMALLEST = {
     "--num-layers": "8",
@@ -28,6 +28,11 @@ def command_line(flags: str = "", *, without: str = "") -> list[str]:
     return shlex.split(" ".join([*kept, flags]))
 
 
+def configured(flags: str = "", *, without: str = "", world_size: int | None = 1) -> Configuration:
+    """The smallest launch, `without` some of its flags, plus `flags`."""
+    return read_command_line(command_line(flags, without=without), world_size=world_size)
+
+
 def parsed(flags: str = "", *, without: str = "", world_size: int | None = 1) -> Namespace:
-    """The arguments of the smallest launch, `without` some of its flags, plus `flags`."""
-    return parse_args(command_line(flags, without=without), world_size=world_size)
+    """The arguments of such a launch."""
+    return configured(flags, without=without, world_size=world_size).args

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser
-from megatron.hetero.data import build_datasets
+from megatron.hetero.data import FillInMiddle, build_datasets, fill_in_middle
 from megatron.hetero.dataset_checks import require_same_data
-from megatron.hetero.fill_in_middle import FillInMiddle, fill_in_middle
 from megatron.hetero.tokenizer.build import build_tokenizer
 from tests.megatron.launches import parsed
 from tests.megatron.token_files import build

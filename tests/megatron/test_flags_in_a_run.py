@@ -16,13 +16,13 @@ import pytest
 
 from hetero.errors import HeteroError
 from hetero.plan import Mesh, Plan
-from megatron.hetero import overview, pretrain, run_job
+from megatron.hetero import overview, pretrain
+from megatron.hetero import trainer as training
 from megatron.hetero.arguments import build_parser, parse_args
-from megatron.hetero.stop_check import StopCheck
-from megatron.hetero.trainer import Trainer
+from megatron.hetero.trainer import StopCheck, Trainer
 from tests.commands import PRESETS
 from tests.distributed.harness import launch_well, read_rows
-from tests.megatron.test_metrics_logger_flags import points
+from tests.megatron.test_metrics import points
 
 TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml")]
 # The preset names everything; this makes the runs short and their steps of different sizes.
@@ -139,16 +139,17 @@ def _trainer(flags: str, **known: Any) -> Any:
 def test_every_evaluation_takes_the_samples_after_those_of_the_last(
     flags: str, consumed: int
 ) -> None:
-    trainer = _trainer("", iteration=5, consumed_valid_samples=12)
-    args = parse_args([*TINY, *flags.split(), "--eval-iters", "2"], world_size=1)
-    job: Any = SimpleNamespace(args=args, datasets=mock.Mock(), plan=None, coordinate=None)
-    job.datasets.sizes.valid, job.device, evaluator = 100, None, mock.Mock()
-    with mock.patch.object(run_job, "build_data_iterators") as built:
-        validate = run_job._validation(job, trainer, evaluator)
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.args = parse_args([*TINY, *flags.split(), "--eval-iters", "2"], world_size=1)
+    trainer.job, trainer.model, trainer._evaluate = mock.Mock(), mock.Mock(), mock.Mock()
+    trainer.job.datasets.sizes.valid = 100
+    trainer.iteration, trainer.consumed_valid_samples = 5, 12
+    with mock.patch.object(training, "build_data_iterators") as built:
+        trainer._valid_batches = trainer._validation_batches()
     assert built.call_args.kwargs["consumed"] == consumed
-    validate()
-    validate(" on validation set")
-    assert {call.args for call in evaluator.run.call_args_list} == {(built.return_value,)}
+    trainer.validate()
+    trainer.validate(" on validation set")
+    assert {call.args for call in trainer._evaluate.call_args_list} == {(built.return_value,)}
     assert trainer.consumed_valid_samples == 12 + 2 * 2 * 8
 
 
@@ -173,7 +174,7 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
     """--exit-duration-in-mins, two minutes into the run by rank 0's clock."""
     statistics: Any = SimpleNamespace(gather=lambda values: [[0.0, 2.0], [0.0, 9.0]])
     trainer = _trainer(f"--exit-duration-in-mins {minutes}", iteration=5, _print_stop=mock.Mock())
-    trainer._stop = StopCheck(trainer.args, statistics=statistics, signals=None, began=0.0)
+    trainer._stop = StopCheck(trainer.args, statistics=statistics, signals=None, start_time=0.0)
     assert bool(Trainer._should_stop(trainer)) is stops
     assert trainer._stop.reason == ("--exit-duration-in-mins" if stops else None)
 
@@ -182,8 +183,8 @@ def test_a_run_stops_by_the_signal_of_any_rank() -> None:
     statistics: Any = SimpleNamespace(gather=lambda values: [[0.0, 1.0], [float(15), 1.0]])
     signals: Any = SimpleNamespace(seen=None)
     args = build_parser().parse_args([])
-    assert not StopCheck(args, statistics=statistics, signals=None, began=0.0).agree()
-    stop = StopCheck(args, statistics=statistics, signals=signals, began=0.0)
+    assert not StopCheck(args, statistics=statistics, signals=None, start_time=0.0).agree()
+    stop = StopCheck(args, statistics=statistics, signals=signals, start_time=0.0)
     assert stop.own_signal == 0
     assert stop.agree()
     assert stop.reason == "SIGTERM"
@@ -202,7 +203,7 @@ def test_the_time_of_a_run_begins_with_its_program() -> None:
         mock.patch.object(pretrain, "_run") as run,
     ):
         assert pretrain.main([]) == 0
-    assert run.call_args.kwargs["began"] <= read_at[0]
+    assert run.call_args.kwargs["start_time"] <= read_at[0]
 
 
 @pytest.mark.parametrize(

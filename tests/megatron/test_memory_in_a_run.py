@@ -52,7 +52,7 @@ def test_what_the_initial_weights_were_drawn_in_is_given_back(counts) -> None:
     assert dict(counts)["freed"] < 4 << 10
 
 
-def test_a_later_collection_looks_at_few_objects_and_at_no_record_of_an_earlier_iteration(
+def test_a_later_garbage_collection_visits_few_objects_and_no_old_records(
     counts,
 ) -> None:
     """A million records would take most of a gigabyte on every rank."""

@@ -19,7 +19,7 @@ from megatron.hetero.optimizer import (
     TrainingOptimizer,
 )
 from tests.megatron.arguments import observers as see
-from tests.megatron.launches import parsed
+from tests.megatron.launches import configured, parsed
 
 # The gradient's norm on a CPU: in float64, without a copy of a gradient in it.
 
@@ -139,7 +139,7 @@ STEPS = range(1, 11)
 
 def _schedule(flags: str) -> dict[str, Any]:
     """Ten steps of two samples, with the rate between 1e-3 and 1e-4."""
-    return see.schedule(parsed(f"--min-lr 1e-4 {flags}"))
+    return see.schedule(configured(f"--min-lr 1e-4 {flags}"))
 
 
 def test_rate_and_weight_decay_follow_their_flags_from_step_to_step() -> None:

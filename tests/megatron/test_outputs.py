@@ -13,8 +13,7 @@ import pytest
 
 from megatron.hetero.arguments import build_parser
 from megatron.hetero.console import Console, format_table
-from megatron.hetero.metrics import IterationRecord
-from megatron.hetero.metrics_logger import MetricsLogger, check_outputs
+from megatron.hetero.metrics import IterationRecord, MetricsLogger, check_outputs
 from tests.distributed.harness import changed_entry, launch, read_rows
 from tests.sentences import sentence_of
 

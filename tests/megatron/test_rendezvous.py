@@ -33,7 +33,7 @@ class Others:
     ("named", "elsewhere", "refused"),
     [("lo", False, False), ("lo", True, True), ("nosuch0", False, True)],
 )
-def test_an_interface_of_gloo_by_which_nobody_gets_here_is_refused_with_the_ranks_that_name_it(
+def test_an_unreachable_gloo_interface_is_refused_with_the_ranks_that_name_it(
     monkeypatch: pytest.MonkeyPatch, named: str, elsewhere: bool, refused: bool
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)

@@ -10,7 +10,7 @@ from textwrap import dedent
 import pytest
 
 from hetero.plan import Mesh, Plan
-from hetero.plan.picture import draw_stage, nodes_of, notes
+from hetero.plan.show import draw_stage, nodes_of, notes
 from hetero.tools import check_plan
 
 UNEQUAL = """

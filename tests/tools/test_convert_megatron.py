@@ -21,6 +21,7 @@ from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.megatron_lm import torch_dist_writer
 from megatron.hetero.megatron_lm.torch_dist_reader import TorchDistReader
 from megatron.hetero.megatron_lm.torch_dist_writer import TensorChunk
+from tests.megatron.megatron_lm.legacy_checkpoint import RankLayout, write_legacy
 from tests.megatron.megatron_lm.test_pickles import Malicious
 from tests.megatron.megatron_lm.tiny_megatron import (
     GPT2,
@@ -58,28 +59,18 @@ def _back(folder: Path) -> dict[str, torch.Tensor]:
     return read(folder / "back")
 
 
-def _sizes(tensor: int, pipeline: int, per_chunk: int | None = None) -> list[str]:
-    flags = ["--tensor-model-parallel-size", str(tensor)]
-    flags += ["--pipeline-model-parallel-size", str(pipeline)]
-    if per_chunk is not None:
-        flags += ["--num-layers-per-virtual-pipeline-stage", str(per_chunk)]
-    return flags
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [*(("llama", layout) for layout in LAYOUTS), ("qwen", LAYOUTS[3]), ("gpt2", LAYOUTS[4])],
 )
-def test_weights_go_through_the_older_layout_of_any_size(
+def test_the_legacy_layout_of_any_size_is_read(
     name: str, layout: tuple[int, int, int | None], tmp_path: Path
 ) -> None:
     expected = weights(MODELS[name], torch.bfloat16)
     save_weights(tmp_path / "ours", MODELS[name], expected)
-    impl = "local" if layout[0] == 2 else "transformer_engine"
-    flags = ["--format", "torch", "--transformer-impl", impl, *_sizes(*layout)]
-    assert_same(_there_and_back(tmp_path, *flags), expected)
-    assert (tmp_path / "theirs" / TRACKER).read_text() == "release"
-    assert len(_rank_files(tmp_path / "theirs")) == layout[0] * layout[1]
+    sizes = RankLayout(*layout)
+    write_legacy(tmp_path / "ours", tmp_path / "theirs", sizes, local_names=layout[0] == 2)
+    assert_same(_back(tmp_path), expected)
     args = read_index(tmp_path / "back" / "release").args
     assert {key: args[key] for key in MODELS[name]} == dict(MODELS[name])
 
@@ -116,7 +107,7 @@ def test_the_optimizer_can_stay_behind_either_way(tmp_path: Path) -> None:
 def test_the_vocabulary_is_padded_as_asked(tmp_path: Path) -> None:
     expected = weights(LLAMA)
     save_weights(tmp_path / "ours", {**LLAMA, "vocab_size": 27}, expected)
-    flags = ["--format", "torch", "--make-vocab-size-divisible-by", "20", *_sizes(2, 1)]
+    flags = ["--make-vocab-size-divisible-by", "20", "--tensor-model-parallel-size", "2"]
     found = _there_and_back(tmp_path, *flags)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert len(found[name]) == 40
@@ -190,8 +181,7 @@ def test_names_and_order_from_before_megatron_core_are_known(
     model = {**GPT2, "qk_layernorm": False}
     expected = weights(model)
     save_weights(tmp_path / "ours", model, expected)
-    flags = ["--format", "torch", "--transformer-impl", "local", *_sizes(2, 2)]
-    assert _export(tmp_path / "ours", tmp_path / "theirs", *flags) == 0
+    write_legacy(tmp_path / "ours", tmp_path / "theirs", RankLayout(2, 2), local_names=True)
     for path in _rank_files(tmp_path / "theirs"):
         if version < 2:
             _edit(path, _in_old_order(version, heads=2))
@@ -246,7 +236,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """LLaMA in the older layout, of two tensor-parallel ranks and two stages."""
     folder = tmp_path_factory.mktemp("exported")
     save_weights(folder / "ours", LLAMA, weights(LLAMA))
-    assert _export(folder / "ours", folder / "theirs", "--format", "torch", *_sizes(2, 2)) == 0
+    write_legacy(folder / "ours", folder / "theirs", RankLayout(2, 2))
     return folder
 
 
@@ -366,12 +356,12 @@ def test_targets_and_sources_that_cannot_be_are_refused(
     (full / "file").touch()
     assert "is not empty" in refused(main, ["import-megatron", legacy, full])
     assert "is not empty" in refused(main, ["export-megatron", tmp_path / "ours", full])
-    flags = ["--format", "torch", *_sizes(5, 3)]
-    words = ["export-megatron", tmp_path / "ours", tmp_path / "divided", *flags]
-    error = refused(main, words)
-    assert "4 layers over 3 stages" in error
-    assert "embedding.word_embeddings.weight over 5" in error
-    assert not (tmp_path / "divided").exists()
+    for flag in ("--format torch", "--pipeline-model-parallel-size 2", "--transformer-impl local"):
+        words = ["export-megatron", tmp_path / "ours", tmp_path / "legacy", *flag.split()]
+        error = refused(main, words)
+        assert f"{flag.split()[0]}: the format torch is read and not written" in error
+        assert "--ckpt-convert-format torch" in error
+    assert not (tmp_path / "legacy").exists()
     assert "is not a folder" in refused_import(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert TRACKER in refused_import(tmp_path / "empty")
@@ -380,9 +370,8 @@ def test_targets_and_sources_that_cannot_be_are_refused(
     assert "--load takes as they are" in refused_import(tmp_path / "ours")
 
 
-@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
 def test_a_full_disk_leaves_nothing(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_weights(tmp_path / "ours", LLAMA, weights(LLAMA))
     capsys.readouterr()
@@ -391,6 +380,6 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    assert _export(tmp_path / "ours", tmp_path / "theirs", "--format", kind) == 2
+    assert _export(tmp_path / "ours", tmp_path / "theirs") == 2
     assert "No space left" in capsys.readouterr().err
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]

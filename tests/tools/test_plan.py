@@ -18,8 +18,7 @@ from hetero.presets import model_file
 from hetero.tools.plan import _parse, main
 from hetero.tools.planning.plan_files import node_commands, training_flags
 from hetero.tools.planning.planning_request import read_request
-from megatron.hetero.arguments import parse_args
-from megatron.hetero.layout import apply_plan_file, plan_from_args
+from megatron.hetero.arguments import parse_args, read_command_line
 from tests.commands import PRESETS
 from tests.tools.refusals import Refused
 
@@ -178,8 +177,8 @@ def test_replicas_are_written_as_flags_that_training_understands(
     file.write_text(yaml.safe_dump(flags))
     preset = str(PRESETS / "tiny.yaml")
     words = ["--yaml-cfg", preset, "--yaml-cfg", str(file)]
-    args = parse_args(words, world_size=plan.world_size)
-    read = plan_from_args(args, vendor="cpu")
+    configuration = read_command_line(words, world_size=plan.world_size)
+    args, read = configuration.args, configuration.plan
     assert read.layers == plan.layers
     assert [(m.vendor, m.stages, m.tensor, m.data, m.share) for m in read.meshes] == [
         ("nvidia", 2, 1, 2, 3),
@@ -324,10 +323,9 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     assert ("replicas on " in (folder / "report.html").read_text()) == (not pipeline)
     files = ["--yaml-cfg", str(model), "--yaml-cfg", str(folder / "flags.yaml")]
     more = "--lr 1 --train-iters 1 --mock-data".split()
-    args = parse_args([*files, *more], world_size=16)
-    if pipeline:
-        apply_plan_file(args)
-    assert plan_from_args(args, vendor="nvidia").chunks == 1
+    configuration = read_command_line([*files, *more], world_size=16)
+    args = configuration.args
+    assert configuration.plan.chunks == 1
     assert (args.recompute_granularity, args.use_distributed_optimizer) == (None, False)
 
 

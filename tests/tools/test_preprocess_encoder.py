@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.tools.preprocessing.encoder import tokenize_many
-from megatron.hetero.tokenizer.build import build_tokenizer
-from megatron.hetero.tokenizer.wrapper import Tokenizer
+from megatron.hetero.tokenizer.build import Tokenizer, build_tokenizer
 from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece, trained_bpe
 
 CORPUS = "one small step for a man\n\none giant leap for mankind 1969, don't you know?\n"

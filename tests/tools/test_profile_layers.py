@@ -12,7 +12,7 @@ import torch
 from hetero.data.layer_times import HostClock
 from hetero.errors import UserError
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
-from hetero.planner.model_shape import load_model
+from hetero.planner.model_shape import load_model, model_shape
 from hetero.tools.layer_profile.measured_stage import (
     FIRST,
     LAST,
@@ -24,7 +24,6 @@ from hetero.tools.layer_profile.swept_points import layers_of_deep_stages
 from hetero.tools.operators.layer_flags import model_arguments
 from hetero.tools.profile_layers import main
 from megatron.hetero.cpu_shim import cpu_shim
-from megatron.hetero.model_size import model_shape
 from tests.tools.refusals import Refused
 
 LLAMA = (

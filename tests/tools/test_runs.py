@@ -13,7 +13,7 @@ from hetero.errors import UserError
 from hetero.tools import runs
 from hetero.tools.launching.processes import StepFailure
 from hetero.tools.runs import DeadlinePassed, Finished, Launch, run_to_end
-from megatron.hetero.arguments.pipeline_layout import parse_layout
+from megatron.hetero.arguments.parallel import parse_layout
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 

@@ -23,8 +23,8 @@ from hetero.data.layer_times import GpuClock, HostClock
 from hetero.data.slowdown import slow_down
 from hetero.plan import Mesh, Plan
 from hetero.planner.layer_profile import PassTimes
+from megatron.hetero.core_private import fake_process_groups
 from megatron.hetero.model import StageModel, build_model, torch_dtype
-from megatron.hetero.single_process_groups import fake_process_groups
 
 FIRST, MIDDLE, LAST = 0, 1, 2
 _WARM_UP, _AT_LEAST, _AT_MOST = 2, 3, 100

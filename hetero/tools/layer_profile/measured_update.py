@@ -24,8 +24,8 @@ from hetero.tools.layer_profile.measured_stage import (
     synchronize,
 )
 from megatron.hetero.optimizer import RankStatistics, TrainingOptimizer
-from megatron.hetero.timing.clocks import clock_of as timers_clock
-from megatron.hetero.timing.timers import Timers
+from megatron.hetero.timers import Timers
+from megatron.hetero.timers import clock_of as timers_clock
 
 _WARM_UP, _AT_LEAST, _AT_MOST = 2, 5, 50
 _PIECE = 8 << 20

@@ -23,6 +23,7 @@ import torch
 
 from hetero.planner.cluster_shape import LinkModel
 from hetero.planner.layer_profile import AcceleratorProfile, PartCosts, PassTimes, Point
+from hetero.planner.model_shape import model_shape
 from hetero.tools.layer_profile.measured_stage import (
     FIRST,
     LAST,
@@ -34,7 +35,6 @@ from hetero.tools.layer_profile.measured_stage import (
 from hetero.tools.layer_profile.measured_update import measure_update
 from hetero.tools.layer_profile.profiled_device import ProfiledDevice
 from megatron.hetero.model import torch_dtype
-from megatron.hetero.model_size import model_shape
 
 _SHALLOW = 1
 _DEEP = range(3, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron.hetero.progress_bar import progress_bar
+from megatron.hetero.console import progress_bar
 
 
 @contextmanager

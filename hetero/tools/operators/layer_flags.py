@@ -8,9 +8,9 @@ from typing import Any
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser, parse_args
-from megatron.hetero.arguments.checks.check_data import SPLITS
-from megatron.hetero.arguments.checks.check_model import local_only_problems
 from megatron.hetero.arguments.config_file import expand_config_files
+from megatron.hetero.arguments.data import SPLITS
+from megatron.hetero.arguments.model import local_only_problems
 from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -27,10 +27,10 @@ from hetero.tools.operators.tape import (
     clear_gradient,
 )
 from megatron.hetero import weights
+from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.kernels import Kernels, install_kernels, select_kernels
 from megatron.hetero.model import build_chunk, torch_dtype, transformer_config
-from megatron.hetero.single_process_groups import single_process_groups
 
 
 def default_device() -> str:

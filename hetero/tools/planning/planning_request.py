@@ -31,9 +31,8 @@ from hetero.text import counted
 from hetero.tools.planning.model_config import flags_of_config
 from hetero.tools.tool_command_line import require_writable
 from megatron.hetero.arguments.config_file import FLAG, expand_config_files
-from megatron.hetero.arguments.parser import build_parser
-from megatron.hetero.arguments.segments import split_words
-from megatron.hetero.arguments.unsupported_flags import check_unsupported, is_unsupported
+from megatron.hetero.arguments.parser import build_parser, split_words
+from megatron.hetero.arguments.unknown import check_unsupported, is_unsupported
 
 _MAY_DIFFER = ("layers", "seq_length")
 """Fields in which a profile's model may differ from the planned one."""

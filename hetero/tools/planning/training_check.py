@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from hetero.errors import UserError
 from hetero.presets import model_file
+from megatron.hetero.arguments import read_command_line
 from megatron.hetero.arguments.config_file import FLAG
-from megatron.hetero.command_line import read_command_line
 
 
 def require_accepted(

@@ -37,8 +37,7 @@ class Encoder:
         import_megatron_core()
         from megatron.core.datasets.indexed_dataset import DType
 
-        from megatron.hetero.tokenizer.build import build_tokenizer
-        from megatron.hetero.tokenizer.wrapper import tokenizer_digest
+        from megatron.hetero.tokenizer.build import build_tokenizer, tokenizer_digest
 
         self._tokenizer = build_tokenizer(args)
         self._tokenize = tokenize_many(self._tokenizer)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero.text import counted
 from hetero.tools.preprocessing.batches import Batch
-from megatron.hetero.progress_bar import progress_bar
+from megatron.hetero.console import progress_bar
 
 
 @dataclass

@@ -1,5 +1,10 @@
-"""Megatron-LM's command line: flags, defaults and checks, ready before torch is imported."""
+"""Megatron-LM's command line: flags, defaults and rules, ready before torch is imported."""
 
-from megatron.hetero.arguments.parser import build_parser, parse_args
+from megatron.hetero.arguments.parser import (
+    Configuration,
+    build_parser,
+    parse_args,
+    read_command_line,
+)
 
-__all__ = ["build_parser", "parse_args"]
+__all__ = ["Configuration", "build_parser", "parse_args", "read_command_line"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hetero.link import TRANSPORTS
 from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDORS
-from hetero.plan.mesh import RECOMPUTE
+from hetero.plan.plan import RECOMPUTE
 from hetero.text import integer, seconds, text
 
 # Valid in a homogeneous run too: the baseline of a comparison needs a report.

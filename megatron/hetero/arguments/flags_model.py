@@ -2,7 +2,7 @@
 
 import argparse
 
-from hetero.plan.mesh import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
+from hetero.plan.plan import ATTENTION_BACKENDS, TRANSFORMER_IMPLS
 from hetero.text import integer, number
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from hetero.text import integer, interval, number
-from megatron.hetero.arguments.batch_sizes import step_schedule
+from megatron.hetero.arguments.batch import step_schedule
 
 MOST_SEED = 2**32 - 2**20
 """numpy's seeds have 32 bits, and each pipeline stage adds 100 times its number."""

@@ -1,15 +1,21 @@
-"""Parses and checks the command line, without importing torch."""
+"""Parses a command line into a checked configuration, without importing torch."""
+
+from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
+from hetero.plan import Plan
 from hetero.text import HelpFormatter
+from megatron.hetero.arguments.batch import BATCH_RULES
 from megatron.hetero.arguments.config_file import FLAG as CONFIG_FILE_FLAG
 from megatron.hetero.arguments.config_file import expand_config_files
+from megatron.hetero.arguments.data import DATA_RULES
 from megatron.hetero.arguments.flags_checkpoint import add_checkpoint_flags
 from megatron.hetero.arguments.flags_data import add_data_flags
 from megatron.hetero.arguments.flags_hetero import add_hetero_flags
@@ -18,18 +24,65 @@ from megatron.hetero.arguments.flags_model import add_model_flags
 from megatron.hetero.arguments.flags_optimizer import add_optimizer_flags
 from megatron.hetero.arguments.flags_parallel import add_parallel_flags
 from megatron.hetero.arguments.flags_training import add_training_flags
-from megatron.hetero.arguments.installed_layers import fall_back
-from megatron.hetero.arguments.problems import Arguments, Problems
-from megatron.hetero.arguments.segments import Segment, split_words, without_line_ends
-from megatron.hetero.arguments.unknown import explain_stray, explain_unknown, intended_flags
-from megatron.hetero.arguments.unsupported_flags import (
+from megatron.hetero.arguments.model import MODEL_RULES
+from megatron.hetero.arguments.parallel import PARALLEL_RULES
+from megatron.hetero.arguments.plan import PLAN_RULES
+from megatron.hetero.arguments.rules import apply_rules
+from megatron.hetero.arguments.training import TRAINING_RULES
+from megatron.hetero.arguments.unknown import (
+    Segment,
     check_unsupported,
+    explain_stray,
+    explain_unknown,
     feature_of,
+    intended_flags,
     is_unsupported,
 )
-from megatron.hetero.arguments.validate import REQUIRED, check_flags, check_sizes
 from megatron.hetero.checkpoint.checkpoint_args import load_args_from_checkpoint
 from megatron.hetero.rendezvous import environment_rank
+
+# A regular expression may begin and end with quotes of its own.
+VERBATIM = frozenset({"--tiktoken-pattern"})
+QUOTES = "'\""
+
+
+def _without_line_ends(words: Iterable[str]) -> list[str]:
+    """Words without the carriage returns of a script with Windows' line ends."""
+    return [word.rstrip("\r") for word in words if word.rstrip("\r") or not word]
+
+
+def split_words(words: Iterable[str]) -> list[Segment]:
+    """Split words into segments, and remove quotes that a shell's array left around values."""
+    segments: list[Segment] = []
+    flag, values, joined = "", [], False
+    for word in words:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        segments += _segment(flag, values, joined)
+        flag, equals, value = word.partition("=")
+        values, joined = [value] if equals else [], bool(equals)
+    return segments + list(_segment(flag, values, joined))
+
+
+def _segment(flag: str, values: Sequence[str], joined: bool) -> Iterator[Segment]:
+    if flag or values:
+        plain = tuple(values) if flag in VERBATIM else tuple(_without_quotes(values))
+        yield Segment(flag, plain, joined)
+
+
+def _without_quotes(values: Sequence[str]) -> Iterator[str]:
+    """Remove a pair of quotes around all values together, or around each of them."""
+    first, last = (values[0][:1], values[-1][-1:]) if values else ("", "")
+    may_span = len(values) > 1 and first == last and first and first in QUOTES
+    if may_span and sum(value.count(first) for value in values) == 2:
+        yield values[0][1:]
+        yield from values[1:-1]
+        yield values[-1][:-1]
+        return
+    for value in values:
+        paired = len(value) > 1 and value[0] == value[-1] and value[0] in QUOTES
+        yield value[1:-1] if paired else value
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,58 +127,96 @@ def build_parser() -> Parser:
     return parser
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """A command line that is free of errors."""
+
+    args: argparse.Namespace
+    """All flags, and what is derived from them: what Megatron's own validation sets too."""
+    plan: Plan
+    """If the run has one vendor, that of its one mesh is `ONE_VENDOR`."""
+
+
+def read_command_line(
+    argv: Sequence[str] | None = None, *, world_size: int | None = None
+) -> Configuration:
+    """Parse and check `argv` (default: the command line), its YAML files and its plan file.
+
+    `world_size` defaults to that of the environment (WORLD_SIZE). Raises UserError with all errors.
+    Never import torch here: errors must appear at once.
+    """
+    problems = Faults()
+    args, refused = _parse_all(argv, problems)
+    if world_size is None and (ranks := problems.read(environment_rank)):
+        _, world_size, _ = ranks
+    inputs = vars(args) | {"world_size": world_size}
+    outcome = apply_rules(
+        RULES, inputs, refused | ({"world_size"} if world_size is None else set())
+    )
+    problems.add(outcome.errors)
+    problems.refuse()
+    values = outcome.values
+    plan = values["plan"]
+    for name in _NOT_FLAGS:
+        del values[name]
+    values["ignored_flags"] = [*args.ignored_flags, *outcome.notes]
+    return Configuration(argparse.Namespace(**values, **_AT_START), plan)
+
+
 def parse_args(
     argv: Sequence[str] | None = None, *, world_size: int | None = None
 ) -> argparse.Namespace:
-    """The checked arguments of `argv` (the command line where left out).
-
-    `world_size` is that of the environment (WORLD_SIZE) where left out. With --hetero-plan the
-    parallel sizes, and what is derived from them, are not set: `layout.apply_plan_file` reads the
-    plan's file and sets them. Raises UserError with all errors.
-    """
-    problems = Problems()
-    args = collect_args(argv, problems, world_size=world_size)
-    problems.refuse()
-    return args
+    """The flags of `read_command_line`."""
+    return read_command_line(argv, world_size=world_size).args
 
 
-def collect_args(
-    argv: Sequence[str] | None, problems: Problems, *, world_size: int | None = None
-) -> Arguments:
-    """As `parse_args`, but with all errors added to `problems`.
+RULES = (*MODEL_RULES, *PARALLEL_RULES, *BATCH_RULES, *TRAINING_RULES, *DATA_RULES, *PLAN_RULES)
+_NOT_FLAGS = ("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes")
+"""Derived values that are not handed on as flags."""
+_AT_START = {
+    # A checkpoint that is loaded sets them.
+    "consumed_train_samples": 0,
+    "skipped_train_samples": 0,
+    "consumed_valid_samples": 0,
+    "variable_seq_lengths": False,
+}
 
-    Reading the value of a refused flag raises `Unknowable`.
-    """
-    words = without_line_ends(sys.argv[1:] if argv is None else argv)
+
+def _parse_all(argv: Sequence[str] | None, problems: Faults) -> tuple[argparse.Namespace, set[str]]:
+    """The parsed flags, and the names of those whose value is not known because of an error."""
+    words = _without_line_ends(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     with_files = problems.read(lambda: expand_config_files(words, parser))
     expanded, file_notes = with_files or (words, [])
     offered, notes, intended = _select_offered(split_words(expanded), parser, problems)
-    args, given = _parse(offered, parser, problems)
-    for flag in intended:
-        _forget(args, flag, parser)
-    if with_files is None:
-        # A file that cannot be read may have set any of them.
-        for action in parser._actions:
-            if not set(action.option_strings) & set(given) and action.dest in vars(args):
-                delattr(args, action.dest)
+    args, given, wrong = _parse(offered, parser, problems)
+    refused = {
+        action.dest
+        for action in parser._actions
+        # A file that cannot be read may have set any flag that was not typed.
+        if set(action.option_strings) & {*intended, *wrong}
+        or (with_files is None and not set(action.option_strings) & set(given))
+    }
     args.ignored_flags = [*notes, *file_notes]
     args.typed_flags, args.taken_flags = given, []
-    if world_size is None and (ranks := problems.read(environment_rank)):
-        _, world_size, _ = ranks
-    problems.run(_take_checkpoint_args(args, parser))
-    fall_back(args)
-    check_flags(args, given, problems)
-    if world_size is not None:
-        args.world_size = world_size
-        # A plan's file has the sizes; where it was named wrongly, nothing is known of them.
-        if vars(args).get("hetero_plan", "") is None:
-            check_sizes(args, problems)
-    return args
+    if "use_checkpoint_args" not in refused and args.use_checkpoint_args:
+        try:
+            load_args_from_checkpoint(args, parser)
+        except UserError as error:
+            problems.add(error.sentences)
+            # The checkpoint could have set these.
+            refused |= {name for name in _OF_CHECKPOINT if getattr(args, name) is None}
+    return args, refused
+
+
+_OF_CHECKPOINT = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
+    *("micro_batch_size", "lr", "tokenizer_type"),
+)
 
 
 def _select_offered(
-    segments: Sequence[Segment], parser: Parser, problems: Problems
+    segments: Sequence[Segment], parser: Parser, problems: Faults
 ) -> tuple[list[Segment], list[str], list[str]]:
     """The segments for argparse, notes on others, and the flags that unknown ones may mean."""
     known = parser.flags
@@ -151,72 +242,50 @@ def _select_offered(
             else:
                 errors.append(explain_unknown(flag, sorted(known)))
     refused, notes = check_unsupported(unsupported)
-    problems.run(errors, refused)
+    problems.add([*errors, *refused])
     return offered, notes, intended
 
 
 def _parse(
-    segments: Sequence[Segment], parser: Parser, problems: Problems
-) -> tuple[Arguments, tuple[str, ...]]:
-    """Run argparse; returns the arguments and the flags that it could parse.
+    segments: Sequence[Segment], parser: Parser, problems: Faults
+) -> tuple[argparse.Namespace, tuple[str, ...], list[str]]:
+    """Run argparse; returns the arguments, and the flags that it could parse and could not.
 
     If it refuses any, each is parsed alone, so that every error is reported.
     """
-    readable = list(segments)
+    readable, refused = list(segments), []
     try:
-        args, left_over = parser.parse_known_args(_joined(segments), Arguments())
+        args, left_over = parser.parse_known_args(_joined(segments))
     except argparse.ArgumentError:
-        readable, refused = [], []
+        readable = []
         for segment in segments:
             try:
-                parser.parse_known_args(segment.words(), Arguments())
+                parser.parse_known_args(segment.words())
                 readable.append(segment)
             except argparse.ArgumentError as error:
                 refused.append(segment.flag)
-                problems.run([_list_error(segment, parser) or _error_text(error)])
-        args, left_over = parser.parse_known_args(_joined(readable), Arguments())
-        for flag in refused:
-            _forget(args, flag, parser)
+                problems.add([_list_error(segment, parser) or _error_text(error)])
+        args, left_over = parser.parse_known_args(_joined(readable))
     for word in left_over:
         segment = next((one for one in readable if word in one.values), Segment(""))
         error_text = _list_error(segment, parser) if segment.joined else None
-        problems.run([error_text or explain_stray(word, segment, parser.flags)])
-    return args, tuple(dict.fromkeys(segment.flag for segment in readable))
+        problems.add([error_text or explain_stray(word, segment, parser.flags)])
+    return args, tuple(dict.fromkeys(segment.flag for segment in readable)), refused
 
 
 def _joined(segments: Sequence[Segment]) -> list[str]:
     return [word for segment in segments for word in segment.words()]
 
 
-def _forget(args: Arguments, flag: str, parser: Parser) -> None:
-    """Remove the value of a flag, so that reading it raises `Unknowable`."""
-    for action in parser._actions:
-        if flag in action.option_strings and action.dest in vars(args):
-            delattr(args, action.dest)
-
-
 def _list_error(segment: Segment, parser: Parser) -> str | None:
     """The error for a list typed as one word; None unless it is valid as several words."""
     items = [part for value in segment.values for part in value.replace(",", " ").split()]
     try:
-        _, left_over = parser.parse_known_args([segment.flag, *items], Arguments())
+        _, left_over = parser.parse_known_args([segment.flag, *items])
     except argparse.ArgumentError:
         return None
     takes = f"{segment.flag} takes words with spaces between"
     return None if left_over or not items else f"{takes}: {segment.flag} {' '.join(items)}"
-
-
-def _take_checkpoint_args(args: Arguments, parser: Parser) -> Iterator[str]:
-    if not args.use_checkpoint_args:
-        return
-    try:
-        load_args_from_checkpoint(args, parser)
-    except UserError as error:
-        yield str(error)
-        # The checkpoint could have set these.
-        for name in (*REQUIRED, "tokenizer_type"):
-            if vars(args).get(name) is None:
-                vars(args).pop(name, None)
 
 
 def _error_text(error: argparse.ArgumentError) -> str:

@@ -21,7 +21,7 @@ from megatron.hetero.checkpoint.model_flags import (
     typed_destinations,
 )
 from megatron.hetero.checkpoint.resume import Holdings, ResumeFlags, resume_sources
-from megatron.hetero.tokenizer.stored import own_tokenizer
+from megatron.hetero.tokenizer.files import own_tokenizer
 
 # Without a checkpoint these have to be typed.
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")

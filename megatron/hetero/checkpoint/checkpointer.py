@@ -3,49 +3,118 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.errors import HeteroError, UserError
-from megatron.hetero.checkpoint.control_group import ControlGroup
-from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
+from hetero.plan import Coordinate, Plan
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint
-from megatron.hetero.checkpoint.index import is_plain
-from megatron.hetero.checkpoint.loader import (
-    layout_record,
-    load_optimizer,
-    load_rng_state,
-    load_weights,
-)
+from megatron.hetero.checkpoint.index import TrainState, is_plain
 from megatron.hetero.checkpoint.rank_state import (
+    ShardedParameter,
     optimizer_step_count,
     owned_write_items,
+    restore_rng_state,
+    rng_prefix,
     rng_write_items,
     sharded_parameters,
 )
 from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.regions import Shard
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, Source, describe
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
-from megatron.hetero.checkpoint.save_timings import SaveTimings
 from megatron.hetero.checkpoint.saver import (
     Contents,
+    ControlGroup,
     RetentionPolicy,
-    SaveError,
     SaveOutcome,
     Saver,
 )
-from megatron.hetero.checkpoint.snapshot import Snapshot
-from megatron.hetero.checkpoint.train_state import TrainState
+from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier, Snapshot
+from megatron.hetero.checkpoint.tensor_names import (
+    ADAM_MOMENTS,
+    EMBEDDING,
+    MAIN_COPY,
+    VOCABULARY,
+    optimizer_name,
+)
 from megatron.hetero.console import Console
-from megatron.hetero.core_private import gather_parameters, loss_scaler_state
+from megatron.hetero.core_private import (
+    OptimizerShard,
+    gather_parameters,
+    loss_scaler_state,
+    optimizer_shards,
+    set_loss_scaler_state,
+    set_optimizer_state,
+)
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.optimizer import TrainingOptimizer
-from megatron.hetero.tokenizer.stored import ARGUMENT, store_tokenizer
+from megatron.hetero.tokenizer.files import ARGUMENT, store_tokenizer
+
+
+@dataclass
+class SaveTiming:
+    """One save on one rank; times in seconds."""
+
+    iteration: int
+    stood_still_s: float = 0.0
+    """The time for which the training loop was blocked."""
+    memory_wait_s: float = 0.0
+    """The part of it spent waiting for snapshot memory."""
+    written_s: float | None = None
+    """From the start of the save until this rank's file was on disk; None if it failed."""
+    bytes: int | None = None
+    """The size of this rank's file; None if it failed."""
+
+
+class SaveTimings:
+    """All saves of a run. Time in `blocking` counts towards the save between `begin` and `end`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.saves: list[SaveTiming] = []
+        self._clock = clock
+        self._running: SaveTiming | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds for which saves blocked training."""
+        return sum(save.stood_still_s for save in self.saves)
+
+    def begin(self, iteration: int) -> None:
+        self._running = SaveTiming(iteration)
+        self.saves.append(self._running)
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Count the body's time towards the running save, if there is one."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._running is not None:
+                self._running.stood_still_s += self._clock() - began
+
+    def end(
+        self, *, memory_wait_s: float, written_s: float | None, bytes: int | None
+    ) -> SaveTiming:
+        """End the running save; returns its record."""
+        if self._running is None:
+            raise RuntimeError("a save ended that had not begun")
+        ended, self._running = self._running, None
+        ended.memory_wait_s, ended.written_s, ended.bytes = memory_wait_s, written_s, bytes
+        return ended
+
+    def as_json(self) -> dict[str, Any]:
+        """The report's entries of a rank."""
+        return {"saving_seconds": self.total_s, "saves": [asdict(save) for save in self.saves]}
 
 
 class Checkpointer:
@@ -139,7 +208,7 @@ class Checkpointer:
         """Save a checkpoint; with --async-save, only start to.
 
         A failure is logged. With --exit-on-save-failure, or if another run has taken over the
-        folder, raises SaveError on all ranks.
+        folder, raises HeteroError on all ranks.
         """
         if self._saver is None:
             return
@@ -179,12 +248,12 @@ class Checkpointer:
         self._report_outcome(outcome)
 
     def finish(self) -> None:
-        """Wait for the save in the background. Raises SaveError if the run's last save failed."""
+        """Wait for the save in the background. Raises HeteroError if the run's last save failed."""
         if self._saver is None:
             return
         self._report_outcome(self._saver.finish())
         if self._last_problem is not None:
-            raise SaveError(self._last_problem)
+            raise HeteroError(self._last_problem, known_to_all=True)
 
     def close(self) -> None:
         if self._saver is not None:
@@ -271,7 +340,9 @@ class Checkpointer:
         )
         self._last_problem = sentence
         if self._args.exit_on_save_failure:
-            raise SaveError(f"{sentence}, and the run ends as --exit-on-save-failure asks")
+            raise HeteroError(
+                f"{sentence}, and the run ends as --exit-on-save-failure asks", known_to_all=True
+            )
         self._console.line(f"warning: {sentence}, and training goes on")
 
 
@@ -285,3 +356,132 @@ def plain_args(args: argparse.Namespace) -> Mapping[str, Any]:
         for name, value in vars(args).items()
         if name not in _PER_LAUNCH_ARGS and is_plain(value)
     }
+
+
+_MOMENTS = {"adam": ADAM_MOMENTS, "sgd": ("momentum_buffer",)}
+
+
+@torch.no_grad()
+def load_weights(
+    reader: CheckpointReader, placed: Sequence[ShardedParameter], *, exact: bool
+) -> None:
+    """Load the parameters; with `exact`, from the optimizer's float32 copies where more precise.
+
+    Raises UserError for a missing tensor or a different shape.
+    """
+    for p in placed:
+        name = _source(p)
+        copy = optimizer_name(MAIN_COPY, name)
+        wider = p.parameter.dtype == torch.float32 and copy in reader.index.tensors
+        source = copy if exact and wider and reader.dtype(name) != torch.float32 else name
+        values = _read(reader, source, p.shard, fill=p.parameter)
+        p.parameter.data.copy_(values.view(p.parameter.shape))
+
+
+@torch.no_grad()
+def load_optimizer(
+    reader: CheckpointReader,
+    placed: Sequence[ShardedParameter],
+    optimizer: TrainingOptimizer,
+    kind: str,
+) -> None:
+    """Load float32 copies, moments, Adam's step count and the loss scaler."""
+    by_parameter = {id(p.parameter): p for p in placed}
+    step = reader.run.get("optimizer_step")
+    for shard in optimizer_shards(optimizer.inner):
+        p = by_parameter[id(shard.parameter)]
+        if shard.is_copy:
+            _load_copy(reader, p, shard)
+        moments = {}
+        for moment in _MOMENTS[kind]:
+            name = optimizer_name(moment, _source(p))
+            if name in reader.index.tensors:
+                value = torch.zeros_like(shard.main)
+                flat = _read(reader, name, p.shard, fill=value, begin=shard.begin, end=shard.end)
+                moments[moment] = value.copy_(flat.view(value.shape))
+        if moments:
+            set_optimizer_state(shard, moments, step=step)
+    set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
+
+
+def _load_copy(reader: CheckpointReader, p: ShardedParameter, shard: OptimizerShard) -> None:
+    name = optimizer_name(MAIN_COPY, _source(p))
+    # A run in float32 has no copies: its weights are what they would hold.
+    source = name if name in reader.index.tensors else _source(p)
+    fill = shard.main
+    values = _read(reader, source, p.shard, fill=fill, begin=shard.begin, end=shard.end)
+    shard.main.copy_(values.view(shard.main.shape))
+
+
+def _source(p: ShardedParameter) -> str:
+    return EMBEDDING if p.is_tied_copy else p.name
+
+
+def _read(
+    reader: CheckpointReader,
+    name: str,
+    shard: Shard,
+    *,
+    fill: torch.Tensor,
+    begin: int = 0,
+    end: int | None = None,
+) -> torch.Tensor:
+    """A flat range of a shard, on the CPU. Rows of the vocabulary's padding that the checkpoint
+    lacks keep the values of `fill`."""
+    if name not in reader.index.tensors:
+        raise UserError(f"the checkpoint {reader.folder} holds no tensor {name}")
+    stored, own = reader.shape(name), shard.whole
+    is_padding = name.endswith(VOCABULARY) and stored[1:] == own[1:]
+    if stored != own and not is_padding:
+        raise UserError(
+            f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
+            f"this model's has {list(own)}"
+        )
+    regions = shard.regions(begin, end)
+    if stored == own:
+        return reader.regions(name, regions)
+    flat = fill.detach().cpu().reshape(-1).to(reader.dtype(name))
+    reader.read_into(flat, name, regions)
+    return flat
+
+
+def load_rng_state(
+    reader: CheckpointReader, args: argparse.Namespace, *, plan: Plan, coordinate: Coordinate
+) -> str | None:
+    """Restore this rank's RNG states; returns why not, if they do not fit this layout."""
+    if reader.run.get("layout") != layout_record(args, plan):
+        return "it was written under another layout, whose random states fit no rank of this one"
+    prefix = rng_prefix(coordinate)
+    names = [name for name in reader.index.tensors if name.startswith(prefix)]
+    if not names:
+        return "it holds none"
+    states = {name.removeprefix(prefix): reader.tensor(name) for name in names}
+    if not restore_rng_state(states):
+        return "it was written on another kind of device"
+    return None
+
+
+def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """The properties of a layout that must be equal for RNG states to be restored."""
+    meshes = [plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in range(plan.stages)]
+    # Checkpoints also say that one rank has each sequence, without context parallelism.
+    stages = [[mesh.tensor, 1, len(plan.shares(stage))] for stage, mesh in enumerate(meshes)]
+    parallel = [
+        args.sequence_parallel if m.sequence_parallel is None else m.sequence_parallel
+        for m in meshes
+    ]
+    micro_batches = [m.micro_batch_size or args.micro_batch_size for m in meshes]
+    record = {
+        "layers": [list(chunks) for chunks in plan.layers],
+        "stages": stages,
+        "sequence_parallel": _of_stages(parallel),
+        "micro_batch_size": _of_stages(micro_batches),
+    }
+    if len(set(plan.shares(0))) > 1:
+        record["shares"] = list(plan.shares(0))
+    return record
+
+
+def _of_stages(values: list[Any]) -> Any:
+    """One value where all stages have the same."""
+    return values[0] if len(set(values)) == 1 else values

@@ -21,8 +21,10 @@ from megatron.hetero.checkpoint.checkpoint_args import candidates, holdings_of
 from megatron.hetero.checkpoint.compatibility import require_same_model, require_same_schedule
 from megatron.hetero.checkpoint.index import (
     INDEX_FILE,
+    NEW_RUN,
     DamagedCheckpoint,
     Index,
+    TrainState,
     import_hint,
     is_megatron_lm_checkpoint,
     read_index,
@@ -37,7 +39,6 @@ from megatron.hetero.checkpoint.resume import (
     missing_parts,
     resume_sources,
 )
-from megatron.hetero.checkpoint.train_state import NEW_RUN, TrainState
 from megatron.hetero.lr_schedule import LrSchedule
 
 Exchange = Callable[..., list[dict[str, Any]]]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class StoredFile:
 class Index:
     """A checkpoint without its tensors' elements.
 
-    `args` are the flags of the run that wrote it, `run` its progress: see `train_state.py`.
+    `args` are the flags of the run that wrote it, `run` its progress: see `TrainState`.
     """
 
     args: Mapping[str, Any]
@@ -219,3 +219,23 @@ def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None
         for parameter in sorted(weights):
             if f"optimizer.{state}.{parameter}" not in index.tensors:
                 raise DamagedCheckpoint(f"tensor optimizer.{state}.{parameter} is missing")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Progress since the start of the run, across restarts."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+
+    def to_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> TrainState:
+        return cls(**{name: int(record.get(name, 0)) for name in asdict(cls())})
+
+
+NEW_RUN = TrainState()

@@ -9,7 +9,7 @@ It needs no process group, and reads only the requested parts of files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +29,6 @@ from megatron.hetero.checkpoint.index import (
     StoredTensor,
     read_index,
 )
-from megatron.hetero.checkpoint.region_views import region_view
 from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.safetensors_writer import BLOCK_BYTES, checksum_problem
 
@@ -229,3 +228,30 @@ _NOT_WEIGHTS = ("optimizer.", "rng.")
 def _dtype(stored: StoredTensor) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, stored.dtype)
     return dtype
+
+
+def region_view(tensor: torch.Tensor, extent: Region, part: Region) -> torch.Tensor:
+    """A view of `part` in `tensor`, which covers the region `extent` of the whole tensor."""
+    for dim, (start, origin, length) in enumerate(
+        zip(part.start, extent.start, part.shape, strict=True)
+    ):
+        tensor = tensor.narrow(dim, start - origin, length)
+    return tensor
+
+
+def copy_regions(
+    target: torch.Tensor, extent: Region, flat: torch.Tensor, regions: Iterable[Region]
+) -> int:
+    """Copy the elements that `target` and `flat` have in common; returns their number.
+
+    `target` covers the region `extent`; `flat` has the elements of `regions`, one after the other.
+    """
+    offset = copied = 0
+    for region in regions:
+        common = extent.intersection(region)
+        if common is not None:
+            source = flat[offset : offset + region.size].view(region.shape)
+            region_view(target, extent, common).copy_(region_view(source, region, common))
+            copied += common.size
+        offset += region.size
+    return copied

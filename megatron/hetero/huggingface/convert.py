@@ -35,7 +35,7 @@ from megatron.hetero.huggingface.export_tokenizer import TokenizerSource
 from megatron.hetero.huggingface.families import BY_TYPE
 from megatron.hetero.huggingface.mapping import ModelShape, Rule, rules
 from megatron.hetero.huggingface.token_ids import tokens_without_row
-from megatron.hetero.tokenizer.stored import COMPANION_FOLDER
+from megatron.hetero.tokenizer.files import COMPANION_FOLDER
 from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
 
 # In tied models of some releases, and buffers of old ones.

@@ -13,7 +13,7 @@ from megatron.hetero.huggingface import hub_folders
 from megatron.hetero.huggingface.configuration import read_json
 from megatron.hetero.huggingface.sentencepiece_model import write_sentencepiece
 from megatron.hetero.huggingface.token_ids import SPECIAL, read_token_ids
-from megatron.hetero.tokenizer.stored import copy_file, own_folder, own_tokenizer
+from megatron.hetero.tokenizer.files import copy_file, own_folder, own_tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

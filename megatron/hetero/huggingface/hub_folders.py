@@ -19,7 +19,7 @@ from hetero.errors import UserError
 from megatron.hetero.checkpoint.safetensors_writer import safetensors_header, tensor_blocks
 from megatron.hetero.huggingface.configuration import read_json
 from megatron.hetero.huggingface.mapping import Part, Shape
-from megatron.hetero.tokenizer.stored import copy_file, huggingface_files
+from megatron.hetero.tokenizer.files import copy_file, huggingface_files
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -1,10 +1,11 @@
-"""Converts a checkpoint of ours to one of Megatron-LM's, in either format."""
+"""Converts a checkpoint of ours to one of Megatron-LM's, in its format `torch_dist`."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,30 +21,25 @@ from megatron.hetero.checkpoint.conversion import (
 )
 from megatron.hetero.checkpoint.index import DamagedCheckpoint, Index
 from megatron.hetero.checkpoint.reader import CheckpointReader
-from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, VOCABULARY
 from megatron.hetero.megatron_lm.arguments import namespace_from_args, require_expressible
 from megatron.hetero.megatron_lm.export_torch_dist import export_torch_dist
 from megatron.hetero.megatron_lm.folders import Format
-from megatron.hetero.megatron_lm.legacy_writer import RankLayout, write_legacy
 from megatron.hetero.megatron_lm.tensors import ModelTensor, model_tensors
 from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Format, layout and contents of the exported checkpoint."""
+    """Contents of the exported checkpoint."""
 
-    format: Format
-    layout: RankLayout = field(default_factory=RankLayout)
-    """Of the format `torch`, which no other layout can load."""
     weights_only: bool = False
     distributed_optimizer: bool | None = None
     """Whether to write the distributed optimizer's state; None: if the run used it."""
-    local_names: bool = False
-    """In the format `torch`: names of local layers instead of Transformer Engine's."""
     divisible_by: int | None = None
     """--make-vocab-size-divisible-by; None keeps the embedding's rows."""
+    tensor_parallel_size: int = 1
+    """That from which Megatron-LM computes the rows."""
 
 
 def export_checkpoint(
@@ -59,8 +55,6 @@ def export_checkpoint(
         folder, index, title, notes = opened.folder, opened.index, opened.title, opened.notes
     tensors = _model_tensors(index, folder, options)
     with_optimizer = _has_optimizer(index, folder, options)
-    if options.format is Format.TORCH:
-        options.layout.require_divisible(tensors, index.args["num_layers"])
     rows = tensors[0].shape[0]
     namespace = _namespace(index, options, rows=rows, with_optimizer=with_optimizer)
     name = folders.folder_name(index.iteration) if with_optimizer else folders.RELEASE
@@ -69,26 +63,14 @@ def export_checkpoint(
         byte_progress(_stored_bytes(index, tensors, with_optimizer)) as advance,
     ):
         (temporary / name).mkdir()
-        reader = _TensorReader(folder, index, advance)
-        if options.format is Format.TORCH_DIST:
-            export_torch_dist(
-                temporary / name,
-                index,
-                tensors,
-                read=reader.read_whole,
-                args=namespace,
-                with_optimizer=with_optimizer,
-            )
-        else:
-            write_legacy(
-                temporary / name,
-                tensors,
-                num_layers=index.args["num_layers"],
-                layout=options.layout,
-                read=reader.read_regions,
-                args=namespace,
-                fused_norms=not options.local_names,
-            )
+        export_torch_dist(
+            temporary / name,
+            index,
+            tensors,
+            read=partial(_read_whole, folder, index, advance),
+            args=namespace,
+            with_optimizer=with_optimizer,
+        )
         folders.sync_folder(temporary / name)
         tracked = str(index.iteration) if with_optimizer else folders.RELEASE
         folders.write_tracker(temporary, tracked)
@@ -104,11 +86,8 @@ def export_checkpoint(
 
 def _has_optimizer(index: Index, folder: Path, options: ExportOptions) -> bool:
     """Whether the optimizer's state is exported. Raises UserError unless it is Adam's."""
-    is_exported = (
-        options.format is Format.TORCH_DIST
-        and not options.weights_only
-        and bool(index.run.get("holds", {}).get("optimizer", False))
-    )
+    holds = bool(index.run.get("holds", {}).get("optimizer", False))
+    is_exported = holds and not options.weights_only
     if is_exported and index.args.get("optimizer") != "adam":
         raise UserError(
             f"{folder} holds the state of --optimizer {index.args.get('optimizer')}; only Adam's "
@@ -146,7 +125,7 @@ def _model_tensors(index: Index, folder: Path, options: ExportOptions) -> list[M
         rows = padded_vocab_size(
             int(tokens),
             make_divisible_by=options.divisible_by,
-            tensor_parallel_size=options.layout.tensor,
+            tensor_parallel_size=options.tensor_parallel_size,
         )
     try:
         tensors = model_tensors(args, rows=stored_rows)
@@ -163,47 +142,35 @@ def _namespace(
     index: Index, options: ExportOptions, *, rows: int, with_optimizer: bool
 ) -> Namespace:
     """Megatron-LM's arguments of the exported checkpoint."""
-    layout = options.layout
-    chunks = layout.chunks_per_stage(index.args["num_layers"])
     distributed = options.distributed_optimizer
     if distributed is None:
         distributed = index.args.get("use_distributed_optimizer", False)
     return namespace_from_args(
         index.args,
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual=chunks if chunks > 1 else None,
+        tensor=options.tensor_parallel_size,
+        pipeline=1,
+        virtual=None,
         params_dtype=_dtype(index, EMBEDDING),
         padded_vocab_size=rows,
         iteration=index.iteration,
         consumed_train_samples=int(index.run.get("consumed_train_samples", 0)),
         consumed_valid_samples=int(index.run.get("consumed_valid_samples", 0)),
         use_distributed_optimizer=distributed,
-        transformer_impl="local" if options.local_names else "transformer_engine",
-        ckpt_format=options.format.value,
+        transformer_impl="transformer_engine",
+        ckpt_format=Format.TORCH_DIST.value,
         no_save_optim=not with_optimizer,
         no_save_rng=True,
     )
 
 
-class _TensorReader:
-    """Reads tensors of our checkpoint, each with a reader of its own, which unmaps the file."""
-
-    def __init__(self, folder: Path, index: Index, advance: Callable[[int], object]) -> None:
-        self._folder, self._index, self._advance = folder, index, advance
-
-    def read_whole(self, name: str, tensor: ModelTensor) -> torch.Tensor:
-        """The stored tensor `name` with the rows of `tensor`: padded with zeros, or truncated."""
-        return self._read(name, [tensor.region]).view(tensor.shape)
-
-    def read_regions(self, tensor: ModelTensor, regions: Sequence[Region]) -> torch.Tensor:
-        """The elements of a weight's regions, one region after the other, flat."""
-        return self._read(tensor.name, regions)
-
-    def _read(self, name: str, regions: Sequence[Region]) -> torch.Tensor:
-        dtype = _dtype(self._index, name)
-        flat = torch.zeros(sum(region.size for region in regions), dtype=dtype)
-        with CheckpointReader(self._folder, self._index) as reader:
-            reader.read_into(flat, name, regions)
-        self._advance(flat.numel() * dtype.itemsize)
-        return flat
+def _read_whole(
+    folder: Path, index: Index, advance: Callable[[int], object], name: str, tensor: ModelTensor
+) -> torch.Tensor:
+    """The stored tensor `name` with the rows of `tensor`: padded with zeros, or truncated."""
+    dtype = _dtype(index, name)
+    flat = torch.zeros(tensor.size, dtype=dtype)
+    # A reader of its own, which unmaps the file.
+    with CheckpointReader(folder, index) as reader:
+        reader.read_into(flat, name, [tensor.region])
+    advance(flat.numel() * dtype.itemsize)
+    return flat.view(tensor.shape)

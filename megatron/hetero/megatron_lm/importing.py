@@ -16,7 +16,7 @@ from megatron.hetero.checkpoint.conversion import (
     precision_args,
     write_converted,
 )
-from megatron.hetero.checkpoint.index import DTYPES, DamagedCheckpoint
+from megatron.hetero.checkpoint.index import DTYPES, DamagedCheckpoint, TrainState
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.tensor_names import (
     ADAM_MOMENTS,
@@ -24,7 +24,6 @@ from megatron.hetero.checkpoint.tensor_names import (
     MAIN_COPY,
     optimizer_name,
 )
-from megatron.hetero.checkpoint.train_state import TrainState
 from megatron.hetero.megatron_lm.arguments import args_from_namespace
 from megatron.hetero.megatron_lm.folders import (
     Format,

@@ -22,7 +22,7 @@ import torch
 
 from hetero.errors import UserError
 from megatron.hetero.checkpoint.index import DamagedCheckpoint
-from megatron.hetero.checkpoint.region_views import copy_regions
+from megatron.hetero.checkpoint.reader import copy_regions
 from megatron.hetero.checkpoint.tensor_names import OUTPUT_LAYER, stored_name
 from megatron.hetero.megatron_lm.folders import RANK_FILE
 from megatron.hetero.megatron_lm.pickles import RestrictedLoader

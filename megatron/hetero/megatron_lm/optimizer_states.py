@@ -20,7 +20,7 @@ import torch
 
 from hetero.errors import UserError
 from megatron.hetero.checkpoint.index import DamagedCheckpoint
-from megatron.hetero.checkpoint.region_views import copy_regions
+from megatron.hetero.checkpoint.reader import copy_regions
 from megatron.hetero.checkpoint.tensor_names import MAIN_COPY
 from megatron.hetero.megatron_lm.tensors import ModelTensor, buffer_order, chunk_tensors
 from megatron.hetero.megatron_lm.torch_dist_reader import TorchDistReader

@@ -60,12 +60,6 @@ class ModelTensor:
             stacked=self.stacked,
         )
 
-    def is_divisible(self, tp_size: int) -> bool:
-        return (
-            self.partition_dim is None
-            or self.shape[self.partition_dim] % (tp_size * self.stacked) == 0
-        )
-
 
 def model_tensors(args: Mapping[str, Any], *, rows: int) -> list[ModelTensor]:
     """Every tensor of the model, in the order of megatron-core's parameters with local layers.

@@ -20,7 +20,7 @@ import torch
 
 from hetero.errors import UserError
 from megatron.hetero.checkpoint.index import DamagedCheckpoint
-from megatron.hetero.checkpoint.region_views import copy_regions
+from megatron.hetero.checkpoint.reader import copy_regions
 from megatron.hetero.checkpoint.regions import Region, flat_range_regions
 from megatron.hetero.checkpoint.tensor_names import fused_name
 from megatron.hetero.megatron_lm.folders import COMMON, METADATA

@@ -1,20 +1,30 @@
-"""Builds the tokenizer of each type that Megatron's flags can name."""
+"""Builds the tokenizer of each type that Megatron's flags can name, by megatron-core.
+
+If a file is wrong, megatron-core raises an assertion or an error of a library, and some of its
+tokenizers lack ids that its own datasets need. Here the first becomes a UserError, and the ids are
+filled in.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import importlib.util
 import json
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from hetero.errors import UserError
 from megatron.hetero.core_private import null_tokenizer
-from megatron.hetero.tokenizer.core import load_core_tokenizer, wrap_core_tokenizer
 from megatron.hetero.tokenizer.files import (
     first_line,
     flag_value,
@@ -24,7 +34,196 @@ from megatron.hetero.tokenizer.files import (
     require_transformers,
     required_flag,
 )
-from megatron.hetero.tokenizer.wrapper import Tokenizer
+
+NO_PAD = -1
+"""The pad id of a tokenizer without one: megatron-core's datasets then pad nothing."""
+_SAMPLE_TEXT = (
+    "The quick brown fox jumps over the lazy dog, 1234567890 times; def function(argument): return"
+    " x + y\nWhere there is a will there is a way. Zwölf Boxkämpfer, 漢字 и кириллица."
+)
+
+
+class Tokenizer(MegatronTokenizerBase):
+    """megatron-core's tokenizer whose `eod` and `pad` are always ids.
+
+    All else is delegated to megatron-core's, so it can be used wherever megatron-core takes one.
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        *,
+        eod: int,
+        pad: int,
+        identity: dict[str, str],
+        begin: tuple[int, ...] = (),
+    ) -> None:
+        """`begin` are the tokens in front of each document: <s> or none."""
+        self._core = core
+        self.begin = begin
+        self._identity = identity
+        self.eod = eod
+        self.pad = pad
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling looks up attributes before `_core` is set.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._core, name)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a document, or of the prompt that begins one."""
+        return [*self.begin, *self.text_ids(text)]
+
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of text anywhere in a document."""
+        return list(self._core.tokenize(text))
+
+    def detokenize(self, ids: Any) -> str:
+        """The text of token ids, given as a list, an array or a tensor."""
+        plain = [int(token) for token in ids]
+        if self._core.library == "tiktoken":
+            # megatron-core decodes token by token, which breaks a letter that spans two tokens.
+            return str(self.library_tokenizer.tokenizer.decode(plain))
+        if self._core.library == "byte-level":
+            # megatron-core strips white space at the end, which is part of the text.
+            return bytes(token for token in plain if token < 256).decode(errors="ignore")
+        return str(self._core.detokenize(plain))
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._core.apply_chat_template(*args, **kwargs)
+
+    @property
+    def library_tokenizer(self) -> Any:
+        """megatron-core's wrapper of the library's own tokenizer, its `tokenizer`."""
+        return self._core._tokenizer
+
+    @property
+    def vocab(self) -> Any:
+        return self._core.vocab
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id: ids of added tokens may leave a gap."""
+        size = int(self._core.vocab_size)
+        if self._core.library != "huggingface":
+            return size
+        return max(size, 1 + max(self.library_tokenizer.tokenizer.get_vocab().values(), default=-1))
+
+    @property
+    def base_vocab_size(self) -> int:
+        """The tokens without those that were added to a tokenizer of Hugging Face's format."""
+        if self._core.library != "huggingface":
+            return self.vocab_size
+        return int(self.library_tokenizer.tokenizer.vocab_size)
+
+    @property
+    def pad_id(self) -> int:
+        return self.pad
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """Hashed by megatron-core's datasets into the names of their cached indexes."""
+        return OrderedDict(self._core.unique_identifiers) | self._identity
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
+    """A SHA-256 of the tokens of a fixed text, to tell apart two tokenizers of one size.
+
+    It does not depend on the library, the file's name or what documents begin with. None if the
+    text cannot be tokenized.
+    """
+    try:
+        tokens = tokenizer.text_ids(_SAMPLE_TEXT)
+    except Exception:  # NullTokenizer, which its size defines
+        return None
+    return hashlib.sha256(json.dumps([int(token) for token in tokens]).encode()).hexdigest()
+
+
+def load_core_tokenizer(
+    args: argparse.Namespace,
+    library: str,
+    path: str | None,
+    *,
+    source: str | None = None,
+    **options: Any,
+) -> Any:
+    """megatron-core's tokenizer of a library, from its file. Raises UserError.
+
+    Args:
+        source: what an error names instead of `path`.
+        options: for megatron-core's own constructor.
+    """
+    metadata = {"library": library, "model_type": "gpt"} | _user_metadata(args)
+    try:
+        return MegatronTokenizer.from_pretrained(path, metadata, **options)
+    except Exception as error:
+        raise UserError(
+            f"{args.tokenizer_type} cannot be loaded from {source or path}: {_cause(error)}; "
+            "check that the files are complete and fit --tokenizer-type"
+        ) from error
+
+
+def wrap_core_tokenizer(
+    core: Any,
+    source: str,
+    *,
+    eod: int | None = None,
+    pad: int | None = None,
+    identity: dict[str, str] | None = None,
+    begin: tuple[int, ...] = (),
+) -> Tokenizer:
+    """A tokenizer that has megatron-core's end-of-document and pad ids, or else `eod` and `pad`.
+
+    Raises UserError if there is no end-of-document id, because documents would run together.
+    `source` is what an error names, `identity` part of the tokenizer's `unique_identifiers`.
+    """
+    eod_id = _first_id(_core_id(core, "eod"), eod)
+    if eod_id is None:
+        raise UserError(
+            f"the tokenizer in {source} has no end-of-document token; use one that was trained "
+            "with an end-of-sentence token, as hetero train-tokenizer does"
+        )
+    pad_id = _first_id(_core_id(core, "pad"), pad)
+    return Tokenizer(
+        core,
+        eod=eod_id,
+        pad=NO_PAD if pad_id is None else pad_id,
+        identity=identity or {},
+        begin=begin,
+    )
+
+
+def _user_metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """The values in the file of --tokenizer-metadata."""
+    path = flag_value(args, "tokenizer_metadata")
+    if path is None:
+        return {}
+    flag = "--tokenizer-metadata"
+    expected = "a JSON object as megatron-core's MegatronTokenizer.write_metadata writes it"
+    metadata = read_json(require_readable_file(path, flag), flag, expected)
+    if not isinstance(metadata, dict):
+        raise UserError(f"{flag} {path} is not {expected}; write it again")
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def _core_id(core: Any, name: str) -> Any:
+    """A special token's id of megatron-core's tokenizer; None if it does not define one."""
+    try:
+        return getattr(core, name)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _first_id(*candidates: Any) -> int | None:
+    """The first candidate that is an id; libraries use negative numbers for none."""
+    return next((int(id) for id in candidates if isinstance(id, int) and id >= 0), None)
+
+
+def _cause(error: BaseException) -> str:
+    """The library's message, without that of megatron-core's error around it."""
+    return first_line(error.__context__ or error)
+
 
 WITH_BOS = "Llama2Tokenizer"
 """The type whose class in Megatron-LM begins each document with <s>."""

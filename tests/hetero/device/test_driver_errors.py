@@ -15,7 +15,7 @@ from hetero.device.driver import HIP_LIBRARY_VARIABLE, driver_for
 from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver, whole_allocation
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
-from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
+from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier
 from tests.hetero.device.fake_library import FakeLibrary
 
 Use = Callable[[GpuDriver], object]

@@ -16,7 +16,7 @@ from hetero.device.driver_base import ALLOCATION_BYTES, GpuDriver
 from hetero.device.hip_driver import HipDriver
 from hetero.device.probe import probe_stream_values
 from hetero.errors import LinkError
-from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
+from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier
 from tests.hip_on_cuda.library import COMPILER, LACKING, hip_over_cuda_driver
 
 GPUS = torch.cuda.device_count()

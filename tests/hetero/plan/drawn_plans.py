@@ -9,7 +9,7 @@ from hetero.plan import (
     Mesh,
     Plan,
 )
-from hetero.plan.mesh import ATTENTION_BACKENDS, RECOMPUTE
+from hetero.plan.plan import ATTENTION_BACKENDS, RECOMPUTE
 
 sizes = st.integers(1, 3)
 choices = {"recompute": RECOMPUTE, "attention_backend": ATTENTION_BACKENDS}

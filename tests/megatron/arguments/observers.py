@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,39 +15,36 @@ from unittest import mock
 import torch
 from megatron.core.tokenizers import MegatronTokenizer
 
-from hetero.plan import Plan
 from megatron.hetero import kernels, model
-from megatron.hetero.communication_flags import channel_options, group_backends
+from megatron.hetero.arguments import Configuration
 from megatron.hetero.data import (
     build_data_iterators,
     dataset_config,
     required_samples,
 )
-from megatron.hetero.layout import plan_from_args
+from megatron.hetero.initialize import channel_options, group_backends
 from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.optimizer import build_scheduler, optimizer_config
 from megatron.hetero.tokenizer.build import build_tokenizer
 from megatron.hetero.tokenizer.vocabulary import embedding_rows
 
-Observer = Callable[[Namespace], dict[str, Any]]
+Observer = Callable[[Configuration], dict[str, Any]]
 
 
-def _plan(args: Namespace) -> Plan:
-    return plan_from_args(args, vendor="nvidia")
-
-
-def transformer(args: Namespace) -> dict[str, Any]:
+def transformer(launch: Configuration) -> dict[str, Any]:
     """megatron-core's configuration on a GPU, where fusions exist."""
-    config = model.transformer_config(args, _plan(args), torch.device("cuda"))
+    args = launch.args
+    config = model.transformer_config(args, launch.plan, torch.device("cuda"))
     found = {name: getattr(config, name) for name in config.__dataclass_fields__}
     found["activation at 2"] = float(config.activation_func(torch.tensor(2.0)))
     return found
 
 
-def gpt(args: Namespace) -> dict[str, Any]:
+def gpt(launch: Configuration) -> dict[str, Any]:
     """What the model is built with."""
+    args = launch.args
     args.padded_vocab_size = embedding_rows(args, 100)
-    plan = _plan(args)
+    plan = launch.plan
     with (
         mock.patch.object(model, "model_class") as chosen,
         mock.patch.object(model, "layer_spec"),
@@ -59,34 +55,40 @@ def gpt(args: Namespace) -> dict[str, Any]:
     return dict(chosen.return_value.call_args.kwargs)
 
 
-def fused_kernels(args: Namespace) -> dict[str, Any]:
+def fused_kernels(launch: Configuration) -> dict[str, Any]:
     """The kernels of a run on a GPU, with liger-kernel installed."""
-    with mock.patch.object(kernels.swiglu, "is_available", return_value=True):
+    args = launch.args
+    with mock.patch.object(kernels, "has_liger_swiglu", return_value=True):
         return dataclasses.asdict(kernels.select_kernels(args, torch.device("cuda")))
 
 
-def ddp(args: Namespace) -> dict[str, Any]:
+def ddp(launch: Configuration) -> dict[str, Any]:
+    args = launch.args
     return dataclasses.asdict(model.ddp_config(args, parameters=1000))
 
 
-def hooks(args: Namespace) -> dict[str, Any]:
+def hooks(launch: Configuration) -> dict[str, Any]:
     """Which functions the schedules are told to call, for a rank with two model chunks."""
+    args = launch.args
     config, chunks = SimpleNamespace(), [mock.Mock(), mock.Mock()]
     model._connect_gradient_hooks(args, config, chunks)  # type: ignore[arg-type]
     names = ("no_sync_func", "grad_sync_func", "param_sync_func")
     return {name: hasattr(config, name) for name in names}
 
 
-def weights(args: Namespace) -> dict[str, Any]:
+def weights(launch: Configuration) -> dict[str, Any]:
+    args = launch.args
     return dataclasses.asdict(model.initial_weights(args))
 
 
-def optimizer(args: Namespace) -> dict[str, Any]:
+def optimizer(launch: Configuration) -> dict[str, Any]:
+    args = launch.args
     return dataclasses.asdict(optimizer_config(args))
 
 
-def schedule(args: Namespace) -> dict[str, Any]:
+def schedule(launch: Configuration) -> dict[str, Any]:
     """The scheduler, and the rate and weight decay that it gives on the way."""
+    args = launch.args
     group: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "wd_mult": 1.0, "lr_mult": 1.0}
     group |= {"max_lr": args.lr, "min_lr": args.min_lr}
     inner = SimpleNamespace(param_groups=[group])
@@ -100,22 +102,25 @@ def schedule(args: Namespace) -> dict[str, Any]:
     return found | {"rates": rates, "decays": decays}
 
 
-def datasets(args: Namespace) -> dict[str, Any]:
+def datasets(launch: Configuration) -> dict[str, Any]:
+    args = launch.args
     config = dataset_config(args, tokenizer=SimpleNamespace(vocab_size=100))
     return dict(vars(config)) | dataclasses.asdict(required_samples(args))
 
 
-def reordering(args: Namespace) -> dict[str, Any]:
+def reordering(launch: Configuration) -> dict[str, Any]:
     """What is done to a sample before it becomes tokens and labels; nothing without --fim-data."""
+    args = launch.args
     config = dataset_config(args, tokenizer=build_tokenizer(args))
     found = getattr(config, "transform", None)
     return {"done": found is not None} | (vars(found.__self__) if found else {})
 
 
-def loader(args: Namespace) -> dict[str, Any]:
+def loader(launch: Configuration) -> dict[str, Any]:
     """How batches are drawn."""
+    args = launch.args
     args.tokenizer_vocab_size = 100
-    plan = _plan(args)
+    plan = launch.plan
     with mock.patch("torch.utils.data.DataLoader", return_value=[]) as built:
         (batches,) = build_data_iterators(
             args,
@@ -130,8 +135,9 @@ def loader(args: Namespace) -> dict[str, Any]:
     return {**options, "first": next(iter(options["batch_sampler"]))}
 
 
-def core_tokenizer(args: Namespace) -> dict[str, Any]:
+def core_tokenizer(launch: Configuration) -> dict[str, Any]:
     """What megatron-core's tokenizer is made with; every library counts as installed."""
+    args = launch.args
     core = mock.Mock(eod=0, pad=1, vocab_size=100)
     with (
         mock.patch.object(MegatronTokenizer, "from_pretrained", return_value=core) as made,
@@ -143,20 +149,22 @@ def core_tokenizer(args: Namespace) -> dict[str, Any]:
     return {"path": path, **metadata, **made.call_args.kwargs, **identity}
 
 
-def channel(args: Namespace) -> dict[str, Any]:
+def channel(launch: Configuration) -> dict[str, Any]:
+    args = launch.args
     with mock.patch.dict("os.environ", MASTER_ADDR="127.0.0.1"):
         return dataclasses.asdict(channel_options(args, "127.0.0.1"))
 
 
-def backends(args: Namespace) -> dict[str, Any]:
+def backends(launch: Configuration) -> dict[str, Any]:
     """Of groups of GPUs."""
+    args = launch.args
     inside, across = group_backends(args, torch.device("cuda"))
     return {"inside a vendor": inside, "across vendors": across}
 
 
-def layout(args: Namespace) -> dict[str, Any]:
+def layout(launch: Configuration) -> dict[str, Any]:
     """Which ranks do what."""
-    plan = _plan(args)
+    plan = launch.plan
     of_meshes = ("vendor", "tensor", "data", "micro_batch_size", "recompute")
     return {
         "layers": plan.layers,

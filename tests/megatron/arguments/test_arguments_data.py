@@ -44,20 +44,6 @@ def test_file_of_a_blend_that_cannot_be_used_is_refused(refusal, tmp_path, flag,
     assert words in refusal(f"{flag} {path}", **REAL)
 
 
-def test_all_that_is_wrong_with_fill_in_the_middle_is_told_together(refusal):
-    text = refusal(
-        "--fim-data --fim-rate 1.5 --fim-spm-rate nan --fim-split-sample '<file>' "
-        "--fim-prefix-token '<a>' --fim-suffix-token '<a>'"
-    )
-    assert "--fim-rate must be a finite number of at least 0 and at most 1, not '1.5'" in text
-    assert "--fim-spm-rate must be a finite number of at least 0 and at most 1, not 'nan'" in text
-    assert "--fim-data needs text, which --mock-data has not" in text
-    assert "--fim-data needs text, which a NullTokenizer has not" in text
-    assert "--fim-split-sample needs --fim-fragment-rate" in text
-    assert "are <a>, <fim_middle>, <a>; name three different tokens" in text
-    assert "--fim-data takes no value" in refusal("--fim-data=1")
-
-
 def test_workers_need_a_short_path_of_temporary_files(parse, refusal, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/scratch/" + 70 * "x")
     assert "is too long for the sockets of --num-workers 2; set TMPDIR" in refusal(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.hetero.arguments.pipeline_layout import parse_layout
+from megatron.hetero.arguments.parallel import parse_layout
 from tests.sentences import sentence_of
 
 

@@ -7,9 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.hetero.arguments import build_parser, parse_args
-from megatron.hetero.arguments.unknown import explain_unknown
-from megatron.hetero.arguments.unsupported_flags import (
+from megatron.hetero.arguments.unknown import (
     all_unsupported_flags,
+    explain_unknown,
     features,
 )
 from tests.commands import ended
@@ -32,24 +32,6 @@ def test_the_world_size_comes_from_the_environment(parse, refusal, monkeypatch):
     monkeypatch.setenv("RANK", "two")
     monkeypatch.setenv("LOCAL_RANK", "-1")
     assert "the environment has RANK='two', LOCAL_RANK='-1'" in refusal(world_size=None)
-
-
-@pytest.mark.parametrize(
-    ("flags", "feature"),
-    [
-        ("--num-experts 8 --moe-router-topk 4 --moe-grouped-gemm", "mixture-of-experts models"),
-        ("--moe-something-new 1", "mixture-of-experts models"),
-        ("--fp8-format hybrid --fp8-margin 2", "8-bit and 4-bit training"),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "fully sharded data"),
-        ("--full-validation", "Megatron-LM"),
-    ],
-)
-def test_what_a_feature_left_out_is_asked_with_is_refused_in_one_sentence(refusal, flags, feature):
-    sentence = refusal(flags)
-    words = [word for word in flags.split() if word.startswith("--")]
-    assert all(word in sentence for word in words)
-    assert feature in sentence
-    assert "which this program does not offer" in sentence or "does not offer;" in sentence
 
 
 def test_a_flag_is_offered_or_left_out_and_left_out_once():
@@ -130,11 +112,22 @@ def test_windows_line_ends_of_a_script_are_no_part_of_a_word(parse):
     assert (args.bf16, args.lr, args.save, args.optimizer) == (True, 1e-4, "/a", "sgd")
 
 
-REFUSED = "--num-layer 3 --lr fast"
+YAML = "num-layers: many\nfp8: e4m3\n"
+PLAN = "meshes: [{vendor: intel, layers: [8]}]"
 
 
-@pytest.mark.parametrize("flags", [REFUSED, "--help", "--num-experts 8"])
-def test_a_refusal_and_help_wait_for_neither_torch_nor_megatron_core(flags):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--num-layer 3 --lr fast", "--help", "--num-experts 8", "--yaml-cfg run.yaml"),
+        "--hetero-pipeline --hetero-plan plan.yaml",
+    ],
+)
+def test_a_refusal_and_help_need_neither_torch_nor_megatron_core(flags, tmp_path):
+    """From each source: flags, a YAML file, a plan file."""
+    for name, text in (("run.yaml", YAML), ("plan.yaml", PLAN)):
+        (tmp_path / name).write_text(text)
+        flags = flags.replace(name, str(tmp_path / name))
     code = (
         "import atexit, os, sys\n"
         "slow = lambda: [m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules]\n"
@@ -148,3 +141,5 @@ def test_a_refusal_and_help_wait_for_neither_torch_nor_megatron_core(flags):
     assert done.stdout.rstrip().endswith("slow []")
     assert done.returncode == (0 if flags == "--help" else 2)
     assert ("error: " in done.stderr) == (flags != "--help")
+    expected = {"run.yaml": "num-layers", "plan.yaml": "vendor 'intel' must be one of"}
+    assert all(said in done.stderr for name, said in expected.items() if name in flags)

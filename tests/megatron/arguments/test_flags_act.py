@@ -13,6 +13,7 @@ from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.cpu_shim import cpu_shim
 from tests.launch_table import Launch, read_table
 from tests.megatron.arguments import observers as see
+from tests.megatron.launches import configured
 
 TESTS = Path(__file__).resolve().parents[2]
 OPTIONS = [action for action in build_parser()._actions if action.dest != "help"]
@@ -61,11 +62,12 @@ def _without_accelerator(engine):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_flag_brings_what_a_launch_without_it_does_not_have(parse, row: Row) -> None:
+def test_a_flag_brings_what_a_launch_without_it_does_not_have(row: Row) -> None:
     def observed(flags: str) -> dict[str, Any]:
         launch = row.launch
         flags = f"{row.base} {flags}"
-        return row.observer(parse(flags, without=launch.without, world_size=launch.world_size))
+        how = {"without": launch.without, "world_size": launch.world_size}
+        return row.observer(configured(flags, **how))
 
     # A name that nothing reports would pass for nothing.
     assert observed(row.words)[row.name] == row.expected

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hetero.planner.model_shape import model_shape
 from megatron.hetero.arguments import parse_args
-from megatron.hetero.model_size import model_shape
 from tests.commands import PRESETS
 
 REST = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data".split()

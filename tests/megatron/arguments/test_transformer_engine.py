@@ -9,7 +9,8 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.hetero import model
-from megatron.hetero.initialize import build_plan
+from megatron.hetero.initialize import check_host
+from tests.megatron.launches import configured
 
 TE = "--transformer-impl transformer_engine"
 
@@ -26,21 +27,19 @@ def test_local_layers_that_were_asked_for_lack_nothing(parse) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-def test_an_engine_that_is_installed_is_accepted(parse) -> None:
-    args = parse(TE)
-    assert (args.transformer_impl, args.lacks_transformer_engine) == (
-        "transformer_engine",
-        False,
-    )
-    build_plan(args, 0)
+def test_an_engine_that_is_installed_is_accepted() -> None:
+    launch = configured(TE)
+    args = launch.args
+    assert (args.transformer_impl, args.lacks_transformer_engine) == ("transformer_engine", False)
+    check_host(args, launch.plan, 0)
 
 
 @pytest.mark.usefixtures("engine")
-def test_an_engine_that_cannot_be_imported_is_refused_with_the_remedy(parse, monkeypatch) -> None:
-    args = parse(TE)
+def test_an_engine_that_cannot_be_imported_is_refused_with_the_remedy(monkeypatch) -> None:
+    launch = configured(TE)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(UserError, match=r"cannot be imported .* install it with .*\[te\]"):
-        build_plan(args, 0)
+        check_host(launch.args, launch.plan, 0)
 
 
 @pytest.mark.usefixtures("engine")

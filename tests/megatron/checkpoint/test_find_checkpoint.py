@@ -21,8 +21,8 @@ from megatron.hetero.checkpoint.find_checkpoint import (
 from megatron.hetero.checkpoint.index import INDEX_FILE
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.lr_schedule import LrSchedule
+from tests.megatron.checkpoint.test_conversion import NAMES
 from tests.megatron.checkpoint.test_model_flags import SIZES, run, written_by
-from tests.megatron.checkpoint.test_writer import NAMES
 from tests.megatron.checkpoint.written_checkpoints import write
 from tests.sentences import sentence_of
 

@@ -273,9 +273,7 @@ def test_another_tokenizer_is_refused() -> None:
     assert "another tokenizer of the same size" in line
 
 
-def test_a_flag_that_is_not_mentioned_was_not_had_in_training_and_is_this_run_s_of_weights() -> (
-    None
-):
+def test_a_flag_missing_in_the_checkpoint_was_off_in_training() -> None:
     stored = written_by(SIZES)
     del stored["layernorm_zero_centered_gamma"]
     assert compare(stored, SIZES) == ()

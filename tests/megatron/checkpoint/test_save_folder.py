@@ -46,7 +46,7 @@ def refusal(save: Path, **how: Any) -> str:
     return sentence_of(take, save, error=UserError, **how)
 
 
-def test_rank_0_holds_the_lock_and_an_empty_folder_gets_neither_a_word_nor_another_file(
+def test_rank_0_locks_an_empty_folder_silently_and_writes_no_other_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = take(tmp_path)
@@ -68,7 +68,7 @@ def test_a_folder_that_another_node_does_not_share_is_refused_before_training(
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_a_rank_that_may_not_write_where_rank_0_made_a_folder_is_refused_before_training(
+def test_a_rank_that_may_not_write_to_the_save_folder_is_refused_before_training(
     tmp_path: Path,
 ) -> None:
     sentence = r"rank 1 on b cannot write in a folder that rank 0 on .* --save .*Permission denied"

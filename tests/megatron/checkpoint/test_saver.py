@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.errors import LinkError
+from hetero.errors import HeteroError, LinkError
 from megatron.hetero.checkpoint import saver as saving
-from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
 from megatron.hetero.checkpoint.folder import TRACKER
 from megatron.hetero.checkpoint.lock import LockLost
 from megatron.hetero.checkpoint.reader import CheckpointReader
@@ -23,11 +22,10 @@ from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.saver import (
     Contents,
     RetentionPolicy,
-    SaveError,
     SaveOutcome,
     Saver,
 )
-from megatron.hetero.checkpoint.snapshot import Snapshot
+from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier, Snapshot
 
 RANKS = 3
 CPU = torch.device("cpu")
@@ -235,7 +233,7 @@ def taken_over(control: PlayedControl, *, looks: int) -> PlayedLock | None:
 
 def test_a_run_whose_folder_another_has_taken_over_writes_nothing_and_ends(tmp_path: Path) -> None:
     def play(control: PlayedControl) -> str:
-        with pytest.raises(SaveError) as error:
+        with pytest.raises(HeteroError) as error:
             save(control, tmp_path, lock=taken_over(control, looks=0))
         return str(error.value)
 

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
-from megatron.hetero.checkpoint import host_memory
-from megatron.hetero.checkpoint.device_to_host import DeviceToHostCopier
-from megatron.hetero.checkpoint.host_memory import HostMemory, HostMemoryError
+from megatron.hetero.checkpoint import snapshot as snapshots
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
-from megatron.hetero.checkpoint.snapshot import Snapshot
+from megatron.hetero.checkpoint.snapshot import (
+    DeviceToHostCopier,
+    HeteroError,
+    HostMemory,
+    Snapshot,
+)
 
 PART = 4 * mmap.PAGESIZE
 
@@ -51,7 +54,7 @@ class PinningCopies(DeviceToHostCopier):
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "PART_BYTES", PART)
+    monkeypatch.setattr(snapshots, "PART_BYTES", PART)
 
 
 @pytest.fixture
@@ -130,7 +133,7 @@ def test_what_cannot_be_pinned_is_told_at_the_save_and_tried_again(
 ) -> None:
     runtime.fails_from = 3
     snapshot.reserve(8 * PART)
-    with pytest.raises(HostMemoryError, match="the driver pins no more"):
+    with pytest.raises(HeteroError, match="the driver pins no more"):
         snapshot.take(write_items(2 * PART))
     assert runtime.pinned == {}
     runtime.fails_from = None
@@ -144,9 +147,9 @@ def test_a_host_that_runs_short_is_left_alone(
     """The kernel would not refuse the memory: it would kill a process once it is touched."""
     left = iter([2 << 30, 1 << 30])
     fake = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=next(left, 100 << 20)))
-    monkeypatch.setattr(host_memory, "psutil", fake)
+    monkeypatch.setattr(snapshots, "psutil", fake)
     with pytest.raises(
-        HostMemoryError, match=r"are needed, and 100.0 MiB are free after 32.0 KiB of them"
+        HeteroError, match=r"are needed, and 100.0 MiB are free after 32.0 KiB of them"
     ):
         snapshot.take(write_items(PART))
     assert runtime.calls == 2
@@ -156,9 +159,9 @@ def test_a_host_that_runs_short_is_left_alone(
 def test_pinning_that_stands_still_is_an_error(
     snapshot: Snapshot, runtime: PinningCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(snapshots, "STALL_SECONDS", 0.05)
     runtime.may_pin.clear()
-    with pytest.raises(HostMemoryError, match=r"has stood still for 0.05 s after 0 B"):
+    with pytest.raises(HeteroError, match=r"has stood still for 0.05 s after 0 B"):
         snapshot.take(write_items(10))
     runtime.may_pin.set()
     (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint memory"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from megatron.hetero.checkpoint.conversion import write_checkpoint, write_release
 from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.tensor_names import optimizer_name
-from megatron.hetero.checkpoint.writer import write_checkpoint, write_release
 from megatron.hetero.megatron_lm.tensors import model_tensors
 
 LLAMA: Mapping[str, Any] = {

@@ -6,21 +6,21 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser
-from megatron.hetero.tokenizer.build import build_tokenizer
-from megatron.hetero.tokenizer.wrapper import tokenizer_digest
+from megatron.hetero.tokenizer.build import build_tokenizer, tokenizer_digest
 from tests.megatron.arguments import observers as see
 from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece
 
 
 def _given(flags: str) -> dict[str, Any]:
-    args: Namespace = build_parser().parse_args(flags.split())
-    return see.core_tokenizer(args)
+    launch: Any = SimpleNamespace(args=build_parser().parse_args(flags.split()))
+    return see.core_tokenizer(launch)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.hetero.tokenizer.stored import ARGUMENT, own_tokenizer, store_tokenizer
+from megatron.hetero.tokenizer.files import ARGUMENT, own_tokenizer, store_tokenizer
 
 
 def _gpt2(folder: Path, merges: str = "a b") -> dict[str, Any]:

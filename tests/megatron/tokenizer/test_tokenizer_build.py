@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hetero.errors import UserError
-from megatron.hetero.tokenizer.build import build_tokenizer
+from megatron.hetero.tokenizer.build import NO_PAD, build_tokenizer
 from megatron.hetero.tokenizer.vocabulary import embedding_rows, padded_vocab_size
-from megatron.hetero.tokenizer.wrapper import NO_PAD
 from tests.megatron.tokenizer.tiny_tokenizers import train_gpt2, train_sentencepiece
 from tests.sentences import sentence_of
 

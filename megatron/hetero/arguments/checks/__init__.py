@@ -1,1 +1,0 @@
-"""Checks of flags against each other, one module for each family of flags."""

@@ -1,1 +1,0 @@
-"""Where the time of an iteration goes, stage by stage: --timing-log-level and its relatives."""
