@@ -22,6 +22,12 @@ from hetero.version import exit_if_other_megatron, exit_unless_installed
 INTERRUPTED = 128 + signal.SIGINT
 
 
+class Interrupted(HeteroError):
+    """Ctrl-C ended the work after it had left something; the text says what."""
+
+    exit_code = INTERRUPTED
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, like every other error of the tools.
 
