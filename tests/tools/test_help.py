@@ -131,11 +131,15 @@ TRAINS = {
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {
-    "bench.time_preprocessing": {"--quiet", "--disable-pip-version-check", "--target"},
+    "bench.time_preprocessing": {
+        *("--quiet", "--disable-pip-version-check", "--target"),
+        *("--input", "--output-prefix", "--overwrite", "--tokenizer-type", "--tokenizer-model"),
+        *("--workers", "--log-interval", "--vocab-size"),
+    },
     "bench.run_versions": {"--junitxml"},
     "bench.signal_table": {"--nproc-per-node", "--master-addr", "--master-port"},
 }
-"""Flags that a tool gives to pytest, to pip or to hetero.run."""
+"""Flags that a tool gives to pytest, to pip, to hetero.run or to another tool."""
 
 
 def said(path: Path) -> Iterator[tuple[str, str]]:
