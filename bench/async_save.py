@@ -190,7 +190,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--deadline", type=text.number(above=0), default=300.0, help="seconds for each run"
     )
-    options, options.flags = parser.parse_with_run_flags(argv)
+    options, flags = parser.parse_with_run_flags(argv)
+    options.flags = flags
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"{options.out} is a file; name a folder for the results")
     if not options.preset.is_file():

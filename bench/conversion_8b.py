@@ -86,7 +86,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def write_model(folder: Path) -> None:
     folder.mkdir(parents=True)
     names = list(shapes().items())
-    weight_map, size = {}, -(-len(names) // SHARDS)
+    weight_map: dict[str, str] = {}
+    size = -(-len(names) // SHARDS)
     for shard in range(SHARDS):
         file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
         part = names[shard * size : (shard + 1) * size]
@@ -144,7 +145,7 @@ def measure(out: Path) -> str:
     writer.join()
     if writer.exitcode:
         raise HeteroError("the model could not be written; see above")
-    record = {
+    record: dict[str, object] = {
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "hf-to-megatron": convert("hf-to-megatron", first, middle),
