@@ -1,4 +1,4 @@
-"""The parity benchmark: what it runs by default, and its shell command with runs on the CPU."""
+"""The parity benchmark: its runs on GPUs, and a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.commands import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-SCRIPT = ROOT / "docs" / "benchmarks" / "parity_training.sh"
+SCRIPT = ROOT / "bench" / "benchmark_parity.py"
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2"
     " --ffn-hidden-size 64 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
@@ -44,13 +44,11 @@ def test_llama_8b_runs_alone_on_its_gpus_with_deterministic_kernels() -> None:
     assert (chosen.per_pair, chosen.iterations, chosen.tokens) == (1, 50, 50 * 8 * 4096)
 
 
-def benchmark(out: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The shell command with a tiny model, on the CPU."""
+def benchmark(out: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """The benchmark with a tiny model, on the CPU."""
     return subprocess.run(
-        ["bash", SCRIPT, out],
-        env=os.environ
-        | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "-1", "ITERATIONS": "6"}
-        | environ,
+        [sys.executable, SCRIPT, "--out", out, "--iterations", "6", *f"{words} -- {TINY}".split()],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -65,10 +63,7 @@ def test_the_command_trains_and_compares_and_goes_on_without_a_run_that_fails(
     """On CPU device-direct cannot be: the benchmark fails for it, and judges the other."""
     outcome = benchmark(
         tmp_path / "out",
-        KERNELS="deterministic",
-        TRANSPORTS="device-direct gloo",
-        PER_PAIR="2",
-        FLAGS=TINY,
+        "--kernels deterministic --transports device-direct gloo --per-pair 2",
     )
     assert outcome.returncode == 1, outcome.stderr
     lines = outcome.stdout.splitlines()

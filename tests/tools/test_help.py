@@ -127,13 +127,19 @@ TRAINS = {
     *("hetero.tools.compare_ops", "bench.list_flags", "bench.prove_meshes"),
     *("bench.measure_overlap", "hetero.tools.check_plan"),
     *("bench.compare_versions", "bench.signal_table"),
+    *("bench.async_save", "bench.mesh_ablation"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {
+    "bench.time_preprocessing": {
+        *("--quiet", "--disable-pip-version-check", "--target"),
+        *("--input", "--output-prefix", "--overwrite", "--tokenizer-type", "--tokenizer-model"),
+        *("--workers", "--log-interval", "--vocab-size"),
+    },
     "bench.run_versions": {"--junitxml"},
     "bench.signal_table": {"--nproc-per-node", "--master-addr", "--master-port"},
 }
-"""Flags that a tool gives to pytest or to hetero.run."""
+"""Flags that a tool gives to pytest, to pip, to hetero.run or to another tool."""
 
 
 def said(path: Path) -> Iterator[tuple[str, str]]:

@@ -104,12 +104,14 @@ OUT = "--out {folder}/out"
 TINY = "--model examples/presets/tiny.yaml"
 
 STARTING = {
+    "async_save": "{folder}/out --preset examples/presets/tiny.yaml",
     "bench_meshes": f"{TINY} --meshes TP2xDP1/TP1xDP2 {OUT}",
     "bench_splits": f"{TINY} {OUT}",
     "benchmark_parity": OUT,
     "compare_versions": "--pythons python3 --folder {folder}",
     "count_start_up": f"--counted 8 --timed 64 {OUT}",
     "demo": OUT,
+    "conversion_8b": "{folder}/out",
     "measure_overlap": f"{TINY} {OUT}",
     "perf": f"links --cpu --transports shm {OUT}",
     "preflight": "",
@@ -120,6 +122,7 @@ STARTING = {
     "reproduce_table": f"{TINY} {OUT}",
     "run_versions": "--pythons python3 --folder {folder}",
     "signal_table": OUT,
+    "time_preprocessing": "--out {folder}/out.json",
     "train_public_commands": OUT,
     "verify": OUT,
 }
@@ -128,6 +131,7 @@ ALONE = {
     *("compare_ops", "convert_checkpoint", "generate_text"),
     *("inspect_data", "list_flags", "merge_datasets", "public_commands"),
     *("plan", "check_plan", "profile_layers", "validate_planner", "compare_planners"),
+    *("mesh_ablation", "search_plans", "time_kernels"),
 }
 """Tools that do their work in one process and under `run`, as compare_loss does."""
 

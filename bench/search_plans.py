@@ -1,10 +1,10 @@
 """What searching a plan takes, and how a general optimiser does on the same problem.
 
-    python docs/benchmarks/search_plans.py growth --out growth.json
-    python docs/benchmarks/search_plans.py beside --out beside.json   # needs scipy, which we do not
+    python bench/search_plans.py growth --out growth.json
+    python bench/search_plans.py beside --out beside.json   # needs scipy, which we do not
 
-    python docs/benchmarks/search_plans.py sum --out sum.json
-    python docs/benchmarks/search_plans.py estimate --out estimate.json
+    python bench/search_plans.py sum --out sum.json
+    python bench/search_plans.py estimate --out estimate.json
 
 `sum` plans for all nodes of a cluster file and for each kind of them alone. `growth` and `beside`
 make their clusters of built-in accelerators in equal parts; costs follow from published figures.
@@ -24,9 +24,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    begin_script(core=False)
+
+import numpy as np
 
 from hetero import text
 from hetero.errors import UserError
@@ -310,29 +315,41 @@ def beside_sum(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     grows = commands.add_parser("growth", description="How long the search takes.")
     grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")
     besides = commands.add_parser("beside", description="The search beside scipy's.")
     besides.add_argument("--out", type=Path, required=True, help="JSON; a row is added to it")
-    besides.add_argument("--seconds", type=text.number(above=0), default=600)
-    besides.add_argument("--gpus", type=text.integer(8), default=128)
+    besides.add_argument(
+        "--seconds",
+        type=text.number(above=0),
+        default=600,
+        help="seconds that the optimiser may take",
+    )
+    besides.add_argument("--gpus", type=text.integer(8), default=128, help="number of GPUs")
     kinds = range(1, len(KINDS) + 1)
-    besides.add_argument("--kinds", type=int, choices=kinds, default=3)
-    for size, default in (("layers", 48), ("batch", 256)):
-        besides.add_argument(f"--{size}", type=text.integer(1), default=default)
+    besides.add_argument(
+        "--kinds", type=int, choices=kinds, default=3, help="number of kinds of GPUs"
+    )
+    for size, default, what in (
+        ("layers", 48, "layers of the model"),
+        ("batch", 256, "sequences of a global batch"),
+    ):
+        besides.add_argument(f"--{size}", type=text.integer(1), default=default, help=what)
     adds = commands.add_parser("sum", description="Kinds together and alone.")
     adds.add_argument("--out", type=Path, required=True, help="JSON")
     estimates = commands.add_parser("estimate", description="The estimate and the simulation.")
     estimates.add_argument("--out", type=Path, required=True, help="JSON")
-    estimates.add_argument("--pipelines", type=text.integer(1), default=1500, help="a row")
-    return parser.parse_args()
+    estimates.add_argument(
+        "--pipelines", type=text.integer(1), default=1500, help="number of pipelines a row"
+    )
+    return parser.parse_args(argv)
 
 
-def main() -> int:
-    options = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
     return tool_command_line.run(lambda: measure(options))
 
 

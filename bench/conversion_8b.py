@@ -1,6 +1,6 @@
 """Convert LLaMA-3.1-8B's sizes from Hugging Face's format and back; report memory and time.
 
-    python docs/benchmarks/conversion_8b.py OUT
+    python bench/conversion_8b.py OUT
 
 The weights are random: 16 GB of bfloat16 in shards of about 4 GB, as published. OUT needs 50 GB and
 is left with `conversion.json` alone.
@@ -17,19 +17,25 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from hetero.errors import HeteroError, UserError
 from hetero.tools import tool_command_line
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HIDDEN, FFN, KEYS, VOCABULARY, LAYERS, SHARDS = 4096, 14336, 1024, 128256, 32, 4
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -80,7 +86,8 @@ def shapes() -> dict[str, tuple[int, ...]]:
 def write_model(folder: Path) -> None:
     folder.mkdir(parents=True)
     names = list(shapes().items())
-    weight_map, size = {}, -(-len(names) // SHARDS)
+    weight_map: dict[str, str] = {}
+    size = -(-len(names) // SHARDS)
     for shard in range(SHARDS):
         file = f"model-{shard + 1:05}-of-{SHARDS:05}.safetensors"
         part = names[shard * size : (shard + 1) * size]
@@ -119,10 +126,10 @@ def convert(direction: str, source: Path, target: Path) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the models and the record")
-    out = parser.parse_args().out
+    out = parser.parse_args(argv).out
     return tool_command_line.run(lambda: measure(out))
 
 
@@ -138,7 +145,7 @@ def measure(out: Path) -> str:
     writer.join()
     if writer.exitcode:
         raise HeteroError("the model could not be written; see above")
-    record = {
+    record: dict[str, object] = {
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "hf-to-megatron": convert("hf-to-megatron", first, middle),

@@ -1,10 +1,10 @@
 """What each part of a boundary between unequal meshes is worth, on two hosts of one machine.
 
-    sudo .venv/bin/python docs/benchmarks/mesh_ablation.py --out runs/ablation
+    sudo .venv/bin/python bench/mesh_ablation.py --out runs/ablation
 
 Two network namespaces play the hosts, on two rails of 800 Mbit/s each; two ranks on either, on CPU.
 Each row adds something to the row before it, as in H2's table. Writes ablation.json and prints the
-table. Vendors and hosts are simulated.
+table. Vendors are simulated and hosts emulated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
 
 from bench.overlap.phases import MEASURED, Phase, as_variable
 from hetero.errors import UserError
@@ -90,13 +95,25 @@ def _sent(hosts: list[Host]) -> int:
     return sum(host.bytes_sent(rail) for host in hosts for rail in (0, 1))
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--iterations", type=integer(WARM_UP + 1), default=12)
+    parser.add_argument("--out", type=Path, required=True, help="folder for ablation.json")
+    parser.add_argument(
+        "--iterations",
+        type=integer(WARM_UP + 1),
+        default=12,
+        help=f"iterations of each row; the first {WARM_UP} are not counted",
+    )
     numbers = range(len(ROWS))
-    parser.add_argument("--rows", type=int, nargs="+", choices=numbers, default=numbers)
-    given = parser.parse_args()
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        choices=numbers,
+        default=numbers,
+        help="rows of the table, from 0",
+    )
+    given = parser.parse_args(argv)
     return tool_command_line.run(lambda: measure(given.out, given.rows, given.iterations))
 
 

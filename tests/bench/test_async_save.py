@@ -1,32 +1,21 @@
-"""The scripts of docs/benchmarks: what they count as a cost."""
+"""The cost of saving, as bench/async_save.py counts it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from bench import async_save
 from hetero.tools.runs import Finished
-from tests import commands, scripts
+from tests import commands
 from tests.bench.test_benchmark_parity import TINY
 from tests.commands import ROOT
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
-FOLDER = ROOT / "docs" / "benchmarks"
 SIZES = {"iterations": 6, "interval": 2}
-
-
-@pytest.fixture(scope="module")
-def async_save() -> ModuleType:
-    return scripts.load(FOLDER / "async_save.py")
-
-
-@pytest.fixture(scope="module")
-def time_timers() -> ModuleType:
-    return scripts.load(FOLDER / "time_timers.py")
 
 
 def finished(seconds: list[float], *ranks: list[tuple[float, float]]) -> Finished:
@@ -52,7 +41,7 @@ def finished(seconds: list[float], *ranks: list[tuple[float, float]]) -> Finishe
 BARE = finished([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], [], [])
 
 
-def test_a_save_costs_what_stood_still_and_what_ran_slower(async_save: ModuleType) -> None:
+def test_a_save_costs_what_stood_still_and_what_ran_slower() -> None:
     saved = finished(
         [8.0, 1.1, 1.2, 1.0, 1.2, 1.0],
         [(0.9, 0.6), (0.1, 0.0), (0.3, 0.0)],
@@ -71,7 +60,7 @@ def test_a_save_costs_what_stood_still_and_what_ran_slower(async_save: ModuleTyp
     assert cost.before_first_slower_s == pytest.approx(0.1)
 
 
-def test_the_table_says_what_the_cost_is_a_share_of(async_save: ModuleType) -> None:
+def test_the_table_says_what_the_cost_is_a_share_of() -> None:
     saved = finished([8.0, *[1.0] * 5], [(0.5, 0.4), (0.02, 0.0), (0.02, 0.0)])
     cost = async_save.cost_of(saved, BARE, **SIZES)
     text = async_save.table({"async": cost}, between=2.0, interval=2)
@@ -81,7 +70,7 @@ def test_the_table_says_what_the_cost_is_a_share_of(async_save: ModuleType) -> N
     ]  # fmt: skip
 
 
-def test_a_save_that_failed_is_no_measure(async_save: ModuleType) -> None:
+def test_a_save_that_failed_is_no_measure() -> None:
     saved = finished([1.0] * 6, [(0.1, 0.0)] * 3)
     saved.report["ranks"][0]["saves"][1]["written_s"] = None
     with pytest.raises(SystemExit, match=r"2\. save"):
@@ -92,37 +81,10 @@ def test_a_save_that_failed_is_no_measure(async_save: ModuleType) -> None:
 def test_two_kinds_on_the_cpu(tmp_path: Path) -> None:
     sizes = f"{TINY} --vocab-size 320 --padded-vocab-size 384"
     words = f"--kinds none async --iterations 6 --interval 2 -- {sizes}".split()
-    assert "(2 iterations)" in commands.printed(FOLDER / "async_save.py", tmp_path, *words)
+    assert "(2 iterations)" in commands.printed(ROOT / "bench" / "async_save.py", tmp_path, *words)
     record = json.loads((tmp_path / "async_save.json").read_text())
     assert list(record["runs"]) == ["none", "async"]
     assert record["seconds_between_saves"] > 0
     for rank in record["runs"]["async"]["ranks"]:
         assert [save["iteration"] for save in rank["saves"]] == [2, 4, 6]
     assert not list(tmp_path.glob("saved-*"))
-
-
-def test_a_step_lasts_from_end_to_end_with_what_lies_between(time_timers: ModuleType) -> None:
-    ends = {1: 9.0, 2: 10.0, 3: 10.5, 4: 11.2, 5: 11.5}
-    assert time_timers.step_milliseconds(ends, warmup=2) == pytest.approx(500)
-
-
-def test_a_cost_is_the_ratio_of_two_runs_of_one_repeat(time_timers: ModuleType) -> None:
-    def repeat(base: float, timed: float) -> list[object]:
-        return [
-            time_timers.Run(level=2, step_ms=timed, losses=[]),
-            time_timers.Run(level=0, step_ms=base, losses=[]),
-        ]
-
-    (cost,) = time_timers.costs([repeat(100, 101), repeat(200, 200), repeat(100, 104)], base=0)
-    assert (cost.level, cost.median, cost.least, cost.most) == pytest.approx((2, 0.01, 0, 0.04))
-
-
-def test_a_run_that_is_refused_ends_the_benchmark_with_what_the_run_said(
-    time_timers: ModuleType, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    words = f"{tmp_path} --preset {commands.PRESETS}/tiny.yaml -- --no-such-flag"
-    monkeypatch.setattr("sys.argv", ["time_timers.py", *words.split()])
-    assert time_timers.main() == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: the step 'repeat0-level0' failed with exit code 2")
-    assert "--no-such-flag is not a flag of this program" in said

@@ -1,4 +1,9 @@
-"""The rounds of preprocess.sh: in each one, every contestant tokenizes the same text once.
+"""Time preprocess_data.py beside the `map` of Hugging Face datasets: same text, same tokenizer.
+
+    python bench/time_preprocessing.py --out preprocess.json [--megabytes 50] [--rounds 5]
+
+`datasets`, which nothing else here needs, is installed into a temporary folder first. In each round
+both tokenize the text once.
 
 Timed is what a user waits for once the libraries are imported. Of `map` it is the call of `map`
 alone: its reading of the JSON into Arrow comes before and is not counted. Of preprocess_data.py it
@@ -15,18 +20,25 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
 
-from hetero.errors import HeteroError, UserError
+    begin_script()
+
+from hetero.errors import HeteroError
 from hetero.text import integer
 from hetero.tools import tool_command_line
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 8000
 
 CPU = """
@@ -89,29 +101,38 @@ class Run:
     tokens: int
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--megabytes", type=integer(1), required=True)
-    parser.add_argument("--rounds", type=integer(1), required=True)
-    parser.add_argument("--processes", type=integer(1), nargs="+", required=True)
-    args = parser.parse_args()
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the JSON file to write"
+    )
+    parser.add_argument("--megabytes", type=integer(1), default=50, help="size of the text")
+    parser.add_argument("--rounds", type=integer(1), default=5, help="number of rounds")
+    parser.add_argument(
+        "--processes",
+        type=integer(1),
+        nargs="+",
+        default=[2, 1],
+        help="number of worker processes, one table for each",
+    )
+    args = parser.parse_args(argv)
     return tool_command_line.run(lambda: compare(args))
 
 
 def compare(args: argparse.Namespace) -> str:
     """Run all rounds, and write and return what they come to."""
-    if not (args.work / "datasets").is_dir():
-        raise UserError(
-            f"--work {args.work} has no folder datasets; start preprocess.sh, which installs it"
-        )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     tool_command_line.require_results_file(args.out)
-    text, size = write_text(args.work, args.megabytes)
-    tokenizers = train_tokenizers(args.work)
+    with tempfile.TemporaryDirectory() as folder:
+        return compare_in(Path(folder), args)
+
+
+def compare_in(work: Path, args: argparse.Namespace) -> str:
+    install = [sys.executable, *"-m pip install --quiet --disable-pip-version-check".split()]
+    subprocess.run([*install, "--target", str(work / "datasets"), "datasets"], check=True)
+    text, size = write_text(work, args.megabytes)
+    tokenizers = train_tokenizers(work)
     results = [
-        measure(args, text, kind, model, processes)
+        measure(args.rounds, work, text, kind, model, processes)
         for kind, model in tokenizers.items()
         for processes in args.processes
     ]
@@ -119,7 +140,7 @@ def compare(args: argparse.Namespace) -> str:
         for name in ("ours", "map"):
             wall = statistics.median(result[f"{name}_wall_s"])
             result[f"{name}_mb_per_s"] = round(size / 1e6 / wall, 2)
-    record = {"hardware": hardware(), "text_bytes": size, "versions": versions(args.work)}
+    record = {"hardware": hardware(), "text_bytes": size, "versions": versions(work)}
     args.out.write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
     return "\n".join(
         str({n: value for n, value in result.items() if not n.endswith("_s") or "mb" in n})
@@ -168,13 +189,13 @@ def train_tokenizers(work: Path) -> dict[str, str]:
 
 
 def measure(
-    args: argparse.Namespace, text: Path, kind: str, model: str, processes: int
+    rounds: int, work: Path, text: Path, kind: str, model: str, processes: int
 ) -> dict[str, Any]:
     runs: dict[str, list[Run]] = {"ours": [], "map": []}
-    for number in range(args.rounds):
+    for number in range(rounds):
         # Who goes first changes, so that neither always meets the warmer machine.
         for name in ("ours", "map") if number % 2 == 0 else ("map", "ours"):
-            runs[name].append(timed(args.work, name, [kind, model, str(text)], processes))
+            runs[name].append(timed(work, name, [kind, model, str(text)], processes))
     tokens = {run.tokens for name in runs for run in runs[name]}
     assert len(tokens) == 1, f"the two did not do the same work: {tokens}"
     pairs = list(zip(runs["map"], runs["ours"], strict=True))

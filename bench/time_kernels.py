@@ -1,6 +1,6 @@
 """Time every kernel that a layer of LLaMA-8B can use on one GPU, forward and backward.
 
-    python docs/benchmarks/time_kernels.py --out OUT [--tokens 4096] [--only attention ...]
+    python bench/time_kernels.py --out OUT [--tokens 4096] [--only attention ...]
 
 Prints one row per variant: milliseconds of kernels in forward and in backward, as the profiler
 counts them. Sizes are those of
@@ -16,7 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script(core=False)
 
 import torch
 import torch.nn.functional as F
@@ -383,12 +388,24 @@ KERNELS = {
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json")
-    parser.add_argument("--tokens", type=integer(1), nargs="+", default=[4096, 8192])
-    parser.add_argument("--only", nargs="+", choices=sorted(KERNELS), default=sorted(KERNELS))
-    options = parser.parse_args()
+    parser.add_argument(
+        "--tokens",
+        type=integer(1),
+        nargs="+",
+        default=[4096, 8192],
+        help="tokens of a micro-batch, multiples of the sequence",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(KERNELS),
+        default=sorted(KERNELS),
+        help="kernels to time",
+    )
+    options = parser.parse_args(argv)
     if uneven := [tokens for tokens in options.tokens if tokens % SEQUENCE]:
         parser.error(f"--tokens {uneven[0]} is no multiple of the sequence, {SEQUENCE}")
     return tool_command_line.run(lambda: measure(options.out, options.tokens, options.only))

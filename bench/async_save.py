@@ -1,6 +1,6 @@
 """What saving checkpoints costs a training run: not at all, waiting, and with --async-save.
 
-    python docs/benchmarks/async_save.py OUT [--preset examples/presets/llama3.2_1b.yaml] \
+    python bench/async_save.py OUT [--preset examples/presets/llama3.2_1b.yaml] \
         [--iterations 24] [--interval 8] [--nproc 2] [--kinds none async] [-- more flags]
 
 One run of each kind with the same flags. A save costs the time for which training stood still, on
@@ -23,7 +23,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
 
 import torch
 
@@ -157,21 +162,36 @@ def run_record(finished: Finished, cost: Cost | None) -> dict[str, Any]:
     }
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the results")
-    parser.add_argument("--preset", type=Path, default=Path("examples/presets/llama3.2_1b.yaml"))
-    parser.add_argument("--iterations", type=text.integer(1), default=24)
-    parser.add_argument("--interval", type=text.integer(1), default=8)
-    parser.add_argument("--nproc", type=text.integer(2), default=2)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--transport", default="auto")
+    parser.add_argument(
+        "--preset",
+        type=Path,
+        default=Path("examples/presets/llama3.2_1b.yaml"),
+        metavar="FILE",
+        help="YAML file of the model's flags",
+    )
+    parser.add_argument(
+        "--iterations", type=text.integer(1), default=24, help="iterations of each run"
+    )
+    parser.add_argument(
+        "--interval", type=text.integer(1), default=8, help="iterations between two saves"
+    )
+    parser.add_argument("--nproc", type=text.integer(2), default=2, help="number of ranks")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=list(KINDS),
+        default=list(KINDS),
+        help="how the runs save",
+    )
+    parser.add_argument("--transport", default="auto", help="transport of the link")
     parser.add_argument(
         "--deadline", type=text.number(above=0), default=300.0, help="seconds for each run"
     )
-    cut = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:cut])
-    options.flags = list(words[cut + 1 :])
+    options, flags = parser.parse_with_run_flags(argv)
+    options.flags = flags
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"{options.out} is a file; name a folder for the results")
     if not options.preset.is_file():
@@ -185,8 +205,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
-    options = parse(sys.argv[1:])
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
     return tool_command_line.run(lambda: measure(options))
 
 
