@@ -9,7 +9,8 @@ from hetero.errors import LinkError
 from hetero.version import __version__
 
 if TYPE_CHECKING:
-    from hetero.collectives.backend import is_active, register
+    from hetero.collectives.backend import register
+    from hetero.collectives.process_group import is_active
     from hetero.link.base import Link, Work
     from hetero.link.open import connect
 
@@ -19,7 +20,7 @@ _MODULES = {
     "Link": "hetero.link.base",
     "Work": "hetero.link.base",
     "connect": "hetero.link.open",
-    "is_active": "hetero.collectives.backend",
+    "is_active": "hetero.collectives.process_group",
     "register": "hetero.collectives.backend",
 }
 

@@ -164,17 +164,3 @@ def _warn_of_one_library(exchange: Any, backend: str) -> None:
         f"plain {backend}, which crosses no vendors; set HETERO_INSTEAD_OF={backend}, or make "
         "groups with backend='hetero'"
     )
-
-
-def is_active() -> bool:
-    """Whether a group of this process was made by the backend `hetero`.
-
-    False before the first group is made, and where another backend makes all of them: such groups
-    cross no vendors.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return False
-    configs = dist.distributed_c10d._world.pg_backend_config.values()
-    return any("hetero" in str(config) for config in configs)

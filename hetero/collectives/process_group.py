@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.collectives.all_gather import all_gather
 from hetero.collectives.all_reduce import all_reduce, all_reduce_sparse, reduce, require_sum
-from hetero.collectives.backend import is_active
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.failures import Presence
 from hetero.collectives.layout import (
@@ -909,6 +908,18 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
         library._set_sequence_number_for_group()
         group._register_backend(torch.device(device_type), kind, library)
     return group
+
+
+def is_active() -> bool:
+    """Whether a group of this process was made by the backend `hetero`.
+
+    False before the first group is made, and where another backend makes all of them: such groups
+    cross no vendors.
+    """
+    if not dist.is_available():
+        return False
+    configs = dist.distributed_c10d._world.pg_backend_config.values()
+    return any("hetero" in str(config) for config in configs)
 
 
 def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> Callable[[Link], None]:

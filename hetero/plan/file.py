@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import Faults, UserError
-from hetero.plan.limits import NOT_NEGATIVE
-from hetero.plan.plan import VENDORS, Mesh, Plan, split_over_chunks
+from hetero.plan.plan import NOT_NEGATIVE, VENDORS, Mesh, Plan, split_over_chunks
 from hetero.text import counted, load_yaml
 
 # Plan files describe pipelines; shares are for whole replicas.

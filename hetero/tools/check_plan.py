@@ -26,14 +26,16 @@ if __name__ == "__main__":
 
 from hetero.errors import Faults
 from hetero.plan.file import PlanFile, read_plan_file
-from hetero.plan.limits import (
+from hetero.plan.plan import (
+    VENDORS,
+    Mesh,
+    Plan,
     layer_problems,
     mesh_names,
     micro_batch_sizes,
     tensor_problems,
     world_size_problems,
 )
-from hetero.plan.plan import VENDORS, Mesh, Plan
 from hetero.plan.show import draw_edge, draw_meshes, draw_stage, nodes_of, notes
 from hetero.planner.memory_limits import memory_problems
 from hetero.planner.model_shape import ModelShape, model_from_flags, read_flags

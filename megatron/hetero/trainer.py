@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import hashlib
+import json
 import math
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from hetero.errors import HeteroError
 from hetero.startup.identity import VENDOR_VARIABLE
+from megatron.hetero import weights
 from megatron.hetero.arguments.batch import batch_size_at
 from megatron.hetero.arguments.flags_hetero import MEASURED
 from megatron.hetero.auto_data_shares import measure_data_shares
@@ -44,7 +49,14 @@ from megatron.hetero.optimizer import (
     TrainingOptimizer,
     build_scheduler,
 )
-from megatron.hetero.overview import print_overview, print_peak_memory, stage_rows, write_report
+from megatron.hetero.overview import (
+    all_gather_objects,
+    link_entries,
+    print_overview,
+    print_peak_memory,
+    reported_transport,
+    stage_rows,
+)
 from megatron.hetero.schedule import Schedule
 from megatron.hetero.stop_signals import StopSignals
 from megatron.hetero.timers import Timers, clock_of
@@ -174,7 +186,7 @@ class Trainer:
         # Collective: not decided by this rank's own flag, which nodes may lack.
         if "hetero_report" in self.job.outputs.named:
             gather_parameters(self.model.chunks)
-            write_report(self.job, self, self._stage_rows, self.console)
+            _write_report(self.job, self, self._stage_rows, self.console)
 
     def train(self, batches: list[Iterator[Any]]) -> bool:
         """Run to --train-iters (or --train-samples), evaluating and saving on the way.
@@ -597,3 +609,73 @@ def _compare(job: Job, rows: Sequence[Sequence[float]], *, iteration: int) -> No
             "continue from the last checkpoint",
             known_to_all=True,
         )
+
+
+def _write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console: Console) -> None:
+    """Write --hetero-report, a JSON file with the run's setup and results. Collective.
+
+    All ranks gather it; those write it that `job.outputs` names.
+
+    A file that cannot be written is a warning, not an error.
+
+    `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
+    layouts can be compared bit for bit.
+    """
+    args = job.args
+    local = {}
+    if job.coordinate.data == 0:
+        local = weights.digest(
+            trainer.model.named_parameters(),
+            tp_rank=job.coordinate.tensor,
+            tp_size=args.tensor_model_parallel_size,
+        )
+        if trainer.model.has_tied_copy:
+            # The second copy of a tied embedding is not a parameter of the whole model.
+            local.pop("output_layer.weight", None)
+    sums: dict[str, str] = {}
+    for part in all_gather_objects(local):
+        sums |= part
+    links = [entry for part in all_gather_objects(link_entries(job)) for entry in part]
+    costs = all_gather_objects(
+        {
+            "peak_memory_bytes": measured_peak_bytes(job.device),
+            "data_wait": trainer.data_wait_times.as_json(),
+            **trainer.checkpointer.timings.as_json(),
+        }
+    )
+    if "hetero_report" not in job.outputs.written:
+        return
+    report = {
+        "simulated": job.simulated,
+        "device": job.device.type,
+        "plan": job.plan.to_mapping(),
+        "stages": rows,
+        "ranks": [
+            {k: v for k, v in asdict(identity).items() if k not in ("flags", "typed")}
+            | {"simulated": identity.simulated}
+            | {"stage": job.plan.coordinate(identity.rank).stage}
+            | costs[identity.rank]
+            for identity in job.identities
+        ],
+        "links": links,
+        "transport": reported_transport(job, links),
+        "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
+        "iterations": trainer.iteration,
+        "consumed_samples": trainer.consumed_samples,
+        "skipped_iterations": trainer.skipped,
+        "final_loss": trainer.last_record.loss if trainer.last_record else None,
+        "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
+        "torch": str(torch.__version__),
+    }
+    target = Path(args.hetero_report)
+    temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report, indent=1))
+        temporary.rename(target)
+    except OSError as error:
+        console.warning(
+            f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
+            "itself ended well"
+        )
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

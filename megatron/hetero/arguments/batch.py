@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from hetero.plan.limits import micro_batch_sizes
+from hetero.plan.plan import micro_batch_sizes
 from hetero.text import counted
 from megatron.hetero.arguments.rules import Values, Verdict, absent, flag_of, rule
 

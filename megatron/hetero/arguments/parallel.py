@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 from hetero.errors import UserError
 from hetero.plan.file import PlanFile, read_plan_file
-from hetero.plan.limits import (
+from hetero.plan.plan import (
+    Mesh,
     layer_problems,
     tensor_problems,
     world_size_problems,
 )
-from hetero.plan.plan import Mesh
 from hetero.text import counted
 from megatron.hetero.arguments.flags_hetero import (
     ALLOWED_WITH_DATA_PARALLEL,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, split_over_chunks
-from hetero.plan.limits import stage_problems
+from hetero.plan.plan import stage_problems
 from hetero.text import counted
 from megatron.hetero.arguments.model import fall_back
 from megatron.hetero.arguments.parallel import counted_layers, parse_layout

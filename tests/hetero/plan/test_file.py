@@ -21,7 +21,7 @@ from hetero.plan import (
     load_plan,
 )
 from hetero.plan.file import read_mapping
-from hetero.plan.limits import (
+from hetero.plan.plan import (
     layer_problems,
     tensor_problems,
     world_size_problems,
