@@ -34,6 +34,8 @@ from hetero.version import PROTOCOL_VERSION
 PAGE = 4096
 COUNTER_MASK = 0xFFFFFFFF
 """Counters have 32 bits and wrap."""
+HALF_RANGE = 0x80000000
+"""A counter this far ahead of another, or further, is behind it."""
 CONTROL_BYTES = -(-sizeof(RingControl) // PAGE) * PAGE
 _USER_BUFFERS_BYTES = RingControl.user_buffers.size // 2
 
@@ -43,7 +45,7 @@ def ahead(newer: int, older: int) -> int:
 
     Negative when it is behind.
     """
-    return ((newer - older + 0x80000000) & COUNTER_MASK) - 0x80000000
+    return ((newer - older + HALF_RANGE) & COUNTER_MASK) - HALF_RANGE
 
 
 class SharedMemory:

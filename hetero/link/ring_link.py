@@ -33,7 +33,7 @@ from hetero.link.base import (
     start_thread,
 )
 from hetero.link.header import DIFFERENCE_REMEDY, Header, difference, unnumbered_header
-from hetero.link.ring import COUNTER_MASK, RingEnds, RingOptions, ahead
+from hetero.link.ring import COUNTER_MASK, HALF_RANGE, RingEnds, RingOptions, ahead
 from hetero.native import binding
 from hetero.native.binding import (
     HeaderState,
@@ -642,7 +642,7 @@ class Flow:
         Ignore the counter once the peer has failed: it then writes it to unblock its own device.
         """
         completed = self._direction.consumed if consumed else self._direction.produced
-        if ahead(completed, count) < 0:
+        if (completed - count) & COUNTER_MASK >= HALF_RANGE:  # `ahead` costs a call a poll
             return False
         self._acquire()
         return not self._peer.has_failed
