@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 import torch
 
-from bench.start_up.counting import count_groups, count_phase, two_meshes
+from bench.start_up.counting import count_exchange, count_groups, two_meshes
 from bench.start_up.light_processes import time_start
 from hetero.errors import UserError
 from hetero.plan import Plan
@@ -74,15 +74,15 @@ def _measure(options: argparse.Namespace) -> str:
         result["timed"][size] = time_start(_plan(size), _payload)
         print(f"{size} timed: {result['timed'][size]}", flush=True)
     for size in options.counted:
-        phase, groups = count_phase(size, _payload), count_groups(_plan(size))
-        result["counted"][size] = {"phase": phase, "groups": groups}
-        print(f"{size} counted: {phase}, {groups}", flush=True)
+        exchange, groups = count_exchange(size, _payload), count_groups(_plan(size))
+        result["counted"][size] = {"exchange": exchange, "groups": groups}
+        print(f"{size} counted: {exchange}, {groups}", flush=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return f"written to {options.out}"
 
 
 def _payload(rank: int) -> dict[str, Any]:
-    """What a rank tells in its first phase: most of it its flags, which are the same on all."""
+    """What a rank tells in its first exchange: most of it its flags, which are the same on all."""
     return {
         "host": f"node-{rank // 8}",
         "local_rank": rank % 8,

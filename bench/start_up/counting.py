@@ -79,7 +79,7 @@ class DictStore:
 
 
 class CountedStore:
-    """One rank's connection to a store, which counts the operations on its phases."""
+    """One rank's connection to a store, which counts the operations on its exchanges."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -100,8 +100,8 @@ class CountedStore:
         return self
 
 
-def count_phase(world_size: int, payload_of: Payloads) -> dict[str, Any]:
-    """The store operations of one phase: of rank 0, of the rank that comes last, and of another.
+def count_exchange(world_size: int, payload_of: Payloads) -> dict[str, Any]:
+    """The store operations of one exchange: of rank 0, of the rank that comes last, and of another.
 
     Also the bytes of the outcome, as every rank reads it, and the seconds from the last rank's
     coming until it knows the outcome. At least three ranks.

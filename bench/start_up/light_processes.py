@@ -23,7 +23,7 @@ from hetero.startup.liveness import open_liveness
 from hetero.tools.launching.interrupts import children_ignore_interrupts
 
 _TIMEOUT = timedelta(minutes=5)
-PHASES = 7
+EXCHANGES = 7
 """As many as a run of a model without a checkpoint has."""
 
 
@@ -125,8 +125,8 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
     )
     exchanges.exchange("start")  # The processes are started one after another.
     began = time.perf_counter()
-    for number in range(PHASES):
-        exchanges.exchange(f"phase {number}", payload=payload)
+    for number in range(EXCHANGES):
+        exchanges.exchange(f"values {number}", payload=payload)
     agreed = time.perf_counter()
     counted = CountedTorchStore(dist.PrefixStore("groups", store))
     with exchanges.section("process groups"):
@@ -135,7 +135,7 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
     built = time.perf_counter()
     told.put(
         {
-            f"seconds for {PHASES} phases": agreed - began,
+            f"seconds for {EXCHANGES} exchanges": agreed - began,
             "seconds for groups": built - agreed,
             "operations for groups": counted.operations,
         }

@@ -11,7 +11,8 @@ from typing import Any
 
 from hetero.errors import Faults, UserError
 from hetero.plan.plan import NOT_NEGATIVE, VENDORS, Mesh, Plan, split_over_chunks
-from hetero.text import counted, load_yaml
+from hetero.text import counted
+from hetero.yaml_file import load_yaml
 
 # Plan files describe pipelines; shares are for whole replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")

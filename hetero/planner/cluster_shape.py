@@ -17,7 +17,8 @@ from hetero.planner.accelerators import (
     figure,
     unknown_keys,
 )
-from hetero.text import counted, load_yaml
+from hetero.text import counted
+from hetero.yaml_file import load_yaml
 
 _RAIL_LATENCY_US = 15.0
 """Latency of a transfer between two nodes where the cluster file gives none."""

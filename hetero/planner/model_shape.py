@@ -9,7 +9,7 @@ from typing import Any
 
 from hetero.errors import UserError
 from hetero.presets import model_file
-from hetero.text import load_yaml
+from hetero.yaml_file import load_yaml
 
 """Flag files of well-known models, found by name."""
 

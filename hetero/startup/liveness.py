@@ -42,19 +42,78 @@ from hetero.startup.addresses import (
 from hetero.startup.process import call_in_children, close_in_children
 from hetero.text import ranks_on_hosts
 
-HEARTBEAT = b"\n"
+_ADDRESS_KEY = "hetero/liveness"
+_PRESENT_KEY = "hetero/present"
+"""The ranks that have opened the store: a line for each, with its host."""
+_NO_TIMEOUT = timedelta(days=30)
+"""For rank 0 to start: exchanges have a timeout, the client's thread needs none of its own."""
+_CONNECT_SECONDS = 20.0
+"""For rank 0 to answer one that connects."""
+_CONNECTED_SECONDS = 60.0
+"""After which a rank that has opened the store should have connected to rank 0."""
+_HEARTBEAT = b"\n"
 _HEARTBEAT_SECONDS = 2.0
 _HEARTBEATS_A_SECOND = 256
 """The most that rank 0 reads, from all others together."""
-_GRACE_SECONDS = 5.0
-"""For a rank to fail by itself, with an error of its own, after another has failed."""
-_SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
 _HEARTBEAT_TIMEOUT_SECONDS = 15.0
 """After which a rank that is waited for, or its host, hangs."""
-_CONNECTED_SECONDS = 60.0
-"""After which a rank that has opened the store should have connected to rank 0."""
-ACK_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
+"""For a rank to fail by itself, with an error of its own, after another has failed."""
+_ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
+_SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
+_LONGEST_GREETING = 1024
+_ACCEPT_PAUSE_SECONDS = 0.1
+_LEAVE_PAUSE_SECONDS = 0.01
+_JOB = (
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+"""The variables that the processes of one job have in common."""
+_LOOK_SECONDS = 2.0
+"""Between two looks at all processes, of which a host may have thousands."""
+
+
+def open_liveness(
+    store: Any,
+    *,
+    rank: int,
+    world_size: int,
+    master: str,
+    local_ranks: LocalRanks | None = None,
+) -> Liveness:
+    """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
+
+    `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
+    rendezvous put it elsewhere. `local_ranks` finds ranks of this host that end before they
+    connect. Returns at once, without waiting for rank 0, which may start much
+    later.
+    """
+    # A connection of its own: waits block the caller's, and one will block this.
+    own = store.clone()
+    own.append(_PRESENT_KEY, f"{rank} {socket.gethostname()}\n")
+
+    def present() -> dict[int, str]:
+        lines = own.get(_PRESENT_KEY).decode().splitlines()
+        return {int(rank): host for rank, host in (line.split(" ", 1) for line in lines)}
+
+    if rank == 0:
+        token = secrets.token_hex(16)
+        server = LivenessServer(world_size=world_size, token=token, present=present)
+        host = address_leading_to(master) or ""
+        address = ServerAddress(host, server.port, token)
+        store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
+        server.local_ranks = local_ranks
+        return server
+
+    def find_server() -> ServerAddress:
+        own.wait([_ADDRESS_KEY], _NO_TIMEOUT)
+        address = json.loads(own.get(_ADDRESS_KEY))
+        return ServerAddress(address["host"] or master, address["port"], address["token"])
+
+    client = LivenessClient(find_server, rank=rank, world_size=world_size)
+    client.local_ranks = local_ranks
+    return client
 
 
 @dataclass(frozen=True)
@@ -93,6 +152,15 @@ class Awaited(Protocol):
     def missing(self) -> list[int]: ...
 
 
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where rank 0 listens, and the token that shows it that a caller belongs to this job."""
+
+    host: str
+    port: int
+    token: str
+
+
 class Liveness(ABC):
     """One rank's side: rank 0's is a LivenessServer, the others' are LivenessClients."""
 
@@ -107,7 +175,7 @@ class Liveness(ABC):
     def __init__(self, world_size: int) -> None:
         self.local_ranks: LocalRanks | None = None
         """By which a rank of this host is found that has ended before it connected."""
-        self._interval = heartbeat_interval(world_size)
+        self._interval = _heartbeat_interval(world_size)
         self._shortest_timeout = 3 * self._interval
         self._names: Mapping[int, str] = {}
         self._hosts: dict[int, str] = {}
@@ -145,7 +213,7 @@ class Liveness(ABC):
             while not (self._failed.wait(self._interval) or self._closed.is_set()):
                 for rank, age in self.silent(seconds).items():
                     reason = f"no heartbeat for {age:.0f} s; {_SILENT_REMEDY}"
-                    self._report(RankFailure(rank, self._hosts[rank], reason, clock(age), age))
+                    self._report(RankFailure(rank, self._hosts[rank], reason, _clock(age), age))
 
         threading.Thread(target=watch, name="liveness timeout", daemon=True).start()
 
@@ -249,39 +317,7 @@ class Liveness(ABC):
     def _report_end(self, rank: int, last_heard: float, *, is_unreachable: bool) -> None:
         """Report a rank whose connection has ended; `last_heard` by time.monotonic()."""
         age = time.monotonic() - last_heard
-        self._report(RankFailure(rank, self._hosts[rank], "", clock(age), age, is_unreachable))
-
-
-@dataclass(frozen=True)
-class ServerAddress:
-    """Where rank 0 listens, and the token that shows it that a caller belongs to this job."""
-
-    host: str
-    port: int
-    token: str
-
-
-def heartbeat_interval(world_size: int) -> float:
-    """Seconds between two heartbeats of a rank."""
-    return max(_HEARTBEAT_SECONDS, world_size / _HEARTBEATS_A_SECOND)
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def try_send(connection: socket.socket, data: bytes) -> None:
-    """Send without blocking. A closed connection, or a peer that does not read, shows elsewhere."""
-    with suppress(OSError):
-        connection.send(data)
-
-
-def clock(seconds_ago: float = 0.0) -> str:
-    """The time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
-
-
-_CONNECT_SECONDS = 20.0
+        self._report(RankFailure(rank, self._hosts[rank], "", _clock(age), age, is_unreachable))
 
 
 class LivenessClient(Liveness):
@@ -337,7 +373,7 @@ class LivenessClient(Liveness):
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
             with suppress(OSError):
-                self._connection.sendall(encode(message))
+                self._connection.sendall(_encode(message))
 
     def _run(self, find_server: Callable[[], ServerAddress]) -> None:
         try:
@@ -360,10 +396,10 @@ class LivenessClient(Liveness):
 
     def _connect(self, server: ServerAddress) -> socket.socket:
         connection = socket.create_connection((server.host, server.port), timeout=_CONNECT_SECONDS)
-        keep_alive(connection, ack_timeout=ACK_SECONDS)
+        keep_alive(connection, ack_timeout=_ACK_SECONDS)
         local, remote = connection.getsockname()[0], connection.getpeername()[0]
         host = socket.gethostname()
-        connection.sendall(encode({"token": server.token, "rank": self._rank, "host": host}))
+        connection.sendall(_encode({"token": server.token, "rank": self._rank, "host": host}))
         reply = b""
         while b"\n" not in reply and (data := connection.recv(1 << 12)):
             reply += data
@@ -394,7 +430,7 @@ class LivenessClient(Liveness):
                 else:
                     self._last_poll = time.monotonic()
                     self._unanswered_since = self._unanswered_since or self._last_poll
-                    connection.sendall(HEARTBEAT)
+                    connection.sendall(_HEARTBEAT)
             except (OSError, ValueError) as error:
                 unreachable = isinstance(error, OSError) and is_unreachable(error)
                 break
@@ -408,11 +444,6 @@ class LivenessClient(Liveness):
         elif "silent" in message:
             self._silent = {int(rank): float(age) for rank, age in message["silent"].items()}
             self._replied.set()
-
-
-_LONGEST_GREETING = 1024
-_ACCEPT_PAUSE_SECONDS = 0.1
-_LEAVE_PAUSE_SECONDS = 0.01
 
 
 @dataclass(eq=False)
@@ -457,7 +488,7 @@ class LivenessServer(Liveness):
         threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        self._report(RankFailure(0, self._host, reason, clock(), 0.0))
+        self._report(RankFailure(0, self._host, reason, _clock(), 0.0))
 
     def leave(self, seconds: float = 0.0) -> None:
         self._closed.set()
@@ -507,7 +538,7 @@ class LivenessServer(Liveness):
             return
         with suppress(OSError):
             connection.setblocking(False)
-            keep_alive(connection, ack_timeout=ACK_SECONDS)
+            keep_alive(connection, ack_timeout=_ACK_SECONDS)
             client = _Client(connection, last_heard=time.monotonic())
             with self._lock:
                 self._clients.add(client)
@@ -534,7 +565,7 @@ class LivenessServer(Liveness):
 
     def _handle(self, client: _Client, data: bytes) -> None:
         if not data:
-            try_send(client.connection, HEARTBEAT)
+            _try_send(client.connection, _HEARTBEAT)
             return
         try:
             message = json.loads(data)
@@ -542,12 +573,12 @@ class LivenessServer(Liveness):
                 self._admit(client, message)
             elif "failed" in message:
                 host, reason = self._hosts[client.rank], str(message["failed"])
-                self._report(RankFailure(client.rank, host, reason, clock(), 0.0))
+                self._report(RankFailure(client.rank, host, reason, _clock(), 0.0))
             elif "leave" in message:
                 self._drop(client)
             elif "ask" in message:
                 ages = {str(rank): age for rank, age in self._query_silent().items()}
-                try_send(client.connection, encode({"silent": ages}))
+                _try_send(client.connection, _encode({"silent": ages}))
         except (ValueError, KeyError, TypeError, RecursionError):
             # Not a rank of this job, but for example a port scanner.
             self._drop(client)
@@ -560,13 +591,13 @@ class LivenessServer(Liveness):
             raise ValueError("another process has this rank, as of a job started twice")
         self._hosts[rank] = str(greeting["host"])
         with self._lock:
-            try_send(client.connection, encode({"welcome": True, "host": self._host}))
+            _try_send(client.connection, _encode({"welcome": True, "host": self._host}))
             client.rank = rank
         # What was broadcast before this rank connected.
         if self._failure is not None:
-            try_send(client.connection, encode({"failure": asdict(self._failure)}))
+            _try_send(client.connection, _encode({"failure": asdict(self._failure)}))
         if self._closed.is_set():
-            try_send(client.connection, encode({"closed": True}))
+            _try_send(client.connection, _encode({"closed": True}))
 
     def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
         self._drop(client)
@@ -592,19 +623,11 @@ class LivenessServer(Liveness):
         with self._lock:
             for client in self._clients:
                 if client.rank is not None:
-                    try_send(client.connection, encode(message))
+                    _try_send(client.connection, _encode(message))
 
     def _close_all(self) -> None:
         for connection in (self._listener, *(c.connection for c in self._clients)):
             connection.close()
-
-
-_JOB = (
-    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-    *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-)
-_LOOK_SECONDS = 2.0
-"""Between two looks at all processes, of which a host may have thousands."""
 
 
 class LocalRanks:
@@ -635,7 +658,12 @@ class LocalRanks:
     def require_alive(self, awaited: Iterable[int]) -> None:
         """Raise ExchangeError if any of these ranks has ended, which have not connected."""
         if ended := self.ended(awaited):
-            raise ExchangeError(ended_early(ended), known_to_all=0 not in ended)
+            host = socket.gethostname()
+            who = "; ".join(f"rank {rank} on {host} (pid {pid})" for rank, pid in ended.items())
+            raise ExchangeError(
+                f"{who} ended before it joined the others; see its log",
+                known_to_all=0 not in ended,
+            )
 
     def ended(self, awaited: Iterable[int]) -> dict[int, int]:
         """Of these ranks those that have ended, with the process that each was."""
@@ -648,11 +676,24 @@ class LocalRanks:
         return found
 
 
-def ended_early(ended: Mapping[int, int]) -> str:
-    """Ranks of this host that ended before they joined the others, with their processes' ids."""
-    host = socket.gethostname()
-    who = "; ".join(f"rank {rank} on {host} (pid {pid})" for rank, pid in sorted(ended.items()))
-    return f"{who} ended before it joined the others; see its log"
+def _heartbeat_interval(world_size: int) -> float:
+    """Seconds between two heartbeats of a rank."""
+    return max(_HEARTBEAT_SECONDS, world_size / _HEARTBEATS_A_SECOND)
+
+
+def _encode(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _try_send(connection: socket.socket, data: bytes) -> None:
+    """Send without blocking. A closed connection, or a peer that does not read, shows elsewhere."""
+    with suppress(OSError):
+        connection.send(data)
+
+
+def _clock(seconds_ago: float = 0.0) -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
 
 
 def _variables(environ: Mapping[str, str]) -> list[str | None]:
@@ -664,52 +705,3 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-_ADDRESS_KEY = "hetero/liveness"
-_PRESENT_KEY = "hetero/present"
-"""The ranks that have opened the store: a line for each, with its host."""
-_NO_TIMEOUT = timedelta(days=30)
-"""The agreement has a timeout for rank 0; the client's thread needs none of its own."""
-
-
-def open_liveness(
-    store: Any,
-    *,
-    rank: int,
-    world_size: int,
-    master: str,
-    local_ranks: LocalRanks | None = None,
-) -> Liveness:
-    """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
-
-    `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
-    rendezvous put it elsewhere. `local_ranks` finds ranks of this host that end before they
-    connect. Returns at once, without waiting for rank 0, which may start much
-    later.
-    """
-    # A connection of its own: waits block the caller's, and one will block this.
-    own = store.clone()
-    own.append(_PRESENT_KEY, f"{rank} {socket.gethostname()}\n")
-
-    def present() -> dict[int, str]:
-        lines = own.get(_PRESENT_KEY).decode().splitlines()
-        return {int(rank): host for rank, host in (line.split(" ", 1) for line in lines)}
-
-    if rank == 0:
-        token = secrets.token_hex(16)
-        server = LivenessServer(world_size=world_size, token=token, present=present)
-        host = address_leading_to(master) or ""
-        address = ServerAddress(host, server.port, token)
-        store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
-        server.local_ranks = local_ranks
-        return server
-
-    def find_server() -> ServerAddress:
-        own.wait([_ADDRESS_KEY], _NO_TIMEOUT)
-        address = json.loads(own.get(_ADDRESS_KEY))
-        return ServerAddress(address["host"] or master, address["port"], address["token"])
-
-    client = LivenessClient(find_server, rank=rank, world_size=world_size)
-    client.local_ranks = local_ranks
-    return client

@@ -27,7 +27,7 @@ import yaml
 
 from hetero.errors import Faults, UserError
 from hetero.presets import model_file
-from hetero.text import load_yaml
+from hetero.yaml_file import load_yaml
 from megatron.hetero.arguments.unknown import REPLACED, explain_unknown, feature_of, is_unsupported
 
 # megatron-core's fields whose flags have other names.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bench.start_up.counting import CountedStore, DictStore, count_phase
+from bench.start_up.counting import CountedStore, DictStore, count_exchange
 from hetero.errors import ExchangeError, HeteroError, LinkError, UserError
 from hetero.startup.exchange import Exchange, JobExchanges
 from hetero.startup.liveness import Liveness, LivenessClient, LivenessServer, open_liveness
@@ -296,7 +296,7 @@ def test_every_rank_hears_every_rank_in_rank_order() -> None:
     assert _run(_says(n=0)) == [[{"n": 0}]]
 
 
-def test_phases_do_not_mix() -> None:
+def test_exchanges_do_not_mix() -> None:
     def twice(value: int) -> Side:
         def side(agreement: JobExchanges) -> Any:
             first = agreement.exchange("one", payload={"v": value})
@@ -442,18 +442,18 @@ def test_who_is_still_at_it_is_named_while_the_others_have_finished(
 
 
 @pytest.mark.parametrize("world_size", [3, 1024])
-def test_a_phase_costs_a_rank_the_same_however_many_there_are(world_size: int) -> None:
-    costs = count_phase(world_size, lambda rank: {"flags": ["--lr", 0.1], "host": rank // 8})
+def test_an_exchange_costs_a_rank_the_same_however_many_there_are(world_size: int) -> None:
+    costs = count_exchange(world_size, lambda rank: {"flags": ["--lr", 0.1], "host": rank // 8})
     coming = {"append": 2, "add": 1, "get": 1}
     assert costs["rank 0"] == coming | {"wait": 1}
     assert costs["another"] == coming | {"wait": 1}
     assert costs["the last"] == coming | {"compare_set": 1}
 
 
-def test_the_outcome_of_a_phase_grows_by_what_differs() -> None:
+def test_an_outcome_grows_by_what_differs() -> None:
     flags = {f"--flag-{number}": number for number in range(300)}
-    same = count_phase(1024, lambda rank: {"flags": flags})
-    differ = count_phase(1024, lambda rank: {"flags": flags, "host": f"node {rank // 8}"})
+    same = count_exchange(1024, lambda rank: {"flags": flags})
+    differ = count_exchange(1024, lambda rank: {"flags": flags, "host": f"node {rank // 8}"})
     assert same["bytes of the outcome"] < 4000
     assert differ["bytes of the outcome"] < same["bytes of the outcome"] + 1024 * 4
 
@@ -472,11 +472,11 @@ def test_a_process_of_another_job_takes_no_part_in_this_one() -> None:
     store = DictStore()
     sides = [JobExchanges(store, rank=rank, world_size=2, timeout=5) for rank in (0, 1)]
     stranger = JobExchanges(store, rank=1, world_size=2, timeout=5, endpoint="host:29500")
-    for phase in ("flags", "addresses"):
+    for what in ("flags", "addresses"):
         with ThreadPoolExecutor() as pool:
-            ended = [pool.submit(side.exchange, phase, payload={"v": 1}) for side in sides]
+            ended = [pool.submit(side.exchange, what, payload={"v": 1}) for side in sides]
         assert [future.result() for future in ended] == [[{"v": 1}, {"v": 1}]] * 2
-        if phase == "flags":
+        if what == "flags":
             with pytest.raises(ExchangeError, match="than 2 processes came at host:29500") as told:
                 stranger.exchange("flags", payload={"v": 2})
             assert "give each job its own port" in str(told.value)
@@ -546,7 +546,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_between_phases_ends_the_others_with_its_reason(
+def test_a_rank_that_fails_between_exchanges_ends_the_others_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
     _impatient(monkeypatch)

@@ -240,8 +240,8 @@ def test_the_end_of_a_rank_is_told_to_all_though_a_worker_that_it_forked_lives_o
 
 
 def test_heartbeats_get_rarer_where_there_are_many_ranks() -> None:
-    assert liveness.heartbeat_interval(8) == 2.0
-    assert 16384 / liveness.heartbeat_interval(16384) <= 256
+    assert liveness._heartbeat_interval(8) == 2.0
+    assert 16384 / liveness._heartbeat_interval(16384) <= 256
 
 
 # Before any process group exists.
@@ -365,7 +365,12 @@ def test_ranks_of_another_job_do_not_count(ranks: Ranks, variable: str) -> None:
     assert local.ended([1]) == {}
 
 
-def test_the_sentence_names_rank_host_and_process() -> None:
-    assert liveness.ended_early({3: 17}) == (
+def test_the_error_names_rank_host_and_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalRanks(of_job())
+    monkeypatch.setattr(local, "ended", lambda awaited: {3: 17})
+    with pytest.raises(ExchangeError) as raised:
+        local.require_alive([3])
+    assert str(raised.value) == (
         f"rank 3 on {os.uname().nodename} (pid 17) ended before it joined the others; see its log"
     )
+    assert raised.value.known_to_all
