@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     lines = printed.err.removeprefix("error: ").splitlines()
-    return [line.strip() for line in lines[1:]] if "things have" in lines[0] else lines
+    return [line.strip() for line in lines[1:]] if lines[0].endswith(" errors:") else lines
 
 
 def test_the_picture_shows_every_rank_with_its_node_stage_layers_and_coordinates(
