@@ -33,6 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hetero.errors import HeteroError, UserError
+from hetero.text import counted
 from hetero.tools import tool_command_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +148,7 @@ def measure(out: Path) -> str:
         raise HeteroError("the model could not be written; see above")
     record: dict[str, object] = {
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "machine": f"{counted(os.cpu_count() or 1, 'core')}, {platform.machine()}",
         "hf-to-megatron": convert("hf-to-megatron", first, middle),
         "megatron-to-hf": convert("megatron-to-hf", middle, last),
     }

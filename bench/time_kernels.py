@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from hetero.errors import UserError
 from hetero.text import integer
 from hetero.tools import tool_command_line
+from megatron.hetero.import_core import import_megatron_core
 
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, VOCAB = 4096, 32, 8, 128, 14336, 128256
 SEQUENCE = 4096
@@ -160,6 +161,8 @@ def add_and_norm(tokens: int) -> Iterator[tuple[str, float, float]]:
 def swiglu(tokens: int) -> Iterator[tuple[str, float, float]]:
     y = random(tokens, 1, 2 * FFN)
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+
+    import_megatron_core()
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     yield "megatron-core, compiled", *both_ways(lambda y: bias_swiglu_impl(y, None), y)
@@ -247,6 +250,8 @@ def rotary(tokens: int) -> Iterator[tuple[str, float, float]]:
 
 def cross_entropy(tokens: int) -> Iterator[tuple[str, float, float]]:
     import torch.distributed as dist
+
+    import_megatron_core()
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     group = dist.group.WORLD

@@ -105,7 +105,7 @@ def test_no_file_of_either_is_in_a_folder_that_nvidia_has(built: Built) -> None:
         for names in (wheel.namelist(), files):
             shared = [name for name in names if name.startswith("megatron/")]
             assert all(name.startswith("megatron/hetero/") for name in shared)
-            assert len(shared) > 100
+            assert len(shared) > 50
 
 
 def test_the_sdist_has_all_sources_and_neither_tests_nor_benchmarks(built: Built) -> None:

@@ -11,7 +11,6 @@ from hetero.errors import UserError
 from hetero.startup.addresses import interface_with, reachable_address, unusable_interfaces
 from hetero.startup.liveness import LocalRanks
 from hetero.startup.process import allow_open_files
-from hetero.startup.store import await_listener
 from hetero.text import counted
 
 if TYPE_CHECKING:
@@ -147,6 +146,8 @@ def _await_listener(
     host: str, port: int, rank: int, timeout: float, local_ranks: LocalRanks | None
 ) -> None:
     """Wait for rank 0. Raises UserError, or ExchangeError if it has ended on this host."""
+    # Imports torch, which a refusal of flags does without.
+    from hetero.startup.store import await_listener
 
     def who(error: OSError) -> str | None:
         # One rank per node logs.

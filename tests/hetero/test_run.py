@@ -60,6 +60,8 @@ import importlib.abc, pathlib, sys, time
 class Hold(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         deadline = time.monotonic() + 60
+        if name == "torch":
+            print("here", flush=True)
         while name == "torch" and time.monotonic() < deadline:
             if pathlib.Path(__file__).with_name("go on").exists():
                 sys.exit("held")
