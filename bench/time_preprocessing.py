@@ -128,7 +128,15 @@ def compare(args: argparse.Namespace) -> str:
 
 def compare_in(work: Path, args: argparse.Namespace) -> str:
     install = [sys.executable, *"-m pip install --quiet --disable-pip-version-check".split()]
-    subprocess.run([*install, "--target", str(work / "datasets"), "datasets"], check=True)
+    # Captured, because a child that Ctrl-C ends prints a traceback.
+    installed = subprocess.run(
+        [*install, "--target", str(work / "datasets"), "datasets"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if installed.returncode:
+        raise HeteroError(f"pip could not install datasets: {installed.stderr.strip()}")
     text, size = write_text(work, args.megabytes)
     tokenizers = train_tokenizers(work)
     results = [
@@ -230,12 +238,12 @@ def timed(work: Path, name: str, what: list[str], processes: int) -> Run:
         [sys.executable, "-c", program, *what, out, str(processes)],
         env=environment,
         cwd=ROOT if name == "ours" else work,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
     if ended.returncode:
-        raise HeteroError(f"a round of {name} ended with {ended.returncode}; see what it printed")
+        raise HeteroError(f"a round of {name} exited with {ended.returncode}: {ended.stderr}")
     words = ended.stdout.split()
     wall, cpu = map(float, words[words.index("seconds") + 1 :][:2])
     return Run(wall=wall, cpu=cpu, tokens=int(words[-1]))
