@@ -58,7 +58,8 @@ def test_a_closed_port_is_named_with_who_called_it_and_what_to_open(
     with network.open_ports(first, RENDEZVOUS, otherwise="reject"):
         for outcome in train(network, tmp_path / "train"):
             assert outcome.code == 2
-            assert "rank 1: hostb cannot reach rank 0 at 10.77.0.1, port " in outcome.output
+            assert "error: rank 1" in outcome.output
+            assert ": hostb cannot reach rank 0 at 10.77.0.1, port " in outcome.output
             assert f"open the ports between the nodes {remedy}" in outcome.output
     with network.open_ports(first, RENDEZVOUS, otherwise="drop"):
         for outcome in run_script(network, tmp_path, seconds=6):
