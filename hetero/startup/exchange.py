@@ -421,7 +421,7 @@ class JobExchanges:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._endpoint, self._liveness = endpoint, liveness
         self._number = 0
-        """Of exchanges, of which the first are those in which ranks may not have connected yet."""
+        """The number of the last exchange, by which its keys in the store differ from others'."""
         answer = min(timeout, ANSWER_SECONDS)
         self._store = BoundedStore(store.clone(), seconds=answer, waits_on=store)
 
@@ -431,8 +431,16 @@ class JobExchanges:
         *,
         payload: Mapping[str, Any] | None = None,
         error: Exception | None = None,
+        joining: bool = False,
     ) -> list[dict[str, Any]]:
         """Submit this rank's payload or error; return every rank's payload, read-only.
+
+        Args:
+            what: is exchanged, as errors name it.
+            payload: JSON values by name.
+            error: why this rank has no payload.
+            joining: True until a rank that cannot connect to rank 0 has submitted that as its
+                error: ranks may still be on their way, and need not be connected yet.
 
         Raises ExchangeError: on every rank if any had an error, did not come in time or has ended.
         """
@@ -441,10 +449,12 @@ class JobExchanges:
 
         def check() -> None:
             waiting.report(lambda: self._awaited(exchange, what))
-            self._require_alive(exchange, f"while the ranks compared their {what}")
-            # The second exchange has this error of every rank that cannot reach rank 0.
-            unreachable = None if self._liveness is None else self._liveness.unreachable
-            if unreachable and self._number == 1 and waiting.seconds > _TIMEOUT_WITH_AN_ERROR:
+            if self._liveness is None:
+                return
+            during = f"while the ranks compared their {what}"
+            self._liveness.require_alive(exchange, during, joining=joining)
+            unreachable = self._liveness.unreachable if joining and error is None else None
+            if unreachable is not None and waiting.seconds > _TIMEOUT_WITH_AN_ERROR:
                 raise UserError(unreachable)
 
         timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
@@ -467,7 +477,9 @@ class JobExchanges:
 
         def check() -> None:
             waiting.report(lambda: self._awaited(exchange, what, is_section=True))
-            self._require_alive(exchange, f"while the ranks opened the {what}")
+            if self._liveness is not None:
+                during = f"while the ranks opened the {what}"
+                self._liveness.require_alive(exchange, during, joining=False)
             if waiting.seconds > self._timeout:
                 raise self._overdue(exchange, what, waiting.seconds)
 
@@ -545,11 +557,6 @@ class JobExchanges:
         )
         exchange.arrive()
         return exchange
-
-    def _require_alive(self, exchange: Exchange, doing: str) -> None:
-        if self._liveness is not None:
-            # Who cannot connect submits that in the second exchange.
-            self._liveness.require_alive(exchange, doing, joining=self._number < 3)
 
     def _awaited(self, exchange: Exchange, what: str, *, is_section: bool = False) -> str | None:
         """Which ranks have not come, or else not finished, if this rank is to print it."""

@@ -84,10 +84,15 @@ def open_liveness(
 ) -> Liveness:
     """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
 
-    `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
-    rendezvous put it elsewhere. `local_ranks` finds ranks of this host that end before they
-    connect. Returns at once, without waiting for rank 0, which may start much
-    later.
+    Returns at once, without waiting for rank 0, which may start much later.
+
+    Args:
+        store: one of torch's.
+        rank: this process's.
+        world_size: the number of ranks.
+        master: the host by which the store was reached: rank 0's, unless a rendezvous put it
+            elsewhere.
+        local_ranks: finds ranks of this host that exit before they connect.
     """
     # A connection of its own: waits block the caller's, and one will block this.
     own = store.clone()
@@ -99,11 +104,12 @@ def open_liveness(
 
     if rank == 0:
         token = secrets.token_hex(16)
-        server = LivenessServer(world_size=world_size, token=token, present=present)
+        server = LivenessServer(
+            world_size=world_size, token=token, present=present, local_ranks=local_ranks
+        )
         host = address_leading_to(master) or ""
         address = ServerAddress(host, server.port, token)
         store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
-        server.local_ranks = local_ranks
         return server
 
     def find_server() -> ServerAddress:
@@ -111,9 +117,7 @@ def open_liveness(
         address = json.loads(own.get(_ADDRESS_KEY))
         return ServerAddress(address["host"] or master, address["port"], address["token"])
 
-    client = LivenessClient(find_server, rank=rank, world_size=world_size)
-    client.local_ranks = local_ranks
-    return client
+    return LivenessClient(find_server, rank=rank, world_size=world_size, local_ranks=local_ranks)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class RankFailure:
                 f"{who} cannot be reached any more{during} ({heard}); see whether its host runs, "
                 "and the network between"
             )
-        return f"{who} has ended without a word{during} ({heard}); see its log"
+        return f"{who} exited without reporting an error{during} ({heard}); see its log"
 
 
 class Awaited(Protocol):
@@ -172,9 +176,9 @@ class Liveness(ABC):
     unreachable: str | None = None
     """Why this rank could not connect to rank 0, in a sentence."""
 
-    def __init__(self, world_size: int) -> None:
-        self.local_ranks: LocalRanks | None = None
-        """By which a rank of this host is found that has ended before it connected."""
+    def __init__(self, world_size: int, local_ranks: LocalRanks | None) -> None:
+        """`local_ranks` finds a rank of this host that has exited before it connected."""
+        self._local_ranks = local_ranks
         self._interval = _heartbeat_interval(world_size)
         self._shortest_timeout = 3 * self._interval
         self._names: Mapping[int, str] = {}
@@ -270,8 +274,8 @@ class Liveness(ABC):
             )
         if not joining:
             return
-        if self.local_ranks is not None:
-            self.local_ranks.require_alive(exchange.absent())
+        if self._local_ranks is not None:
+            self._local_ranks.require_alive(exchange.absent())
         lost = self.never_connected(_CONNECTED_SECONDS)
         if lost and (lost := lost & set(exchange.absent())):
             raise ExchangeError(
@@ -324,10 +328,15 @@ class LivenessClient(Liveness):
     """Waits for rank 0 to start, connects and receives, all in one thread."""
 
     def __init__(
-        self, find_server: Callable[[], ServerAddress], *, rank: int, world_size: int
+        self,
+        find_server: Callable[[], ServerAddress],
+        *,
+        rank: int,
+        world_size: int,
+        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`find_server` waits until rank 0 has published its address."""
-        super().__init__(world_size)
+        super().__init__(world_size, local_ranks)
         self._rank = rank
         self._connection: socket.socket | None = None
         self._last_heard, self._unread = 0.0, b""
@@ -468,9 +477,10 @@ class LivenessServer(Liveness):
         world_size: int,
         token: str,
         present: Callable[[], Mapping[int, str]] = dict,
+        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`present` returns the hosts of the ranks that have opened the store."""
-        super().__init__(world_size)
+        super().__init__(world_size, local_ranks)
         self._token, self._host, self._present = token, socket.gethostname(), present
         self._others = world_size - 1
         self._gone: set[int] = set()
