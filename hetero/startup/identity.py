@@ -46,7 +46,7 @@ class RankIdentity:
 
     @property
     def simulated(self) -> bool:
-        """Whether HETERO_VENDOR has this rank simulate another vendor."""
+        """True if HETERO_VENDOR has this rank simulate another vendor."""
         return self.vendor != self.actual_vendor
 
 

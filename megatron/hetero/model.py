@@ -61,7 +61,7 @@ class StageModel:
     first_layers: tuple[int, ...]
     """The global index of each chunk's first layer."""
     has_tied_copy: bool
-    """Whether an output layer on this rank is a second copy of the embedding."""
+    """True if an output layer on this rank is a second copy of the embedding."""
     kernels: Kernels
     delayed_wgrad: DelayedWgrad | None
     """Computes weight gradients after the input gradient has been sent (--delay-wgrad-compute)."""
@@ -180,7 +180,7 @@ def _activation(args: argparse.Namespace, *, on_gpu: bool):  # type: ignore[no-u
 
 
 def _activation_fusion(args: argparse.Namespace) -> bool:
-    """Whether to fuse the activation; megatron-core fuses GeLU only together with its bias."""
+    """Returns whether to fuse the activation. megatron-core fuses GeLU only with its bias."""
     if args.swiglu:
         return bool(args.bias_swiglu_fusion)
     return bool(args.bias_gelu_fusion and args.add_bias_linear and not args.squared_relu)

@@ -155,7 +155,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
 
 
 def _ignored_flags(job: Job) -> list[str]:
-    """Rank 0's, and those of nodes whose flags differ from it. Collective."""
+    """Rank 0's ignored flags, and those of nodes whose flags differ from rank 0's. Collective."""
     lines: dict[str, None] = {}
     for rank, ignored in enumerate(_all_gather(job.args.ignored_flags)):
         for sentence in ignored:
@@ -204,6 +204,7 @@ def _by_stage(job: Job, sizes: list[int]) -> str:
 
 
 def _link_entries(job: Job) -> list[dict[str, Any]]:
+    """The report's entries of this rank's links."""
     stage = job.coordinate.stage
     by_side = {"data": job.groups.data_links()} | (job.links.by_side() if job.links else {})
     return [

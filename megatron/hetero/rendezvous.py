@@ -42,7 +42,7 @@ def environment_rank() -> tuple[int, int, int]:
 
 
 def store_endpoint() -> str:
-    """Of the store, as people write it."""
+    """The address of the store, as people write it."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 

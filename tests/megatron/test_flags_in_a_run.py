@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -184,18 +183,6 @@ def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
     assert trainer._should_stop(agree=True) is stops
     assert stop.reason == ("--exit-duration-in-mins" if stops else None)
     assert trainer.console.line.called is stops
-
-
-def test_a_run_stops_by_the_signal_of_any_rank() -> None:
-    def gather(values: Sequence[float]) -> list[list[float]]:
-        return [[0.0, 1.0], [float(15), 1.0]]
-
-    signals: Any = SimpleNamespace(seen=None)
-    assert not StopCheck(gather, signals=None, minutes=None, start_time=0.0).agree()
-    stop = StopCheck(gather, signals=signals, minutes=None, start_time=0.0)
-    assert stop.own_signal == 0
-    assert stop.agree()
-    assert stop.reason == "SIGTERM"
 
 
 def test_the_time_of_a_run_begins_with_its_program() -> None:
