@@ -174,8 +174,8 @@ class Trainer:
     def train(self, batches: list[Iterator[Any]]) -> bool:
         """Run to --train-iters (or --train-samples), evaluating and saving on the way.
 
-        Returns whether the run was asked to stop; final evaluations are then skipped. Asked by a
-        signal or --exit-duration-in-mins, also in the last iteration; by --exit-interval, before.
+        Returns whether the run was asked to stop; final evaluations are then skipped. A signal or
+        --exit-duration-in-mins counts in the last iteration too, --exit-interval only before it.
         """
         if self.args.manual_gc:
             gc.disable()
