@@ -15,7 +15,7 @@ from bench.reproduction.settings import VENDORS
 from bench.reproduction.training_runs import PlannedRun
 from hetero.data.slowdown import SLOWDOWN_VARIABLE
 from hetero.errors import HeteroError
-from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.plan import VENDOR_VARIABLE
 from hetero.tools.reports.charts import LIGHT, as_png, style_axes
 from hetero.tools.reports.text_table import markdown
 from hetero.tools.runs import SIMULATED, homogeneous_flags, mixed_flags

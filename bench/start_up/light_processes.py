@@ -123,7 +123,7 @@ def _live(rank: int, plan: Plan, payload: Mapping[str, Any], port: int, told: An
         timeout=_TIMEOUT.total_seconds(),
         liveness=liveness,
     )
-    exchanges.exchange("start")  # The processes are started one after another.
+    exchanges.exchange("start", joining=True)  # The processes are started one after another.
     began = time.perf_counter()
     for number in range(EXCHANGES):
         exchanges.exchange(f"values {number}", payload=payload)

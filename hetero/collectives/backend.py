@@ -141,8 +141,9 @@ def _submit_vendor(*, store: Any, group_rank: int, group_size: int, **_: Any) ->
     """Before a first group that `hetero` does not make: tell rank 0 this rank's vendor."""
     import torch
 
+    from hetero.plan import VENDOR_VARIABLE
     from hetero.startup.exchange import Exchange
-    from hetero.startup.identity import VENDOR_VARIABLE, own_vendor
+    from hetero.startup.identity import own_vendor
 
     vendor = "amd" if torch.version.hip else ("nvidia" if torch.version.cuda else "cpu")
     if os.environ.get(VENDOR_VARIABLE, "plan") != "plan":

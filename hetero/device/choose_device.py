@@ -8,7 +8,7 @@ import socket
 import torch
 
 from hetero.errors import UserError
-from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.plan import VENDOR_VARIABLE
 from hetero.text import counted
 
 

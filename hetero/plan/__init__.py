@@ -6,6 +6,7 @@ anywhere. `hetero check-plan FILE --world-size N` does so from a shell.
 
 from hetero.plan.file import load_plan
 from hetero.plan.plan import (
+    VENDOR_VARIABLE,
     VENDORS,
     Block,
     Coordinate,
@@ -17,6 +18,7 @@ from hetero.plan.plan import (
 
 __all__ = [
     "VENDORS",
+    "VENDOR_VARIABLE",
     "Block",
     "Coordinate",
     "Edge",

@@ -28,6 +28,8 @@ from hetero.text import counted, spans
 
 NOT_NEGATIVE = "a stage or chunk has 0 layers or more"
 VENDORS = ("nvidia", "amd", "cpu")
+VENDOR_VARIABLE = "HETERO_VENDOR"
+"""The environment variable by which a rank simulates another vendor than its own."""
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 TRANSFORMER_IMPLS = ("local", "transformer_engine")

@@ -21,23 +21,23 @@ from hetero.startup.store import ANSWER_SECONDS, BoundedStore, WaitReporter
 from hetero.text import counted, name_ranks, spans
 
 _MOST_ERRORS = 3
-"""Different ones that an error repeats."""
+"""The number of different errors that one error repeats."""
 _TIMEOUT_WITH_AN_ERROR = 30.0
 """How long a rank that has an error, and so must end, waits for the others before it reports it."""
 _CAUSE_SECONDS = 4.0
 """How long a rank that failed waits to learn whether another rank's failure is the cause."""
 _LOOK_SECONDS = 1.0
-"""Between two looks at a section that lasts."""
+"""Between two looks for a failure while a section lasts."""
 _PAUSE_SECONDS = 0.1
 
 
 class Exchange:
     """One exchange of values between the members of a job, a group or a pair, over a store.
 
-    Each member submits a JSON mapping, or an error. The last to submit folds what all of them
-    submitted into the outcome, which is set once and which all read: every member's value, or one
-    error. A member that has waited for too long, or whose `check` raises, sets the outcome to that
-    error instead, so all members that come raise the same.
+    Each member submits a JSON mapping, or an error. The last to submit folds all of them into the
+    outcome, which is set once and which all read: every member's value, or one error. A member that
+    has waited for too long, or whose `check` raises, sets the outcome to its error instead, so all
+    members that come raise the same.
 
         values = Exchange(store, "addresses", member=rank, size=size).run(
             {"address": own}, timeout=60.0, check=require_peers_alive
@@ -64,7 +64,7 @@ class Exchange:
         """
         Args:
             store: any store of torch's, or a BoundedStore, whose deadlines then hold.
-            what: is exchanged, as errors name it: a plural such as "addresses".
+            what: what is exchanged, as errors name it: a plural such as "addresses".
             member: the number of this member, from 0 to `size` - 1.
             key: prefix of its keys in the store, the same on all members; `what` by default.
             endpoint: of the store, as errors name it.
@@ -90,14 +90,15 @@ class Exchange:
         timeout: float,
         check: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Submit, then wait: see there."""
+        """`submit`, then `wait`."""
         self.submit(value, error=error)
         return self.wait(timeout, check=check)
 
     def arrive(self) -> None:
-        """Optional: say that this member is there, and will submit later.
+        """Optional: announce this member, which submits later.
 
-        Until it has, `absent` does not list it, and an error says that it "did not answer".
+        `absent` does not list it from then on, and an error says that it "did not answer", rather
+        than that it did not come.
         """
         with self._storing():
             self._store.append(self._arrived_key, f"{self._member}\n")
@@ -129,7 +130,7 @@ class Exchange:
     ) -> list[dict[str, Any]]:
         """Wait for the outcome; return every member's value, in the order of members.
 
-        Never modify what is in them: equal values are the same object.
+        Never modify the returned values: equal ones are the same object.
 
         Args:
             timeout: seconds from now.
@@ -154,12 +155,12 @@ class Exchange:
             return None if self._outcome is None else self._failure_in(self._outcome)
 
     def has_begun(self) -> bool:
-        """Whether any member has submitted. One small store operation, for members that poll."""
+        """Returns whether any member has submitted. One small store operation, to poll with."""
         with self._storing():
             return bool(self._store.check([self._count_key]))
 
     def submitted(self) -> dict[int, dict[str, Any]]:
-        """What members have submitted so far, first come first; {} of one with an error."""
+        """What members have submitted so far, in that order; {} for a member with an error."""
         with self._storing():
             records = self._records()
         values = _unfold(_fold(records), len(records))
@@ -421,7 +422,7 @@ class JobExchanges:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._endpoint, self._liveness = endpoint, liveness
         self._number = 0
-        """Of exchanges, of which the first are those in which ranks may not have connected yet."""
+        """The number of the last exchange, by which its keys in the store differ from others'."""
         answer = min(timeout, ANSWER_SECONDS)
         self._store = BoundedStore(store.clone(), seconds=answer, waits_on=store)
 
@@ -431,8 +432,16 @@ class JobExchanges:
         *,
         payload: Mapping[str, Any] | None = None,
         error: Exception | None = None,
+        joining: bool = False,
     ) -> list[dict[str, Any]]:
         """Submit this rank's payload or error; return every rank's payload, read-only.
+
+        Args:
+            what: what is exchanged, as errors name it.
+            payload: JSON values by name.
+            error: why this rank has no payload.
+            joining: True until a rank that cannot connect to rank 0 has submitted that as its
+                error: ranks may still be on their way, and need not be connected yet.
 
         Raises ExchangeError: on every rank if any had an error, did not come in time or has ended.
         """
@@ -441,10 +450,12 @@ class JobExchanges:
 
         def check() -> None:
             waiting.report(lambda: self._awaited(exchange, what))
-            self._require_alive(exchange, f"while the ranks compared their {what}")
-            # The second exchange has this error of every rank that cannot reach rank 0.
-            unreachable = None if self._liveness is None else self._liveness.unreachable
-            if unreachable and self._number == 1 and waiting.seconds > _TIMEOUT_WITH_AN_ERROR:
+            if self._liveness is None:
+                return
+            during = f"while the ranks compared their {what}"
+            self._liveness.require_alive(exchange, during, joining=joining)
+            unreachable = self._liveness.unreachable if joining and error is None else None
+            if unreachable is not None and waiting.seconds > _TIMEOUT_WITH_AN_ERROR:
                 raise UserError(unreachable)
 
         timeout = self._timeout if error is None else min(self._timeout, _TIMEOUT_WITH_AN_ERROR)
@@ -467,7 +478,9 @@ class JobExchanges:
 
         def check() -> None:
             waiting.report(lambda: self._awaited(exchange, what, is_section=True))
-            self._require_alive(exchange, f"while the ranks opened the {what}")
+            if self._liveness is not None:
+                during = f"while the ranks opened the {what}"
+                self._liveness.require_alive(exchange, during, joining=False)
             if waiting.seconds > self._timeout:
                 raise self._overdue(exchange, what, waiting.seconds)
 
@@ -506,9 +519,9 @@ class JobExchanges:
     def _cause(
         self, exchange: Exchange, what: str, error: Exception, waiting: WaitReporter
     ) -> ExchangeError | None:
-        """The failure of a rank that caused an error in a section; None if that is its own.
+        """The failure of another rank that caused an error in a section; None if this rank's did.
 
-        The others are told of this rank's error, unless another failure was before.
+        Tells the others of this rank's error, unless another failure came first.
         """
         if not isinstance(error, HeteroError):
             # Another rank's failure may be the cause. Rank 0 reports it, or others if it is rank 0.
@@ -546,13 +559,8 @@ class JobExchanges:
         exchange.arrive()
         return exchange
 
-    def _require_alive(self, exchange: Exchange, doing: str) -> None:
-        if self._liveness is not None:
-            # Who cannot connect submits that in the second exchange.
-            self._liveness.require_alive(exchange, doing, joining=self._number < 3)
-
     def _awaited(self, exchange: Exchange, what: str, *, is_section: bool = False) -> str | None:
-        """Which ranks have not come, or else not finished, if this rank is to print it."""
+        """The ranks that have not come, or else not finished, if this rank is to print them."""
         absent = exchange.absent()
         if self._rank > 0 and 0 not in absent:
             return None
@@ -565,7 +573,7 @@ class JobExchanges:
         return f"{who} at {self._endpoint}" if self._endpoint else who
 
     def _overdue(self, exchange: Exchange, what: str, seconds: float) -> ExchangeError:
-        """That not all ranks have come to a section, or finished it, in time."""
+        """The error that not all ranks have come to a section, or finished it, in time."""
         absent = exchange.absent()
         who = name_ranks(absent or exchange.missing(), self._world_size)
         at = f" at {self._endpoint}" if self._endpoint else ""

@@ -16,11 +16,10 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from hetero.errors import Faults, UserError
-from hetero.plan import VENDORS, Plan
+from hetero.plan import VENDOR_VARIABLE, VENDORS, Plan
 from hetero.text import counted, ranks_on_hosts
 from hetero.version import __version__, core_version, newest_core, sources
 
-VENDOR_VARIABLE = "HETERO_VENDOR"
 PLAN = "plan"
 """The name of the whole plan among the flags that are compared."""
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
@@ -47,7 +46,7 @@ class RankIdentity:
 
     @property
     def simulated(self) -> bool:
-        """Whether HETERO_VENDOR has this rank simulate another vendor."""
+        """True if HETERO_VENDOR has this rank simulate another vendor."""
         return self.vendor != self.actual_vendor
 
 

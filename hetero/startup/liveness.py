@@ -1,4 +1,4 @@
-"""Which ranks of a job are alive: rank 0 holds a connection to each, and tells all when one fails.
+"""Finds which ranks of a job are alive: rank 0 is connected to each, and tells all when one fails.
 
 The kernel closes a process's connection whenever the process ends, so rank 0 knows at once, and
 nobody has to guess from what fails afterwards. Over the same connection each rank sends heartbeats,
@@ -84,10 +84,15 @@ def open_liveness(
 ) -> Liveness:
     """Rank 0 listens and publishes its address; the others wait for that, and connect, in a thread.
 
-    `store` is one of torch's. `master` is the host by which it was reached: rank 0's, unless a
-    rendezvous put it elsewhere. `local_ranks` finds ranks of this host that end before they
-    connect. Returns at once, without waiting for rank 0, which may start much
-    later.
+    Returns at once, without waiting for rank 0, which may start much later.
+
+    Args:
+        store: one of torch's.
+        rank: this process's.
+        world_size: the number of ranks.
+        master: the host by which the store was reached: rank 0's, unless a rendezvous put it
+            elsewhere.
+        local_ranks: finds ranks of this host that exit before they connect.
     """
     # A connection of its own: waits block the caller's, and one will block this.
     own = store.clone()
@@ -99,11 +104,12 @@ def open_liveness(
 
     if rank == 0:
         token = secrets.token_hex(16)
-        server = LivenessServer(world_size=world_size, token=token, present=present)
+        server = LivenessServer(
+            world_size=world_size, token=token, present=present, local_ranks=local_ranks
+        )
         host = address_leading_to(master) or ""
         address = ServerAddress(host, server.port, token)
         store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
-        server.local_ranks = local_ranks
         return server
 
     def find_server() -> ServerAddress:
@@ -111,25 +117,23 @@ def open_liveness(
         address = json.loads(own.get(_ADDRESS_KEY))
         return ServerAddress(address["host"] or master, address["port"], address["token"])
 
-    client = LivenessClient(find_server, rank=rank, world_size=world_size)
-    client.local_ranks = local_ranks
-    return client
+    return LivenessClient(find_server, rank=rank, world_size=world_size, local_ranks=local_ranks)
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What rank 0 tells all others of a rank that has failed."""
+    """What rank 0 tells all others about a rank that has failed."""
 
     rank: int
     host: str
     reason: str
-    """The rank's own error; empty if it ended without reporting one."""
+    """The rank's own error; empty if it exited without reporting an error."""
     last_heard: str
     """The time of day, by rank 0's clock."""
     silent_for: float
     """Seconds from then until its end was noticed."""
     is_unreachable: bool = False
-    """Whether all that is known is that its host answers nothing."""
+    """True if nothing else is known than that its host does not respond."""
 
     def sentence(self, who: str, *, during: str = "") -> str:
         """`who` names the rank; `during` is what the ranks did at the time, as ' while ...'."""
@@ -141,7 +145,7 @@ class RankFailure:
                 f"{who} cannot be reached any more{during} ({heard}); see whether its host runs, "
                 "and the network between"
             )
-        return f"{who} has ended without a word{during} ({heard}); see its log"
+        return f"{who} exited without reporting an error{during} ({heard}); see its log"
 
 
 class Awaited(Protocol):
@@ -168,13 +172,13 @@ class Liveness(ABC):
     address = "127.0.0.1"
     """This rank's end of its connection to rank 0."""
     is_elsewhere = False
-    """Whether that connection leads to another host."""
+    """True if the connection to rank 0 leads to another host."""
     unreachable: str | None = None
     """Why this rank could not connect to rank 0, in a sentence."""
 
-    def __init__(self, world_size: int) -> None:
-        self.local_ranks: LocalRanks | None = None
-        """By which a rank of this host is found that has ended before it connected."""
+    def __init__(self, world_size: int, local_ranks: LocalRanks | None) -> None:
+        """`local_ranks` finds a rank of this host that has exited before it connected."""
+        self._local_ranks = local_ranks
         self._interval = _heartbeat_interval(world_size)
         self._shortest_timeout = 3 * self._interval
         self._names: Mapping[int, str] = {}
@@ -183,7 +187,7 @@ class Liveness(ABC):
         self._failed, self._closed = threading.Event(), threading.Event()
 
     def set_names(self, names: Mapping[int, str]) -> None:
-        """How errors name the ranks, as 'rank 3 on b (stage 1)'; by rank and host without it."""
+        """Set how errors name ranks, as 'rank 3 on b (stage 1)'; by default by rank and host."""
         self._names = names
 
     def name(self, ranks: Collection[int]) -> str:
@@ -223,7 +227,7 @@ class Liveness(ABC):
         return self._failure
 
     def cause(self, seconds: float = 1.5) -> str | None:
-        """Which rank failed first, or else is silent, in a sentence. Waits up to `seconds`."""
+        """A sentence about the rank that failed first, or else is silent. Waits up to `seconds`."""
         self._failed.wait(seconds)
         if self._failure is not None:
             return self._failure.sentence(self.name([self._failure.rank]))
@@ -243,16 +247,16 @@ class Liveness(ABC):
     def heartbeat_ages(self) -> dict[int, float]:
         """Seconds since each connected rank was last heard: on rank 0 all others, else rank 0.
 
-        As of this side's last poll, which is one heartbeat interval ago at most.
+        As of this side's last poll, at most one heartbeat interval ago.
         """
 
     def require_alive(self, exchange: Awaited, during: str, *, joining: bool) -> None:
         """Raise ExchangeError if a rank has failed, or hangs while an exchange waits for it.
 
         Args:
-            exchange: says who has not come, and who has not submitted.
-            during: what the ranks do, as "while the ranks opened the links".
-            joining: whether ranks may still be on their way: not all have to be connected.
+            exchange: knows which ranks have not come, and which have not submitted.
+            during: what the ranks do, such as "while the ranks opened the links".
+            joining: True while ranks may still be on their way, and need not be connected.
         """
         failed = self._failure
         if failed is not None and (self._is_rank_0 or failed.rank == 0):
@@ -270,8 +274,8 @@ class Liveness(ABC):
             )
         if not joining:
             return
-        if self.local_ranks is not None:
-            self.local_ranks.require_alive(exchange.absent())
+        if self._local_ranks is not None:
+            self._local_ranks.require_alive(exchange.absent())
         lost = self.never_connected(_CONNECTED_SECONDS)
         if lost and (lost := lost & set(exchange.absent())):
             raise ExchangeError(
@@ -294,7 +298,7 @@ class Liveness(ABC):
 
     @abstractmethod
     def leave(self, seconds: float = 0.0) -> None:
-        """Declare that this rank's end is no failure: all have finished, or know one error.
+        """Declare that this rank's end is not a failure: all have finished, or know one error.
 
         Waits up to `seconds`: the others until rank 0 leaves, so that a launcher cannot kill it
         before it has printed that error, and rank 0 until they have left or ended, because it may
@@ -303,10 +307,10 @@ class Liveness(ABC):
 
     @abstractmethod
     def _query_silent(self) -> dict[int, float]:
-        """The ranks without a heartbeat for too long, as rank 0 knows them, and for how long."""
+        """The ranks that rank 0 has not heard for too long, and for how many seconds."""
 
     def _report(self, failure: RankFailure) -> None:
-        """Keep the first failure. Those after the end of the run are none."""
+        """Keep the first failure. After the end of the run, nothing counts as a failure."""
         if self._closed.is_set():
             return
         if self._failure is None:
@@ -324,10 +328,15 @@ class LivenessClient(Liveness):
     """Waits for rank 0 to start, connects and receives, all in one thread."""
 
     def __init__(
-        self, find_server: Callable[[], ServerAddress], *, rank: int, world_size: int
+        self,
+        find_server: Callable[[], ServerAddress],
+        *,
+        rank: int,
+        world_size: int,
+        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`find_server` waits until rank 0 has published its address."""
-        super().__init__(world_size)
+        super().__init__(world_size, local_ranks)
         self._rank = rank
         self._connection: socket.socket | None = None
         self._last_heard, self._unread = 0.0, b""
@@ -468,9 +477,10 @@ class LivenessServer(Liveness):
         world_size: int,
         token: str,
         present: Callable[[], Mapping[int, str]] = dict,
+        local_ranks: LocalRanks | None = None,
     ) -> None:
         """`present` returns the hosts of the ranks that have opened the store."""
-        super().__init__(world_size)
+        super().__init__(world_size, local_ranks)
         self._token, self._host, self._present = token, socket.gethostname(), present
         self._others = world_size - 1
         self._gone: set[int] = set()
@@ -631,32 +641,32 @@ class LivenessServer(Liveness):
 
 
 class LocalRanks:
-    """The processes of this job on this host, by rank, to tell one that exits before it connects.
+    """The processes of this job on this host, by rank, to find ranks that exit before they connect.
 
-    They are found by the job's variables in their environment, whoever has set those: a step of
-    Slurm, torchrun's agent or a shell.
+    Processes are found by the job's variables in their environment, whatever has set them: a step
+    of Slurm, torchrun's agent or a shell.
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        """`environ` is that of one of the job's processes, by default of this one."""
+        """`environ` is the environment of one of the job's processes, by default of this one."""
         self._job = _variables(os.environ if environ is None else environ)
         self._seen: dict[int, set[psutil.Process]] = {}
         self._looked = -_LOOK_SECONDS
 
     def look(self) -> None:
-        """Look for processes of the job, unless that was done a moment ago."""
+        """Look for processes of the job, unless the last look was a moment ago."""
         if (now := time.monotonic()) - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
         for process in psutil.process_iter():
-            # Those of other users cannot be read, nor those that have ended.
+            # Processes of other users cannot be read, nor those that have exited.
             with contextlib.suppress(psutil.Error, OSError):
                 environ = process.environ()
                 if environ.get("RANK", "").isdecimal() and _variables(environ) == self._job:
                     self._seen.setdefault(int(environ["RANK"]), set()).add(process)
 
     def require_alive(self, awaited: Iterable[int]) -> None:
-        """Raise ExchangeError if any of these ranks has ended, which have not connected."""
+        """Raise ExchangeError if any of these ranks, which have not connected, has exited."""
         if ended := self.ended(awaited):
             host = socket.gethostname()
             who = "; ".join(f"rank {rank} on {host} (pid {pid})" for rank, pid in ended.items())
@@ -666,7 +676,7 @@ class LocalRanks:
             )
 
     def ended(self, awaited: Iterable[int]) -> dict[int, int]:
-        """Of these ranks those that have ended, with the process that each was."""
+        """The `awaited` ranks that have exited, with the pid of each."""
         self.look()
         found = {}
         for rank in awaited:

@@ -35,9 +35,8 @@ import torch.distributed as dist
 from hetero.errors import HeteroError, UserError
 from hetero.link import FAMILIES, TRANSPORTS
 from hetero.native.binding import ENGINE_RAILS
-from hetero.plan import VENDORS
+from hetero.plan import VENDOR_VARIABLE, VENDORS
 from hetero.startup.addresses import lead_gloo_towards
-from hetero.startup.identity import VENDOR_VARIABLE
 from hetero.text import integer, number
 from hetero.tools.collective_bench import collective_record
 from hetero.tools.collective_bench.collective_files import RESULTS

@@ -28,8 +28,7 @@ if __name__ == "__main__":
     sys.exit(cli.main(["verify", *sys.argv[1:]]))
 
 from hetero.errors import ExchangeError, HeteroError, UserError
-from hetero.plan import VENDORS
-from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.plan import VENDOR_VARIABLE, VENDORS
 from hetero.text import integer, number
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, make_results_folder, run

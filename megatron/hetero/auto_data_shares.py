@@ -40,7 +40,7 @@ def measure_data_shares(job: Job, model: StageModel) -> tuple[Job, str]:
     Weights, RNG states and the order of the training data do not change. Collective over all ranks.
     """
     seconds = _seconds_per_micro_batch(job, model)
-    rows = job.statistics.gather(torch.tensor([seconds], dtype=torch.float64))
+    rows = job.statistics.gather([seconds])
     meshes = job.plan.meshes
     mesh_seconds = [0.0] * len(meshes)
     for rank, (rank_seconds, *_) in enumerate(rows):

@@ -27,7 +27,7 @@ from megatron.hetero.tokenizer.files import own_tokenizer
 
 _MIN_CACHE_TOKENS = 256
 """Initial capacity of the KV cache."""
-# Flags that differ from the run that wrote the checkpoint.
+# Flags whose value does not come from the run that wrote the checkpoint.
 _INFERENCE_OVERRIDES: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -45,7 +45,7 @@ _INFERENCE_OVERRIDES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy; `top_k` or `top_p` 0 disables that filter."""
+    """Sampling parameters. Temperature 0 is greedy; `top_k` or `top_p` 0 disables the filter."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -53,9 +53,9 @@ class Sampling:
 
 
 def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
-    """The arguments of the run that wrote a checkpoint; its tokenizer is the checkpoint's own copy.
+    """The arguments of the run that wrote a checkpoint, with the checkpoint's own tokenizer.
 
-    Flags that the checkpoint does not record get their defaults. Raises UserError if one of those
+    Flags that the checkpoint does not record get their defaults. Raises UserError if such a flag
     determines a tensor's shape.
     """
     parser = build_parser()
@@ -79,9 +79,9 @@ def checkpoint_args(reader: CheckpointReader) -> argparse.Namespace:
 def whole_model(
     reader: CheckpointReader, *, dtype: torch.dtype | None = None
 ) -> Iterator[GPTModel]:
-    """Load a checkpoint's whole model for inference, on GPU 0 if there is one, else the CPU.
+    """Load a checkpoint's whole model for inference, on GPU 0 if there is one, else on the CPU.
 
-    `dtype` is that of the weights, by default the checkpoint's. Raises HeteroError.
+    `dtype` is the weights' dtype, by default the checkpoint's. Raises HeteroError.
     """
     args = checkpoint_args(reader)
     for name, value in _INFERENCE_OVERRIDES.items():
@@ -115,7 +115,7 @@ def _load_weights(model: GPTModel, reader: CheckpointReader) -> None:
         if stored not in reader.index.tensors or reader.shape(stored) != tuple(parameter.shape):
             raise UserError(
                 f"the checkpoint {reader.folder} has no tensor {stored} of the shape "
-                f"{list(parameter.shape)}, which its own arguments ask for"
+                f"{list(parameter.shape)}, which its own arguments require"
             )
         parameter.copy_(reader.tensor(stored))
 
@@ -180,7 +180,8 @@ def generate(
     """Yield sampled token ids below `vocab_size`, endlessly.
 
     The model sees the last `max_context` tokens. Once the text is longer, positions shift with
-    every token, so that the KV cache is invalid and each token costs a full forward pass.
+    every token, which invalidates the KV cache: each token then costs a full forward pass. Raises
+    UserError for an empty prompt.
     """
     if not prompt:
         raise UserError("the prompt has no tokens; give at least one word")

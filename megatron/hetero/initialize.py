@@ -243,7 +243,9 @@ class Initializer:
                 )
             except UserError as error:
                 problem = error
-        payloads = self._exchanges.exchange("command lines", payload=payload, error=problem)
+        payloads = self._exchanges.exchange(
+            "command lines", payload=payload, error=problem, joining=True
+        )
         identities = [RankIdentity(**record) for record in payloads]
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")

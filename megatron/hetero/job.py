@@ -60,7 +60,7 @@ class Job:
 
     def close(self) -> None:
         """Close links and groups after a barrier, as other ranks may still use them. Collective."""
-        self.statistics.gather(torch.zeros(1))
+        self.statistics.gather([0.0])
         if self.liveness is not None:
             self.liveness.leave()
         if self.links is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,14 +58,17 @@ class RankStatistics:
         self._device = torch.device("cpu") if on_host else device
 
     def gather(
-        self, values: torch.Tensor, *, check: Callable[[], None] | None = None
+        self,
+        values: torch.Tensor | Sequence[float],
+        *,
+        check: Callable[[], None] | None = None,
     ) -> list[list[float]]:
         """The float64 `values` of every rank, by rank. Collective; synchronises with the device.
 
         `check` is called after this rank's values are computed and before they are sent: if it
         raises, no rank uses them.
         """
-        mine = values.to(self._device, torch.float64)
+        mine = torch.as_tensor(values, dtype=torch.float64, device=self._device)
         if check is not None:
             check()
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]

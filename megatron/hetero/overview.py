@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hetero.device.choose_device import sharing_warning
 from hetero.plan import Edge
 from hetero.text import counted, size_text
+from megatron.hetero import weights
+from megatron.hetero.checkpoint.checkpointer import SaveTimings
 from megatron.hetero.console import Console, format_table
 from megatron.hetero.job import Job
-from megatron.hetero.metrics import device_used_bytes, measured_peak_bytes, planned_state_bytes
+from megatron.hetero.metrics import (
+    DataWaitTimes,
+    device_used_bytes,
+    measured_peak_bytes,
+    planned_state_bytes,
+)
 from megatron.hetero.model import StageModel
 
 # Appended to a stage's transformer_impl where TransformerEngine was asked for but is missing.
 FALLBACK = " (TransformerEngine is not installed)"
 
 
-def all_gather_objects(value: Any) -> list[Any]:
+@dataclass(frozen=True)
+class RunResult:
+    """One rank's end of a run, for --hetero-report."""
+
+    model: StageModel
+    iteration: int
+    """The number of the last iteration."""
+    consumed_samples: int
+    skipped: int
+    """Iterations whose update was skipped."""
+    last_loss: float | None
+    """None if this launch had no iterations."""
+    data_wait_times: DataWaitTimes
+    save_timings: SaveTimings
+
+
+def _all_gather(value: Any) -> list[Any]:
     """All-gather a Python object over the default group's gloo backend; by rank. Collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
@@ -36,15 +64,15 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     """One row per stage and mesh: ranks, contents, transport to the next stage. Collective."""
     plan = job.plan
     parameters = sum(p.numel() for _, p in model.named_parameters())
-    counts = all_gather_objects(parameters)
+    counts = _all_gather(parameters)
     # `job.args` are those of this rank's mesh.
     replicas = len(plan.shares(job.coordinate.stage))
-    states = all_gather_objects(planned_state_bytes(parameters, args=job.args, data_size=replicas))
+    states = _all_gather(planned_state_bytes(parameters, args=job.args, data_size=replicas))
     lacks = job.args.lacks_transformer_engine
-    built = all_gather_objects(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
+    built = _all_gather(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
     edges = {edge.source: edge for edge in plan.edges()}
     downstream = job.links.downstream if job.links is not None else None
-    opened = all_gather_objects(downstream.transport if downstream is not None else "")
+    opened = _all_gather(downstream.transport if downstream is not None else "")
     transports = {s: opened[plan.blocks_of_stage(s)[0].ranks.start] for s in edges}
     rows = []
     for block in plan.blocks:
@@ -98,7 +126,7 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
             ]
         )
     choices = [] if job.links is None else [link.choice() for link in job.links.choices()]
-    lines = [line for part in all_gather_objects(choices) for line in part]
+    lines = [line for part in _all_gather(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
     console.table(format_table(table))
@@ -127,9 +155,9 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
 
 
 def _ignored_flags(job: Job) -> list[str]:
-    """Rank 0's, and those of nodes whose flags differ from it. Collective."""
+    """Rank 0's ignored flags, and those of nodes whose flags differ from rank 0's. Collective."""
     lines: dict[str, None] = {}
-    for rank, ignored in enumerate(all_gather_objects(job.args.ignored_flags)):
+    for rank, ignored in enumerate(_all_gather(job.args.ignored_flags)):
         for sentence in ignored:
             if sentence not in lines:
                 host = job.identities[rank].host
@@ -140,7 +168,7 @@ def _ignored_flags(job: Job) -> list[str]:
 def _describe_replicas(job: Job) -> str:
     """How replicas share the global batch, and their transports across vendors. Collective."""
     mine = [f"{link.transport} {link.detail}".strip() for link in job.groups.data_links()]
-    transports = sorted({transport for part in all_gather_objects(mine) for transport in part})
+    transports = sorted({transport for part in _all_gather(mine) for transport in part})
     plan, args = job.plan, job.args
     rows = args.global_batch_size // (args.micro_batch_size * plan.row(0))
     parts = [
@@ -157,10 +185,10 @@ def _describe_replicas(job: Job) -> str:
 def print_peak_memory(job: Job, console: Console, *, iteration: int) -> None:
     """Print peak memory per stage. Collective."""
     when = "the first iteration" if iteration == 1 else f"iteration {iteration}"
-    peaks = _by_stage(job, all_gather_objects(measured_peak_bytes(job.device)))
+    peaks = _by_stage(job, _all_gather(measured_peak_bytes(job.device)))
     console.line(f"peak memory of a rank after {when}: {peaks}")
     if job.args.log_device_memory_used and job.device.type == "cuda":
-        used = _by_stage(job, all_gather_objects(device_used_bytes(job.device)))
+        used = _by_stage(job, _all_gather(device_used_bytes(job.device)))
         console.line(f"memory in use on a device after {when}, as its driver counts it: {used}")
 
 
@@ -175,7 +203,8 @@ def _by_stage(job: Job, sizes: list[int]) -> str:
     return ", ".join(texts)
 
 
-def link_entries(job: Job) -> list[dict[str, Any]]:
+def _link_entries(job: Job) -> list[dict[str, Any]]:
+    """The report's entries of this rank's links."""
     stage = job.coordinate.stage
     by_side = {"data": job.groups.data_links()} | (job.links.by_side() if job.links else {})
     return [
@@ -194,7 +223,74 @@ def link_entries(job: Job) -> list[dict[str, Any]]:
     ]
 
 
-def reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
+def _reported_transport(job: Job, links: list[dict[str, Any]]) -> str:
     """The transports of boundary links; the vendor's backend if there are none."""
     crossing = sorted({entry["transport"] for entry in links if entry["is_boundary"]})
     return ", ".join(crossing) or job.vendor_backend
+
+
+def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], console: Console) -> None:
+    """Write --hetero-report, a JSON file with the run's setup and results. Collective.
+
+    Ranks named in `job.outputs` write it. A file that cannot be written is a warning, not an error.
+
+    `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
+    layouts can be compared bit for bit. `rows` are those of `stage_rows`.
+    """
+    local = {}
+    if job.coordinate.data == 0:
+        local = weights.digest(
+            result.model.named_parameters(),
+            tp_rank=job.coordinate.tensor,
+            tp_size=job.args.tensor_model_parallel_size,
+        )
+        if result.model.has_tied_copy:
+            # The second copy of a tied embedding is not a parameter of the whole model.
+            local.pop("output_layer.weight", None)
+    sums: dict[str, str] = {}
+    for part in _all_gather(local):
+        sums |= part
+    links = [entry for part in _all_gather(_link_entries(job)) for entry in part]
+    costs = _all_gather(
+        {
+            "peak_memory_bytes": measured_peak_bytes(job.device),
+            "data_wait": result.data_wait_times.as_json(),
+            **result.save_timings.as_json(),
+        }
+    )
+    if "hetero_report" not in job.outputs.written:
+        return
+    report = {
+        "simulated": job.simulated,
+        "device": job.device.type,
+        "plan": job.plan.to_mapping(),
+        "stages": rows,
+        "ranks": [
+            {k: v for k, v in asdict(identity).items() if k not in ("flags", "typed")}
+            | {"simulated": identity.simulated}
+            | {"stage": job.plan.coordinate(identity.rank).stage}
+            | costs[identity.rank]
+            for identity in job.identities
+        ],
+        "links": links,
+        "transport": _reported_transport(job, links),
+        "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
+        "iterations": result.iteration,
+        "consumed_samples": result.consumed_samples,
+        "skipped_iterations": result.skipped,
+        "final_loss": result.last_loss,
+        "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
+        "torch": str(torch.__version__),
+    }
+    target = Path(job.args.hetero_report)
+    temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report, indent=1))
+        temporary.rename(target)
+    except OSError as error:
+        console.warning(
+            f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
+            "itself ended well"
+        )
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

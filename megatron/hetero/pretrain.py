@@ -83,7 +83,10 @@ def _local_rank() -> int:
 
 
 def _may_exit_alone() -> bool:
-    """Whether to exit without telling other ranks: there are none, or the launcher stops them."""
+    """Returns whether this rank may exit without telling others.
+
+    True if there are no others, or if the launcher stops them.
+    """
     try:
         _, world_size, _ = environment_rank()
     except UserError:

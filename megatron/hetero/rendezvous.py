@@ -41,7 +41,7 @@ def environment_rank() -> tuple[int, int, int]:
 
 
 def store_endpoint() -> str:
-    """Of the store, as people write it."""
+    """The address of the store, as people write it."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
@@ -117,7 +117,7 @@ def agree_on_addresses(exchanges: JobExchanges, liveness: Liveness) -> str:
         "is elsewhere": liveness.is_elsewhere,
         "gloo": [unusable_interfaces(named, several_hosts=several) for several in (False, True)],
     }
-    payloads = exchanges.exchange("addresses", payload=payload, error=error)
+    payloads = exchanges.exchange("addresses", payload=payload, error=error, joining=True)
     several_hosts = any(payload["is elsewhere"] for payload in payloads)
     _check_gloo_interfaces([payload["gloo"][several_hosts] for payload in payloads], liveness)
     own = reachable_address(liveness.address, [payload["address"] for payload in payloads])

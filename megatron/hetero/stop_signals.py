@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -52,7 +52,7 @@ class StopSignals:
         self._came: dict[signal.Signals, float] = {}
         self._before: dict[signal.Signals, Any] = {}
         self._saves: bool | None = None
-        """Whether a signal has the run save; None until `serve`."""
+        """True if the run saves on a signal; None until `serve`."""
         self._early: signal.Signals | None = None
         self._is_ending = False
         self._end: Callable[[signal.Signals, str], object]  # since `serve`
@@ -172,3 +172,52 @@ class StopSignals:
         self._unresponsive_since = self._unresponsive_since or now
         if now - self._unresponsive_since >= _UNRESPONSIVE_SECONDS:
             self._end(number, f"ended by {number.name}; nothing was saved, because {who}")
+
+
+class StopCheck:
+    """Tells all ranks alike that any has received a signal to stop, or that the time is over.
+
+    The time is that of rank 0's clock.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[Sequence[float]], list[list[float]]],
+        *,
+        signals: StopSignals | None,
+        minutes: int | None,
+        start_time: float,
+    ) -> None:
+        """
+        Args:
+            gather: all-gathers a few numbers per rank, in rank order. Collective.
+            signals: this rank's, with --exit-signal-handler.
+            minutes: --exit-duration-in-mins.
+            start_time: program start, from `time.monotonic()`.
+        """
+        self._gather, self._signals = gather, signals
+        self._minutes, self._start_time = minutes, start_time
+        self.reason: str | None = None
+        """What asks the run to stop, the same on every rank: a signal's name, or a flag."""
+
+    @property
+    def own_signal(self) -> int:
+        """The signal that this rank has received, or 0."""
+        seen = None if self._signals is None else self._signals.seen
+        return 0 if seen is None else int(seen)
+
+    def accept_signal(self, number: int) -> None:
+        """Stop by a signal, if not 0, on which the ranks have agreed by other means."""
+        if number and self.reason is None:
+            self.reason = signal.Signals(number).name
+
+    def agree(self) -> bool:
+        """Returns whether to stop. Collective; the ranks send nothing unless a flag asks for it."""
+        limit = self._minutes
+        if self.reason is None and (limit or self._signals is not None):
+            minutes = (time.monotonic() - self._start_time) / 60
+            rows = self._gather([self.own_signal, minutes])
+            self.accept_signal(int(max(row[0] for row in rows)))
+            if self.reason is None and limit and rows[0][1] > limit:
+                self.reason = "--exit-duration-in-mins"
+        return self.reason is not None

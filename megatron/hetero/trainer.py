@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import gc
-import hashlib
-import json
 import math
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from hetero.errors import HeteroError
-from hetero.startup.identity import VENDOR_VARIABLE
+from hetero.plan import VENDOR_VARIABLE
 from megatron.hetero import weights
 from megatron.hetero.arguments.batch import batch_size_at
 from megatron.hetero.arguments.flags_hetero import MEASURED
@@ -42,123 +35,113 @@ from megatron.hetero.metrics import (
     measured_peak_bytes,
     tflops_per_gpu,
 )
-from megatron.hetero.model import StageModel, build_model
-from megatron.hetero.optimizer import (
-    RankStatistics,
-    StepResult,
-    TrainingOptimizer,
-    build_scheduler,
-)
+from megatron.hetero.model import build_model, return_freed_memory
+from megatron.hetero.optimizer import StepResult, TrainingOptimizer, build_scheduler
 from megatron.hetero.overview import (
-    all_gather_objects,
-    link_entries,
+    RunResult,
     print_overview,
     print_peak_memory,
-    reported_transport,
     stage_rows,
+    write_report,
 )
 from megatron.hetero.schedule import Schedule
-from megatron.hetero.stop_signals import StopSignals
+from megatron.hetero.stop_signals import StopCheck, StopSignals
 from megatron.hetero.timers import Timers, clock_of
-from megatron.hetero.timing_log import Interval, TimingLog
+from megatron.hetero.timing_log import TimingLog
 
 
 class Trainer:
-    """One rank's run. Constructor and public methods are collective over all ranks of the job."""
+    """One rank's run.
+
+    Constructor and public methods are collective over all ranks of the job, except `close`.
+    """
 
     def __init__(self, job: Job, *, start_time: float, signals: StopSignals) -> None:
         """Build the model and everything that trains it, and load the checkpoint, if there is one.
 
         Args:
-            start_time: `time.monotonic()` at program start, for --exit-duration-in-mins.
+            job: what the ranks have set up together.
+            start_time: program start, from `time.monotonic()`, for --exit-duration-in-mins.
             signals: those that end the run.
         """
-        self.job = job
         self.args: argparse.Namespace = job.args
         self._signals = signals
-        self._on_close = ExitStack()
-        start = job.checkpoint.train_state.iteration
-        self.console = Console(
-            is_logger=job.rank == 0, total_iterations=self.args.train_iters, start=start
-        )
-        self._on_close.callback(self.console.close)
-        try:
-            self._build(start_time, resumed_at=start)
-        except BaseException:
-            self.close()
-            raise
-
-    def _build(self, start_time: float, *, resumed_at: int) -> None:
-        job, args = self.job, self.args
-        self.model = build_model(
-            args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device
-        )
-        vendor = job.identities[job.rank].vendor
-        slow_down(*self.model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
-        if args.hetero_data_shares == MEASURED and not args.skip_train:
-            self.job, measured = measure_data_shares(job, self.model)
-            job = self.job
-            self.console.line(measured)
-        self._timers = Timers(level=args.timing_log_level, clock=clock_of(job.device))
-        self.model.config.timers = self._timers if self._timers.level else None
-        self.optimizer = TrainingOptimizer(
-            args,
-            model=self.model,
-            plan=job.plan,
-            rank=job.rank,
-            statistics=job.statistics,
-            device=job.device,
-            timers=self._timers,
-        )
-        self.schedule = Schedule(job, self.model, self._timers)
-        self.metrics_logger = MetricsLogger(
-            args,
-            written=job.outputs.written,
-            logs_to_wandb=job.rank == 0,
-            resumed_at=resumed_at,
-            warn=self.console.warning,
-        )
-        self._on_close.callback(self.metrics_logger.close)
-        self._stage_rows = stage_rows(job, self.model)
-        self._print_overview()
-        self.scheduler = build_scheduler(
-            job.checkpoint.schedule, self.optimizer, position=job.checkpoint.schedule_position
-        )
-        self.checkpointer = Checkpointer(
-            job,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            console=self.console,
-        )
-        self._on_close.callback(self.checkpointer.close)
-        progress = self.checkpointer.resume()
-        self.iteration = progress.iteration
-        self.consumed_samples = progress.consumed_train_samples
-        self.consumed_valid_samples = progress.consumed_valid_samples
-        self.skipped = progress.skipped_iterations
-        self.steps = 0
-        """Iterations of this launch."""
-        self.last_record: IterationRecord | None = None
-        self.data_wait_times = DataWaitTimes()
-        self._unlogged: list[IterationRecord] = []
-        self._stop = StopCheck(
-            args,
-            statistics=job.statistics,
-            signals=self._signals if args.exit_signal_handler else None,
-            start_time=start_time,
-        )
-        self._timing = TimingLog(
-            args,
-            timers=self._timers,
-            plan=job.plan,
-            identities=job.identities,
-            statistics=job.statistics,
-            console=self.console,
-            metrics_logger=self.metrics_logger,
-        )
-        self._profiler = StepProfiler(args, rank=job.rank, device=job.device)
-        self._valid_batches = self._validation_batches()
+        with ExitStack() as on_close:
+            start = job.checkpoint.train_state.iteration
+            self.console = Console(
+                is_logger=job.rank == 0, total_iterations=self.args.train_iters, start=start
+            )
+            on_close.callback(self.console.close)
+            self.model = build_model(
+                self.args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device
+            )
+            vendor = job.identities[job.rank].vendor
+            slow_down(*self.model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
+            if self.args.hetero_data_shares == MEASURED and not self.args.skip_train:
+                job, measured = measure_data_shares(job, self.model)
+                self.console.line(measured)
+            self.job = job
+            self._timers = Timers(level=self.args.timing_log_level, clock=clock_of(job.device))
+            self.model.config.timers = self._timers if self._timers.level else None
+            self.optimizer = TrainingOptimizer(
+                self.args,
+                model=self.model,
+                plan=job.plan,
+                rank=job.rank,
+                statistics=job.statistics,
+                device=job.device,
+                timers=self._timers,
+            )
+            self.schedule = Schedule(job, self.model, self._timers)
+            self.metrics_logger = MetricsLogger(
+                self.args,
+                written=job.outputs.written,
+                logs_to_wandb=job.rank == 0,
+                resumed_at=start,
+                warn=self.console.warning,
+            )
+            on_close.callback(self.metrics_logger.close)
+            self._stage_rows = stage_rows(job, self.model)
+            self._print_overview()
+            self.scheduler = build_scheduler(
+                job.checkpoint.schedule, self.optimizer, position=job.checkpoint.schedule_position
+            )
+            self.checkpointer = Checkpointer(
+                job,
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                console=self.console,
+            )
+            on_close.callback(self.checkpointer.close)
+            progress = self.checkpointer.resume()
+            self.iteration = progress.iteration
+            self.consumed_samples = progress.consumed_train_samples
+            self.consumed_valid_samples = progress.consumed_valid_samples
+            self.skipped = progress.skipped_iterations
+            self.steps = 0
+            """Iterations of this launch."""
+            self.last_record: IterationRecord | None = None
+            self.data_wait_times = DataWaitTimes()
+            self._unlogged: list[IterationRecord] = []
+            self._stop = StopCheck(
+                job.statistics.gather,
+                signals=signals if self.args.exit_signal_handler else None,
+                minutes=self.args.exit_duration_in_mins,
+                start_time=start_time,
+            )
+            self._timing = TimingLog(
+                self.args,
+                timers=self._timers,
+                plan=job.plan,
+                identities=job.identities,
+                statistics=job.statistics,
+                console=self.console,
+                metrics_logger=self.metrics_logger,
+            )
+            self._profiler = StepProfiler(self.args, rank=job.rank, device=job.device)
+            self._valid_batches = self._validation_batches()
+            self._on_close = on_close.pop_all()
 
     def close(self) -> None:
         """Close checkpoints, metrics and console; also after a failure. Not collective."""
@@ -166,18 +149,9 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end of the run, or until it is stopped, then evaluate and report."""
-        if not self.args.skip_train:
-            batches = self._batches(
-                self.job.datasets.train,
-                micro_batch_size=self.args.micro_batch_size,
-                consumed=self.consumed_samples,
-            )
-            _return_freed_memory()  # of building, loading and describing the model
-            self._signals.begin()
-            stopped = self.train(batches)
-        else:
-            self._signals.begin()
-            stopped = False
+        batches = None if self.args.skip_train else self._training_batches()
+        self._signals.begin()
+        stopped = batches is not None and self.train(batches)
         self.checkpointer.finish()
         if not stopped:
             self.validate(" on validation set")
@@ -186,17 +160,26 @@ class Trainer:
         # Collective: not decided by this rank's own flag, which nodes may lack.
         if "hetero_report" in self.job.outputs.named:
             gather_parameters(self.model.chunks)
-            _write_report(self.job, self, self._stage_rows, self.console)
+            result = RunResult(
+                model=self.model,
+                iteration=self.iteration,
+                consumed_samples=self.consumed_samples,
+                skipped=self.skipped,
+                last_loss=self.last_record.loss if self.last_record else None,
+                data_wait_times=self.data_wait_times,
+                save_timings=self.checkpointer.timings,
+            )
+            write_report(self.job, result, self._stage_rows, self.console)
 
     def train(self, batches: list[Iterator[Any]]) -> bool:
         """Run to --train-iters (or --train-samples), evaluating and saving on the way.
 
-        Returns whether training ended before its last iteration.
+        Returns whether the run was asked to stop; final evaluations are then skipped. A signal or
+        --exit-duration-in-mins counts in the last iteration too, --exit-interval only before it.
         """
         if self.args.manual_gc:
             gc.disable()
         self.model.train()
-        stopped = False
         while not self._is_finished():
             self._profiler.before_step(self.iteration)
             self.train_step(batches)
@@ -208,14 +191,10 @@ class Trainer:
             self._collect_garbage()
             if self._is_multiple(self.args.eval_interval) and self._stop.reason is None:
                 self.validate()
-            stops = self._should_stop()
+            stops = self._should_stop(agree=bool(self.args.exit_duration_in_mins))
             saved = self._save_if_due(last=stops or self._is_finished())
-            if not stops and saved and self._stop.agree():
-                # During the save, after which another step and save may take too long.
-                self._print_stop()
-                stops = True
-            if stops:
-                stopped = self._stop.reason is not None or not self._is_finished()
+            # Ask again after a save: another step and another save may take too long.
+            if stops or (saved and self._should_stop(agree=True)):
                 break
         if not self.steps and self.args.save != self.args.load:
             # No iterations left: save the loaded checkpoint in this run's layout.
@@ -223,8 +202,9 @@ class Trainer:
         self._profiler.close()
         if self._unlogged:
             self._log_pending()
-            self._show(self._timing.rest(self.iteration))
-        return stopped
+            if (timing := self._timing.rest(self.iteration)) is not None:
+                self._timing.show(timing)
+        return self._stop.reason is not None or not self._is_finished()
 
     def train_step(self, batches: list[Iterator[Any]]) -> None:
         """One iteration: forward, backward, update, record."""
@@ -267,7 +247,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._release_cache()
         if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
-            check_param_hashes_across_dp_replicas(self.job, self.model, iteration=self.iteration)
+            self._compare_replicas()
         self._record(outcome, batch_size, learning_rate, loss_scale, seconds, data_wait)
 
     def validate(self, what: str = "") -> None:
@@ -341,6 +321,15 @@ class Trainer:
             micro_batch_size=micro_batch_size,
         )
 
+    def _training_batches(self) -> list[Any]:
+        batches = self._batches(
+            self.job.datasets.train,
+            micro_batch_size=self.args.micro_batch_size,
+            consumed=self.consumed_samples,
+        )
+        return_freed_memory()  # of building, loading and describing the model
+        return batches
+
     def _validation_batches(self) -> list[Any] | None:
         if not self._can_evaluate(self.job.datasets.sizes.valid):
             return None
@@ -352,7 +341,7 @@ class Trainer:
         )
 
     def _can_evaluate(self, samples: int) -> bool:
-        """Whether to evaluate on a split: it has samples for one row of micro-batches."""
+        """Returns whether a split of so many samples has one row of micro-batches."""
         row = self.args.eval_micro_batch_size * sum(self.args.data_shares)
         return bool(self.args.eval_iters) and samples >= row
 
@@ -363,8 +352,8 @@ class Trainer:
             line(f"{SLOWDOWN_VARIABLE}={slowed}: layers take so many times as long (simulated)")
         if args.delay_wgrad_compute and not self.model.kernels.weight_gradient:
             line(
-                "--delay-wgrad-compute: nothing is delayed on this stage, whose torch has no "
-                "product that adds to gradients of another type than the weights'"
+                "--delay-wgrad-compute has no effect on this stage: its PyTorch cannot accumulate "
+                "a GEMM into gradients of a different dtype"
             )
         if job.device.type == "cuda":
             line(f"fused kernels: {self.model.kernels.names()}")
@@ -379,19 +368,21 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def _is_multiple(self, interval: int | None) -> bool:
-        return bool(interval) and self.iteration % (interval or 1) == 0
+        if not interval:
+            return False
+        return self.iteration % interval == 0
 
     def _collect_garbage(self) -> None:
         """With --manual-gc, collect on all ranks in the same iterations."""
-        interval = self.args.manual_gc_interval
-        if self.args.manual_gc and interval and self.iteration % interval == 0:
+        if self.args.manual_gc and self._is_multiple(self.args.manual_gc_interval):
             gc.collect()
 
     def _is_finished(self) -> bool:
-        return bool(self.iteration >= self.args.train_iters)
+        last: int = self.args.train_iters
+        return self.iteration >= last
 
     def _save_if_due(self, *, last: bool) -> bool:
-        """Whether a save was due."""
+        """Save if that is due, or if this is the `last` chance. Returns whether it saved."""
         self.checkpointer.poll()
         due = last or self.checkpointer.due(self.iteration)
         if due:
@@ -405,19 +396,20 @@ class Trainer:
             )
         return due
 
-    def _should_stop(self) -> bool:
-        if self.args.exit_duration_in_mins:
-            self._stop.agree()
-        if self._stop.reason is not None:
-            self._print_stop()
-            return True
-        if self.args.exit_interval and self.iteration % self.args.exit_interval == 0:
-            self.console.line(f"stopping at iteration {self.iteration}, as --exit-interval asks")
-            return True
-        return False
+    def _should_stop(self, *, agree: bool) -> bool:
+        """Returns whether to end the run after this iteration, and prints why.
 
-    def _print_stop(self) -> None:
-        self.console.line(f"stopping at iteration {self.iteration}, as {self._stop.reason} asks")
+        With `agree`, asks all ranks first, which is collective. A signal that a rank had received
+        when the weights were updated is known without it.
+        """
+        if agree:
+            self._stop.agree()
+        reason = self._stop.reason
+        if reason is None and self._is_multiple(self.args.exit_interval):
+            reason = "--exit-interval"
+        if reason is not None:
+            self.console.line(f"stopping at iteration {self.iteration}, as {reason} asks")
+        return reason is not None
 
     def _boundary_bytes(self) -> int:
         links = self.job.groups.data_links()
@@ -477,7 +469,7 @@ class Trainer:
         )
         self.steps += 1
         self.last_record = record
-        logged = self.iteration % self.args.log_interval == 0
+        logged = self._is_multiple(self.args.log_interval)
         timing = self._timing.after(self.iteration, logged=logged)
         self.metrics_logger.iteration(
             record, timing=None if timing is None else self._timing.as_json(timing)
@@ -486,7 +478,18 @@ class Trainer:
         self._unlogged.append(record)
         if logged:
             self._log_pending()
-        self._show(timing)
+        if timing is not None:
+            self._timing.show(timing)
+
+    def _compare_replicas(self) -> None:
+        gather_parameters(self.model.chunks)
+        weights.compare_replicas(
+            self.model.named_parameters(),
+            plan=self.job.plan,
+            hosts=[identity.host for identity in self.job.identities],
+            gather=self.job.statistics.gather,
+            iteration=self.iteration,
+        )
 
     def _params_norm(self) -> float | None:
         """L2 norm of all weights, with --log-params-norm."""
@@ -502,55 +505,9 @@ class Trainer:
                 square += parameter.detach().double().square().sum()
         return math.sqrt(math.fsum(row[0] for row in self.job.statistics.gather(square)))
 
-    def _show(self, timing: Interval | None) -> None:
-        if timing is not None:
-            self._timing.show(timing)
-
     def _log_pending(self) -> None:
-        if self._unlogged:
-            self.console.iteration(self._unlogged)
+        self.console.iteration(self._unlogged)
         self._unlogged = []
-
-
-class StopCheck:
-    """Whether any rank has received a signal to stop, or the time is over by rank 0's clock."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        *,
-        statistics: RankStatistics,
-        signals: StopSignals | None,
-        start_time: float,
-    ) -> None:
-        """`signals`: with --exit-signal-handler. `start_time`: as of the `Trainer`."""
-        self._statistics, self._signals, self._start_time = statistics, signals, start_time
-        self._minutes: int | None = args.exit_duration_in_mins
-        self.reason: str | None = None
-        """What asks the run to stop, the same on every rank: a signal's name, or a flag."""
-
-    @property
-    def own_signal(self) -> int:
-        """The signal that this rank has received, or 0."""
-        seen = None if self._signals is None else self._signals.seen
-        return 0 if seen is None else int(seen)
-
-    def accept_signal(self, number: int) -> None:
-        """Stop by a signal, if not 0, on which the ranks have agreed by other means."""
-        if number and self.reason is None:
-            self.reason = signal.Signals(number).name
-
-    def agree(self) -> bool:
-        """Whether to stop. Collective; without a flag that asks for it the ranks send nothing."""
-        limit = self._minutes
-        if self.reason is None and (limit or self._signals is not None):
-            minutes = (time.monotonic() - self._start_time) / 60
-            own = torch.tensor([self.own_signal, minutes], dtype=torch.float64)
-            rows = self._statistics.gather(own)
-            self.accept_signal(int(max(row[0] for row in rows)))
-            if self.reason is None and limit and rows[0][1] > limit:
-                self.reason = "--exit-duration-in-mins"
-        return self.reason is not None
 
 
 def _freeze_gc() -> None:
@@ -561,121 +518,3 @@ def _freeze_gc() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _return_freed_memory() -> None:
-    """Give back to the system what was freed and what glibc keeps for later allocations.
-
-    A thread has a heap of its own there. The threads that draw the initial weights leave theirs
-    behind, with tens of megabytes that nothing else uses. With another C library nothing is done.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-# Hashes are gathered as float64, which represents integers of up to 53 bits: 12 hex digits each.
-_PARTS, _HEX_DIGITS = 4, 12
-
-
-def check_param_hashes_across_dp_replicas(job: Job, model: StageModel, *, iteration: int) -> None:
-    """--check-weight-hash-across-dp-replicas-interval: compare the weights of replicas, bit by bit.
-
-    Raises HeteroError on every rank if they differ. Collective. Copies all weights to the host.
-    """
-    gather_parameters(model.chunks)
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        whole = parameter.detach().cpu().contiguous().view(torch.uint8)
-        digest.update(whole.numpy().tobytes())
-    text = digest.hexdigest()
-    parts = [int(text[i * _HEX_DIGITS :][:_HEX_DIGITS], 16) for i in range(_PARTS)]
-    rows = job.statistics.gather(torch.tensor(parts, dtype=torch.float64))
-    _compare(job, rows, iteration=iteration)
-
-
-def _compare(job: Job, rows: Sequence[Sequence[float]], *, iteration: int) -> None:
-    mismatches: list[str] = []
-    for rank, row in enumerate(rows):
-        coordinate = job.plan.coordinate(rank)
-        first = job.plan.rank_at(coordinate.stage, tensor=coordinate.tensor)
-        if row != rows[first]:
-            mismatches.append(f"rank {rank} on {job.identities[rank].host} and rank {first}")
-    if mismatches:
-        raise HeteroError(
-            f"the weights of data-parallel ranks differ after iteration {iteration}: "
-            f"{'; '.join(mismatches)}; look at the memory and the links of these hosts, and "
-            "continue from the last checkpoint",
-            known_to_all=True,
-        )
-
-
-def _write_report(job: Job, trainer: Trainer, rows: list[dict[str, Any]], console: Console) -> None:
-    """Write --hetero-report, a JSON file with the run's setup and results. Collective.
-
-    All ranks gather it; those write it that `job.outputs` names.
-
-    A file that cannot be written is a warning, not an error.
-
-    `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
-    layouts can be compared bit for bit.
-    """
-    args = job.args
-    local = {}
-    if job.coordinate.data == 0:
-        local = weights.digest(
-            trainer.model.named_parameters(),
-            tp_rank=job.coordinate.tensor,
-            tp_size=args.tensor_model_parallel_size,
-        )
-        if trainer.model.has_tied_copy:
-            # The second copy of a tied embedding is not a parameter of the whole model.
-            local.pop("output_layer.weight", None)
-    sums: dict[str, str] = {}
-    for part in all_gather_objects(local):
-        sums |= part
-    links = [entry for part in all_gather_objects(link_entries(job)) for entry in part]
-    costs = all_gather_objects(
-        {
-            "peak_memory_bytes": measured_peak_bytes(job.device),
-            "data_wait": trainer.data_wait_times.as_json(),
-            **trainer.checkpointer.timings.as_json(),
-        }
-    )
-    if "hetero_report" not in job.outputs.written:
-        return
-    report = {
-        "simulated": job.simulated,
-        "device": job.device.type,
-        "plan": job.plan.to_mapping(),
-        "stages": rows,
-        "ranks": [
-            {k: v for k, v in asdict(identity).items() if k not in ("flags", "typed")}
-            | {"simulated": identity.simulated}
-            | {"stage": job.plan.coordinate(identity.rank).stage}
-            | costs[identity.rank]
-            for identity in job.identities
-        ],
-        "links": links,
-        "transport": reported_transport(job, links),
-        "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
-        "iterations": trainer.iteration,
-        "consumed_samples": trainer.consumed_samples,
-        "skipped_iterations": trainer.skipped,
-        "final_loss": trainer.last_record.loss if trainer.last_record else None,
-        "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
-        "torch": str(torch.__version__),
-    }
-    target = Path(args.hetero_report)
-    temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(report, indent=1))
-        temporary.rename(target)
-    except OSError as error:
-        console.warning(
-            f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
-            "itself ended well"
-        )
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -193,6 +193,8 @@ def test_a_killed_replica_is_named_by_those_that_are_left(corpus, tmp_path: Path
     outcomes = finish(processes, seconds=120)
 
     assert outcomes[0].code == 1
-    named = f"rank 1 on {socket.gethostname()} (stage 0, replica 1) has ended without a word"
+    named = (
+        f"rank 1 on {socket.gethostname()} (stage 0, replica 1) exited without reporting an error"
+    )
     assert named in outcomes[0].stderr
     assert "Traceback" not in outcomes[0].stderr

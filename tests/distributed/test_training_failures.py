@@ -46,9 +46,9 @@ def start_faulty(
 @pytest.mark.parametrize(
     ("victim", "transport", "sent", "fate"),
     [
-        (1, "gloo", signal.SIGKILL, "has ended without a word (last heard at "),
-        (0, "shm", signal.SIGKILL, "has ended without a word (last heard at "),
-        (1, "tcp", signal.SIGKILL, "has ended without a word (last heard at "),
+        (1, "gloo", signal.SIGKILL, "exited without reporting an error (last heard at "),
+        (0, "shm", signal.SIGKILL, "exited without reporting an error (last heard at "),
+        (1, "tcp", signal.SIGKILL, "exited without reporting an error (last heard at "),
         (0, "tcp", signal.SIGINT, "failed: ended by SIGINT"),
         (1, "shm", signal.SIGTERM, "failed: ended by SIGTERM"),
     ],

@@ -59,7 +59,7 @@ def test_three_nodes_train_and_name_the_killed_rank(network: Network, tmp_path: 
     for outcome in outcomes:
         assert "rank 2 on hostc was killed by SIGKILL" in outcome.output
     for outcome in outcomes[:2]:
-        assert "rank 2 on hostc (stage 2) has ended without a word" in outcome.output
+        assert "rank 2 on hostc (stage 2) exited without reporting an error" in outcome.output
 
 
 def test_two_hosts_train_the_example_of_two_stages_as_it_says(

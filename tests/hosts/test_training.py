@@ -125,7 +125,7 @@ def test_a_killed_rank_is_named_on_the_other_host(network: Network, tmp_path: Pa
     run.kill(0)
     survivor = run.end()[1]
     assert survivor.code == 1
-    named = "rank 0 on hosta (stage 0) has ended without a word (last heard at "
+    named = "rank 0 on hosta (stage 0) exited without reporting an error (last heard at "
     assert named in survivor.output
 
 

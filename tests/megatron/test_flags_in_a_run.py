@@ -19,7 +19,8 @@ from hetero.plan import Mesh, Plan
 from megatron.hetero import overview, pretrain
 from megatron.hetero import trainer as training
 from megatron.hetero.arguments import build_parser, parse_args
-from megatron.hetero.trainer import StopCheck, Trainer
+from megatron.hetero.stop_signals import StopCheck
+from megatron.hetero.trainer import Trainer
 from tests.commands import PRESETS
 from tests.distributed.harness import launch_well, read_rows
 from tests.megatron.test_metrics import points
@@ -130,9 +131,12 @@ def test_a_run_stops_where_it_is_told_to(ramp: Run, cyclic: Run) -> None:
 
 
 def _trainer(flags: str, **known: Any) -> Any:
-    """Something with the attributes of a Trainer that its smaller methods read."""
-    args = build_parser().parse_args(flags.split())
-    return SimpleNamespace(args=args, console=mock.Mock(), **known)
+    """A Trainer with only the attributes that its smaller methods read."""
+    trainer: Any = Trainer.__new__(Trainer)
+    vars(trainer).update(
+        args=build_parser().parse_args(flags.split()), console=mock.Mock(), **known
+    )
+    return trainer
 
 
 @pytest.mark.parametrize(("flags", "consumed"), [("", 12), ("--skip-train", 0)])
@@ -165,29 +169,20 @@ def test_every_evaluation_takes_the_samples_after_those_of_the_last(
 def test_garbage_is_collected_by_hand(flags: str, iteration: int, collected: bool) -> None:
     """--manual-gc, --manual-gc-interval"""
     with mock.patch.object(gc, "collect") as collect:
-        Trainer._collect_garbage(_trainer(flags, iteration=iteration))
+        _trainer(flags, iteration=iteration)._collect_garbage()
     assert collect.called is collected
 
 
 @pytest.mark.parametrize(("minutes", "stops"), [(1, True), (3, False)])
 def test_a_run_stops_after_its_time(minutes: int, stops: bool) -> None:
     """--exit-duration-in-mins, two minutes into the run by rank 0's clock."""
-    statistics: Any = SimpleNamespace(gather=lambda values: [[0.0, 2.0], [0.0, 9.0]])
-    trainer = _trainer(f"--exit-duration-in-mins {minutes}", iteration=5, _print_stop=mock.Mock())
-    trainer._stop = StopCheck(trainer.args, statistics=statistics, signals=None, start_time=0.0)
-    assert bool(Trainer._should_stop(trainer)) is stops
-    assert trainer._stop.reason == ("--exit-duration-in-mins" if stops else None)
-
-
-def test_a_run_stops_by_the_signal_of_any_rank() -> None:
-    statistics: Any = SimpleNamespace(gather=lambda values: [[0.0, 1.0], [float(15), 1.0]])
-    signals: Any = SimpleNamespace(seen=None)
-    args = build_parser().parse_args([])
-    assert not StopCheck(args, statistics=statistics, signals=None, start_time=0.0).agree()
-    stop = StopCheck(args, statistics=statistics, signals=signals, start_time=0.0)
-    assert stop.own_signal == 0
-    assert stop.agree()
-    assert stop.reason == "SIGTERM"
+    stop = StopCheck(
+        lambda values: [[0.0, 2.0], [0.0, 9.0]], signals=None, minutes=minutes, start_time=0.0
+    )
+    trainer = _trainer("", iteration=5, _stop=stop)
+    assert trainer._should_stop(agree=True) is stops
+    assert stop.reason == ("--exit-duration-in-mins" if stops else None)
+    assert trainer.console.line.called is stops
 
 
 def test_the_time_of_a_run_begins_with_its_program() -> None:
@@ -222,7 +217,7 @@ def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(
     trainer = _trainer(flags, iteration=5, consumed_samples=10)
     expected = contextlib.nullcontext()
     with pytest.raises(HeteroError, match=error) if error else expected:
-        Trainer._require_finite(trainer, outcome, 2)
+        trainer._require_finite(outcome, 2)
 
 
 @pytest.mark.parametrize(("level", "released"), [(0, False), (1, True), (2, True)])
@@ -233,7 +228,7 @@ def test_cached_memory_is_given_back(level: int, released: bool) -> None:
         job=SimpleNamespace(device=SimpleNamespace(type="cuda")),
     )
     with mock.patch("torch.cuda.empty_cache") as empty:
-        Trainer._release_cache(trainer)
+        trainer._release_cache()
     assert empty.called is released
 
 

@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from megatron.hetero import stop_signals
-from megatron.hetero.stop_signals import SignalEnd, StopSignals
+from megatron.hetero.stop_signals import SignalEnd, StopCheck, StopSignals
 
 
 class Ended:
@@ -150,3 +150,15 @@ def test_a_forked_process_leaves_signals_to_its_parent(ended: Ended) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert not ended.came.wait(0.2)
         assert signals.seen is None
+
+
+def test_a_run_stops_by_the_signal_of_any_rank() -> None:
+    def gather(values: Sequence[float]) -> list[list[float]]:
+        return [[0.0, 1.0], [float(15), 1.0]]
+
+    signals = StopSignals()
+    assert not StopCheck(gather, signals=None, minutes=None, start_time=0.0).agree()
+    stop = StopCheck(gather, signals=signals, minutes=None, start_time=0.0)
+    assert stop.own_signal == 0
+    assert stop.agree()
+    assert stop.reason == "SIGTERM"

@@ -237,7 +237,7 @@ def _config_of(**changes: Any) -> Callable[[Path], None]:
         (_pickled, "pickled weights are not read"),
         (_quantised, "stored as I8"),
         (lambda folder: (folder / CONFIG).unlink(), "config.json is missing"),
-        (lambda folder: (folder / CONFIG).write_text("{"), "config.json is cut short or no JSON"),
+        (lambda folder: (folder / CONFIG).write_text("{"), "config.json is truncated or not JSON"),
         (_config_of(intermediate_size=96), "shape [80, 48] and config.json says [96, 48]"),
         (_config_of(num_hidden_layers=3), "holds the tensor model.layers.3."),
         (_config_of(num_hidden_layers=5), "lacks the tensor model.layers.4."),

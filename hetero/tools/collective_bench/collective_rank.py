@@ -18,7 +18,8 @@ import hetero
 from hetero.collectives.backend import INSTEAD_OF_VARIABLE
 from hetero.device.choose_device import choose_device, sharing_warning
 from hetero.errors import ExchangeError
-from hetero.startup.identity import VENDOR_VARIABLE, identify
+from hetero.plan import VENDOR_VARIABLE
+from hetero.startup.identity import identify
 from hetero.text import size_text
 from hetero.tools.collective_bench.all_ranks import AllRanks
 from hetero.tools.collective_bench.boundary_links import BoundaryLinks

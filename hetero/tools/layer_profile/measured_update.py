@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,9 +50,12 @@ class _IdenticalRanks(RankStatistics):
         self._ranks = ranks
 
     def gather(
-        self, values: torch.Tensor, *, check: Callable[[], None] | None = None
+        self,
+        values: torch.Tensor | Sequence[float],
+        *,
+        check: Callable[[], None] | None = None,
     ) -> list[list[float]]:
-        return [values.tolist()] * self._ranks
+        return [torch.as_tensor(values).tolist()] * self._ranks
 
 
 def measure_update(

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from hetero.startup.identity import VENDOR_VARIABLE, running_vendor
+from hetero.plan import VENDOR_VARIABLE
+from hetero.startup.identity import running_vendor
 from hetero.text import counted
 from hetero.version import __version__
 

@@ -11,7 +11,8 @@ import torch
 
 from hetero.device.sysfs import entries, read_text
 from hetero.device.topology import PciDevice, pci_device
-from hetero.startup.identity import VENDOR_VARIABLE, running_vendor
+from hetero.plan import VENDOR_VARIABLE
+from hetero.startup.identity import running_vendor
 from hetero.tools.preflight_checks.pci import PcieLink, read_pcie_link
 from hetero.tools.preflight_checks.roots import Roots, Tool
 

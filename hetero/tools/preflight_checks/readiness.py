@@ -208,7 +208,7 @@ class ClusterCheck:
     def check(self) -> Report:
         identity = node_identity() + (f" {self._rank}" if self._settings.each_rank_a_node else "")
         said = self._exchanges.exchange(
-            "nodes", payload={"identity": identity, "secret": uuid.uuid4().hex}
+            "nodes", payload={"identity": identity, "secret": uuid.uuid4().hex}, joining=True
         )
         place = Place.find([payload["identity"] for payload in said], self._rank)
         secret = str(said[0]["secret"])

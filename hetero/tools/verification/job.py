@@ -21,7 +21,8 @@ import torch
 from hetero import cli
 from hetero.device.topology import rdma_devices
 from hetero.errors import HeteroError, kind_and_first_line
-from hetero.startup.identity import VENDOR_VARIABLE, own_vendor, running_vendor
+from hetero.plan import VENDOR_VARIABLE
+from hetero.startup.identity import own_vendor, running_vendor
 from hetero.tools.launching.processes import Step as Program
 from hetero.tools.launching.processes import StepFailure, run_step
 from hetero.tools.preflight_checks.host_facts import node_identity

@@ -1,6 +1,6 @@
 """A lock on a folder of checkpoints, so that one run writes to it. A dead run's lock is replaced.
 
-The lock is the file SAVE/writer.lock. It names its holder (host, pid, since when), which renews the
+The lock is the file SAVE/writer.lock. It names its holder (host, pid, start), which updates the
 file's modification time every HEARTBEAT_SECONDS.
 
 It relies on three properties of local disks, NFS (3 and 4), Lustre, GPFS and BeeGFS:
@@ -8,14 +8,15 @@ It relies on three properties of local disks, NFS (3 and 4), Lustre, GPFS and Be
 - a rename replaces a file atomically;
 - opening a file fetches content and modification time from the server (NFS's close-to-open rule).
 It needs neither flock nor fcntl locks, which many clusters disable or keep local to a host, and
-does not compare the clocks of hosts: a run that finds a lock watches by its own clock whether the
-file changes. If it does not for EXPIRY_SECONDS, its holder is dead. On the holder's host, in its
-pid namespace, no wait is needed, because the kernel knows whether its process exists. The start
-time distinguishes the process from a later one with the same pid.
+does not compare the clocks of hosts: a run that finds a lock watches the file by its own clock. If
+the file does not change for EXPIRY_SECONDS, the holder is dead. On the holder's host, in its pid
+namespace, no wait is needed, because the kernel knows whether the process exists; the start time
+distinguishes it from a later process with the same pid.
 
 A dead holder's lock is replaced by a rename and read again after _SETTLE_SECONDS: if two runs
-replace it at once, the last one has it and the other notices. A holder that was suspended for so
-long that its lock was replaced notices before it commits its next checkpoint, and stops. No torch.
+replace it at once, the last one holds it and the other notices. A holder that was suspended for so
+long that its lock was replaced notices before it commits its next checkpoint, and stops. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOCK_FILE = "writer.lock"
 HEARTBEAT_SECONDS = 5.0
 """The time between two renewals."""
 EXPIRY_SECONDS = 45.0
-"""A lock that was not renewed for this long is a dead run's. Less than any timeout of a job."""
+"""After which a lock that was not renewed is a dead run's. Less than any timeout of a job."""
 _POLL_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 """Enough for all runs that replace a lock at once to have done so."""
@@ -52,7 +53,7 @@ class LockLost(HeteroError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock. `kernel` and `started` are empty if the system does not provide them."""
+    """A lock's holder. `kernel` and `started` are empty if the system does not provide them."""
 
     token: str
     host: str
@@ -60,7 +61,7 @@ class Owner:
     since: str
     job: str
     kernel: str
-    """Boot id and namespaces: pids and start times can be compared within one of them only."""
+    """Boot id and namespaces: only within these can pids and start times be compared."""
     started: str
     """When the process was started, in ticks since the boot."""
 
@@ -83,7 +84,7 @@ class Owner:
 
     @property
     def lives(self) -> bool | None:
-        """Whether its process exists; None if it runs on another host or in another namespace."""
+        """True if its process exists; None if that is on another host or in another namespace."""
         mine = (socket.gethostname(), _kernel())
         if not self.kernel or not self.started or (self.host, self.kernel) != mine:
             return None
@@ -92,14 +93,14 @@ class Owner:
 
 @dataclass(frozen=True)
 class _LockFile:
-    """A lock file as read at one moment. If two reads are equal, it was not renewed between."""
+    """A lock file as read once. If two reads are equal, it was not renewed in between."""
 
     content: bytes
     changed_ns: int
 
     @property
     def owner(self) -> Owner | None:
-        """None if the content is incomplete, or not that of such a lock."""
+        """The holder; None if the content is incomplete, or not that of a lock file."""
         try:
             return Owner(**json.loads(self.content))
         except (ValueError, TypeError):
@@ -120,8 +121,9 @@ class SaveLock:
     def take(cls, save: Path, *, say: Say) -> SaveLock:
         """Take the lock of a folder, which is created if it does not exist.
 
-        `say` prints a line before a wait, or if a dead run's lock is replaced. Waits little longer
-        than EXPIRY_SECONDS. Raises UserError if another run holds the lock.
+        `say` prints a line before a wait, and when a dead run's lock is replaced. Waits slightly
+        longer than EXPIRY_SECONDS at most. Raises UserError if another run holds the lock, or if
+        the folder cannot be written.
         """
         path, owner = save / LOCK_FILE, Owner.this_process()
         try:
@@ -140,13 +142,13 @@ class SaveLock:
 
     @property
     def token(self) -> str:
-        """What its file says that no other lock's does."""
+        """A string in the file that is unique to this lock."""
         return self._owner.token
 
     def require_held(self) -> None:
         """Raise LockLost if another run has taken over the folder.
 
-        A lock file that was removed is created again. Raises OSError if it cannot be read.
+        If the lock file was removed, creates it again. Raises OSError if it cannot be read.
         """
         with self._guard:
             seen = _read(self._path)
@@ -181,8 +183,8 @@ class SaveLock:
 
     def _beat(self) -> None:
         while not self._over.wait(HEARTBEAT_SECONDS):
-            # After a short outage of the file server the next renewal succeeds. After a long one
-            # `require_held` tells whether another run has replaced the lock.
+            # After a short outage of the file server the next renewal succeeds. After a long outage
+            # `require_held` shows whether another run has replaced the lock.
             with self._guard, suppress(OSError):
                 if not self._over.is_set():
                     os.utime(self._descriptor)
@@ -195,7 +197,7 @@ class SaveLock:
 
 
 def is_held_by_another(folder: Path, *, say: Say) -> bool:
-    """Whether another process holds a folder's lock. May watch it for up to EXPIRY_SECONDS."""
+    """Returns whether another process holds a folder's lock. May take up to EXPIRY_SECONDS."""
     try:
         seen = _read(folder / LOCK_FILE)
         if seen is None:
@@ -209,7 +211,7 @@ def is_held_by_another(folder: Path, *, say: Say) -> bool:
 
 
 def _create(path: Path, owner: Owner) -> int | None:
-    """Create a lock file; returns its descriptor, or None if there is one already."""
+    """Create a lock file; returns its descriptor, or None if the file exists already."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -256,7 +258,7 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
 
 
 def _reason_holder_is_dead(path: Path, seen: _LockFile, say: Say) -> str | None:
-    """Why the holder of a lock is dead; None if it is alive. Watches the file if need be."""
+    """Why the holder of a lock is dead; None if it is alive. Watches the file if necessary."""
     owner = seen.owner
     lives = None if owner is None else owner.lives
     if lives is not None:

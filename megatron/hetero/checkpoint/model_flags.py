@@ -1,8 +1,8 @@
-"""The effect of each flag of the model, which decides how a checkpoint's value is treated.
+"""The effect of each flag of the model, which determines how a checkpoint's value is treated.
 
-One table decides what --use-checkpoint-args takes, what must be equal before weights are loaded,
+One table determines what --use-checkpoint-args takes, what must be equal before weights are loaded,
 what a conversion must express, and what docs/checkpoints.md says. A test compares it with the
-parser, so that a new flag cannot be forgotten. No torch.
+parser, so that no new flag is forgotten. Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 
 class Kind(Enum):
-    """Whether a flag must have the same value in a checkpoint and in a run that starts from it."""
+    """When a flag must have the same value in a checkpoint and in a run that starts from it."""
 
     SHAPE = "shape"
-    """Decides the shape of a tensor: always equal."""
+    """Determines the shape of a tensor: always equal."""
     MEANING = "meaning"
-    """Decides what trained weights compute: always equal."""
+    """Determines what trained weights compute: always equal."""
     TUNABLE = "tunable"
-    """Equal, unless a run that starts from weights alone types another value."""
+    """Equal, unless a run that loads only the weights types another value."""
     TRAINING = "training"
     """Has an effect in training only. Equal, unless the run types another value."""
     ROWS = "rows"
     """The padded rows of the vocabulary: another number is logged."""
     TOKENIZER = "tokenizer"
-    """Decides the tokenizer, which is compared by its size and the tokens of a text."""
+    """Determines the tokenizer, which is compared by its size and the tokens of a text."""
     LIMIT = "limit"
     """Taken, but not compared."""
     SPELLING = "spelling"
@@ -233,7 +233,7 @@ class Difference:
     is_typed: bool
 
     def is_allowed(self, *, weights_only: bool) -> bool:
-        """Whether the run may have another value: if it is typed and of such a kind."""
+        """Returns whether the run may have another value, which it must have typed."""
         may_change = self.kind is Kind.TRAINING or (self.kind is Kind.TUNABLE and weights_only)
         return may_change and self.is_typed
 
@@ -253,7 +253,7 @@ def differences(
 ) -> list[Difference]:
     """The compared flags that the checkpoint and the run both have, with different values.
 
-    `stored` and `own` are their arguments by destination, `typed` the destinations typed.
+    `stored` and `own` are their arguments by destination; `typed` has those of the typed flags.
     """
     there, here = normal_form(stored), normal_form(own)
     differing = []
@@ -273,7 +273,7 @@ def differences(
 def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dict[str, Any]:
     """`stored`, with defaults for flags that are newer than the checkpoint.
 
-    Flags of shapes are left out, because tensors have shapes.
+    Flags that determine shapes are left out, because the tensors themselves show their shapes.
     """
     kinds = COMPARED - {Kind.SHAPE}
     defaults = {n: s.default for n, s in spelled.items() if MODEL_FLAGS[n].kind in kinds}
@@ -281,7 +281,7 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
 
 
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, by destination, that are equal for equal models, however flags describe them."""
+    """The arguments, by destination, in a form that is equal for equal models."""
     args = dict(values)
     if args.get("use_rotary_position_embeddings"):
         args["position_embedding_type"] = "rope"

@@ -68,9 +68,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check it") from error
     except ValueError as error:
-        raise UserError(f"{path} is cut short or no JSON; download it again") from error
+        raise UserError(f"{path} is truncated or not JSON; download it again") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} is no JSON object; download it again")
+        raise UserError(f"{path} is not a JSON object; download it again")
     return value
 
 
@@ -103,7 +103,7 @@ class _Config:
         }
 
     def sizes(self) -> dict[str, Any]:
-        """The arguments that decide the shapes of tensors."""
+        """The arguments that determine the shapes of tensors."""
         heads, hidden = self._size("num_attention_heads"), self._size("hidden_size")
         groups = heads
         if self.value("num_key_value_heads") is not None:
@@ -174,7 +174,7 @@ class _Config:
             self._require(name, self.value(name) or supported, supported)
         self._require("quantization_config", self.value("quantization_config") or None, None)
         code = self._typed("auto_map", dict).get("AutoModelForCausalLM")
-        # Code that published the family's own class before transformers had it.
+        # The model may come with code for the family's class, from before transformers had it.
         if code is not None and str(code).rpartition(".")[2] != self.family.architecture:
             self.problems.append(
                 f"auto_map {code!r}, code of its own, which may compute anything; only "
@@ -240,7 +240,7 @@ class _Config:
         return parameters
 
     def _typed(self, name: str, kind: type[T]) -> T:
-        """A value that is an empty one where it is missing or null."""
+        """The value of a key, which must be of a type; an empty one if it is missing or null."""
         value = self.value(name) or kind()
         if isinstance(value, kind):
             return value
@@ -282,7 +282,7 @@ _MISSING = object()
 
 
 def _family_of_args(args: Mapping[str, Any], *, source: str, preferred: str | None) -> Family:
-    """The family that the arguments describe; of several, the `preferred` or else the first."""
+    """The family that the arguments describe: of several, `preferred` or else the first."""
     spelled = spellings(build_parser())
     foreign = {
         family.model_type: [n for n, value in family.fixed.items() if _plain(args, n) != value]
@@ -299,7 +299,7 @@ def _family_of_args(args: Mapping[str, Any], *, source: str, preferred: str | No
         return next((f for f in fitting if f.model_type == preferred), fitting[0])
     nearest = min(FAMILIES, key=lambda family: len(foreign[family.model_type]))
     raise UserError(
-        f"{source} is of no family that can be converted, because of "
+        f"{source} does not belong to a family that can be converted, because of "
         f"{_flags(foreign[nearest.model_type], args, spelled)}; those that can are {names_of_all()}"
     )
 
@@ -317,7 +317,7 @@ def _scaling_kind(args: Mapping[str, Any]) -> str:
 
 
 def _plain(args: Mapping[str, Any], name: str) -> Any:
-    """An argument; a scale of the scores that says what is the default anyway counts as none."""
+    """An argument. A softmax scale that equals the default counts as not given."""
     if name == "softmax_scale" and args[name] == args["kv_channels"] ** -0.5:
         return None
     return args[name]
@@ -367,7 +367,7 @@ def config_from_args(
         "torch_dtype": dtype,
         "attention_dropout": args["attention_dropout"],
         "use_cache": True,
-        # The tokenizer's, which follow; families have defaults of their own.
+        # Replaced by the tokenizer's ids; without null, a family's own defaults would apply.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **family.required,
     }

@@ -38,7 +38,7 @@ from megatron.hetero.huggingface.token_ids import tokens_without_row
 from megatron.hetero.tokenizer.files import COMPANION_FOLDER
 from megatron.hetero.tokenizer.vocabulary import padded_vocab_size
 
-# In tied models of some releases, and buffers of old ones.
+# The copy of a tied embedding that some releases store, and a buffer of old releases.
 _IGNORED_TENSORS = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
@@ -48,7 +48,7 @@ class ConvertedModel(Converted):
 
     has_tokenizer: bool = False
     dropped_flags: tuple[str, ...] = ()
-    """Flags with their values that config.json cannot express. Only training uses them."""
+    """Flags that config.json cannot express, with their values. Only training uses them."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,17 @@ def to_huggingface(
 ) -> ConvertedModel:
     """Write a Hugging Face folder from the checkpoint of an iteration, by default the newest.
 
-    If the newest is damaged, it is refused rather than an older one taken.
+    A damaged checkpoint is refused; an older one is not taken instead. Raises HeteroError.
 
-    `vocabulary` is how many rows of the embedding to keep, by default as many as there were tokens,
-    or as Hugging Face's model had. `tokenizer` is a folder of Hugging Face's format or a
-    SentencePiece model, by default the checkpoint's. `shard_bytes` limits the size of a file of
-    weights. Raises HeteroError.
+    Args:
+        source: the folder of the checkpoints.
+        target: must not exist, or be empty.
+        iteration: of the checkpoint.
+        vocabulary: how many rows of the embedding to keep, by default as many as there were tokens,
+            or as Hugging Face's model had.
+        tokenizer: a folder of Hugging Face's format or a SentencePiece model, by default the
+            checkpoint's.
+        shard_bytes: the largest size of a file of weights.
     """
     require_empty(target)
     with CheckpointReader.open(source, iteration=iteration, older=False) as reader:
@@ -170,7 +175,7 @@ def _parameters(shape: ModelShape) -> int:
 
 
 def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[WriteItem]:
-    """Our tensors, to be read from the model's. Raises UserError unless they fit together."""
+    """Our tensors, to be read from the model's. Raises UserError if they do not match."""
     if shape.tied:
         _require_tied(model)
     items, used = [], set()
@@ -212,7 +217,7 @@ def _require_tied(model: hub_folders.ModelFolder) -> None:
 
 
 def _export_tasks(index: Index, shape: ModelShape, folder: Path) -> list[_ExportTask]:
-    """Our tensors. Raises UserError unless they have the shapes that the arguments say."""
+    """Our tensors. Raises UserError unless their shapes are those that the arguments give."""
     tasks = []
     for rule in rules(shape):
         stored = index.tensors.get(rule.name)
@@ -255,8 +260,8 @@ def _kept_rows(args: Mapping[str, Any], rows: int, requested: int | None, folder
                 f"the checkpoint {folder} has {rows} rows of vocabulary, not {requested}"
             )
         return requested
-    # --vocab-size may leave out the end of a document, and Qwen2's models have more rows than
-    # tokens; an added token may have no row.
+    # --vocab-size may not count the end-of-document token, Qwen2's models have more rows than
+    # tokens, and an added token may have no row.
     kept = max(args.get("tokenizer_vocab_size") or 0, args.get("vocab_size") or 0)
     return min(kept or rows, rows)
 

@@ -22,20 +22,20 @@ _CLASSES: Mapping[str, Mapping[str, Any]] = {
     "BertWordPieceLowerCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
     "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
 }
-"""tokenizer_config.json of the types whose files transformers reads as they are."""
+"""tokenizer_config.json of the types whose files transformers reads unchanged."""
 _FILE_NAMES = {"vocab_file": ("vocab.json", "vocab.txt"), "merge_file": ("merges.txt",)}
 
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """What was written."""
+    """The outcome of writing a tokenizer."""
 
     special: Mapping[str, Any] = field(default_factory=dict)
     """The ids of special tokens, as config.json names them."""
     problem: str | None = None
-    """Why there is no tokenizer."""
+    """Why no tokenizer was written."""
     note: str | None = None
-    """What the one that was written lacks."""
+    """What the written tokenizer lacks."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class TokenizerSource:
     files: Mapping[str, str]
     """The flags that name its files."""
     folder: Path | None = None
-    """The folder of Hugging Face's format that has it."""
+    """The folder of Hugging Face's format that holds it."""
     special_tokens: tuple[str, ...] = ()
-    """--tokenizer-special-tokens, which a SentencePiece model takes in its legacy mode alone."""
+    """--tokenizer-special-tokens, which a SentencePiece model takes only in its legacy mode."""
 
     @classmethod
     def of_checkpoint(cls, args: Mapping[str, Any], checkpoint: Path) -> TokenizerSource:
-        """The copy in a checkpoint, or where its arguments name it."""
+        """The checkpoint's copy, or else the files that its arguments name."""
         names = ("tokenizer_model", "vocab_file", "merge_file")
         named = {name: str(args[name]) for name in names if args.get(name)}
         named |= own_tokenizer(args, checkpoint)
@@ -78,7 +78,7 @@ class TokenizerSource:
         return cls("HuggingFaceTokenizer", {}, path)
 
     def config(self) -> dict[str, Any]:
-        """config.json of the model that the tokenizer comes from; empty without one."""
+        """config.json of the model that the tokenizer comes from; empty if it has none."""
         if self.folder is None or not (self.folder / hub_folders.CONFIG).is_file():
             return {}
         return read_json(self.folder / hub_folders.CONFIG)
@@ -113,7 +113,7 @@ class TokenizerSource:
         return ExportedTokenizer(special, problem, note)
 
     def _write_converted(self, target: Path) -> str | None:
-        """Write the files of another type than Hugging Face's; returns why it cannot."""
+        """Convert a tokenizer of another type than Hugging Face's; returns why it cannot."""
         if self.kind in _SENTENCEPIECE:
             model = Path(self.files["tokenizer_model"])
             return write_sentencepiece(model, target, special_tokens=self.special_tokens)

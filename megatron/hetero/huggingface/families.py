@@ -41,7 +41,7 @@ class Family:
     """One architecture of transformers."""
 
     name: str
-    """As people call it."""
+    """The name by which people know it."""
     model_type: str
     architecture: str
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -49,15 +49,15 @@ class Family:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Its further keys in config.json, by the argument that has the same value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a key means that config.json does not have, where that is not what it means in LLaMA."""
+    """Values of keys that config.json does not have, where they differ from LLaMA's."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Keys that change the model, with the value that has no effect and is the default."""
     windows: str | None = None
-    """Whether attention may have a window: "always", or "switched" on by use_sliding_window."""
+    """When attention may have a window: "always", or "switched" on by use_sliding_window."""
     scalings: tuple[str, ...] = ("default", "linear", "llama3")
-    """RoPE's scalings that transformers knows for it and we have flags for."""
+    """RoPE scalings that transformers supports for this family and that we have flags for."""
     fused_projections: bool = False
-    """Whether queries, keys and values are one tensor, and gate and up projection another."""
+    """True if queries, keys and values are one tensor, and gate and up projection another."""
 
     @property
     def fixed(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_companions(source: Path, target: Path, *, besides: Sequence[str] = ()) -> None:
-    """Copy tokenizer and settings, those that there are, but for the files of these names."""
+    """Copy the tokenizer and the settings that exist, except for the files named in `besides`."""
     for path in huggingface_files(source):
         if path.name not in besides:
             copy_file(path, target / path.name)
@@ -148,7 +148,7 @@ def write_shard(
     parts: Sequence[tuple[Part, torch.dtype]],
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Write `tensors`, by name and in the order of `parts`; the file is on disk on return."""
+    """Write named `tensors`, in the order of `parts`. On return the file is on disk."""
     header = safetensors_header(
         ((part.name, dtype, part.shape) for part, dtype in parts), metadata={"format": "pt"}
     )
@@ -159,13 +159,13 @@ def write_shard(
             file.writelines(tensor_blocks(tensor))
             written.append(name)
         if written != [part.name for part, _ in parts]:
-            raise ValueError(f"{path.name} got other tensors than were announced")
+            raise ValueError(f"{path.name} got other tensors than its header lists")
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
-    """Write which shard has which tensor."""
+    """Write the index, which says in which shard each tensor is."""
     record = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     (folder / INDEX).write_text(json.dumps(record, indent=2) + "\n")
 

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide every tensor's shape."""
+    """The sizes that determine every tensor's shape."""
 
     layers: int
     hidden: int
@@ -41,9 +41,9 @@ class ModelShape:
     """Width of the norm of queries; 0 without one."""
     key_norm: int = 0
     reordered_norm: bool = False
-    """Whether norms come after attention and MLP."""
+    """True if norms come after attention and MLP."""
     fused_projections: bool = False
-    """Whether Hugging Face's model has one tensor for queries, keys and values."""
+    """True if Hugging Face's model has one tensor for queries, keys and values."""
 
     @classmethod
     def from_args(
@@ -88,7 +88,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors and Hugging Face's that it consists of: here one, which is the same."""
+    """One of our tensors and Hugging Face's that it consists of: in the base class a single one."""
 
     name: str
     shape: Shape
@@ -125,7 +125,7 @@ class GroupedRule(Rule):
 
     groups: int
     rows: tuple[int, int, int]
-    """Of the queries, of the keys and of the values, which may be one part or three."""
+    """The rows of the queries, keys and values, which may be one part or three."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         three = parts[0].split(self.rows) if len(parts) == 1 else parts

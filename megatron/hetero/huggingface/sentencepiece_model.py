@@ -1,6 +1,6 @@
 """Writes a SentencePiece model as tokenizer.json, which transformers loads without sentencepiece.
 
-What was written is compared with SentencePiece on texts before it counts.
+Before it is written, the new tokenizer is compared with SentencePiece on a set of texts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def write_sentencepiece(
 ) -> str | None:
     """Write tokenizer.json, tokenizer_config.json and the model itself into a folder.
 
-    `special_tokens` follow after the model's own. Returns why it cannot be done, having written
-    nothing. Raises UserError for a damaged model, and if the library `tokenizers` is missing.
+    `special_tokens` follow the model's own. Returns None, or why the model cannot be written, in
+    which case nothing was. Raises UserError for a damaged model, and if the library `tokenizers` is
+    missing.
     """
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -113,7 +114,7 @@ def _tokenizer(proto: Any) -> Any:
 
 
 def _merges(proto: Any, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs of pieces that make another piece, those that SentencePiece merges first first."""
+    """The pairs of pieces that form another piece, in the order in which SentencePiece merges."""
     found = []
     for piece in proto.pieces:
         text = piece.piece
@@ -125,14 +126,14 @@ def _merges(proto: Any, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _difference(tokenizer: Any, processor: Any) -> str | None:
-    """The first text whose tokens are not SentencePiece's; None if they always are."""
+    """The first text that SentencePiece splits into other tokens; None if there is none."""
     pieces = [
         processor.id_to_piece(i).replace(_SPACE, " ")
         for i in range(processor.vocab_size())
         if not processor.is_control(i) and not processor.is_unknown(i) and not processor.is_byte(i)
     ]
     texts = [*_TEXTS]
-    # All pieces, in lines of a few hundred: those of a text that follow each other in its language.
+    # All pieces, 100 in a text: neighbours are often of one language.
     texts += ["".join(pieces[i : i + 100]) for i in range(0, len(pieces), 100)]
     return next((t for t in texts if tokenizer.encode(t).ids != processor.encode(t)), None)
 

@@ -23,16 +23,16 @@ class TokenIds:
 
     ids: Mapping[str, int]
     special: Mapping[str, int]
-    """The ids of those of `SPECIAL` that it has, as config.json names them (bos_token_id)."""
+    """The ids of its `SPECIAL` tokens, as config.json names them (bos_token_id)."""
 
     def without_row(self, rows: int) -> list[str]:
-        """The tokens, in the order of their ids, for which an embedding of `rows` has no row."""
+        """The tokens beyond the last row of an embedding of `rows`, in the order of their ids."""
         beyond = ((id_, token) for token, id_ in self.ids.items() if id_ >= rows)
         return [token for _, token in sorted(beyond)]
 
 
 def read_token_ids(folder: Path) -> TokenIds:
-    """Read what the files in a folder say. Raises UserError for a damaged one."""
+    """Read the ids from the files in a folder. Raises UserError for a damaged file."""
     ids = dict(_vocabulary(folder))
     config = _optional(folder / "tokenizer_config.json")
     ids |= {
@@ -64,7 +64,7 @@ def _vocabulary(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def _pieces(model: Path) -> Iterator[tuple[str, int]]:
-    """SentencePiece's, if that is what tokenizer.model is; some models have another format."""
+    """The pieces of tokenizer.model; none if the file is not a SentencePiece model."""
     processor = sentencepiece.SentencePieceProcessor()
     try:
         if not model.is_file() or not processor.Load(str(model)):
@@ -79,12 +79,12 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """A token's text: some files have it with how it is matched."""
+    """A token's text. Some files store it in a mapping, with how it is matched."""
     return str(token["content"]) if isinstance(token, Mapping) else str(token)
 
 
 def tokens_without_row(folder: Path, rows: int) -> str | None:
-    """A note about tokens for which the embedding has no row; None without any."""
+    """A note about tokens for which the embedding has no row; None if it has all."""
     beyond = read_token_ids(folder).without_row(rows)
     if not beyond:
         return None

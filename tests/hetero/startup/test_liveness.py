@@ -103,7 +103,7 @@ def test_the_end_of_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPa
         playing.join()
         said = side.cause(10.0)
     assert said is not None
-    assert said.startswith("rank 0 on host0 (stage 0) has ended without a word")
+    assert said.startswith("rank 0 on host0 (stage 0) exited without reporting an error")
 
 
 def test_ranks_that_leave_at_the_end_have_not_failed(server: LivenessServer) -> None:
@@ -232,7 +232,9 @@ def test_the_end_of_a_rank_is_told_to_all_though_a_worker_that_it_forked_lives_o
         for side in (server, other):
             said = side.cause(10.0)
             assert said is not None
-            assert said.startswith("rank 1 on host1 (stage 1) has ended without a word (last heard")
+            assert said.startswith(
+                "rank 1 on host1 (stage 1) exited without reporting an error (last heard"
+            )
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
