@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,7 @@ from hetero.link.tcp import open_tcp
 from hetero.link.verbs import open_verbs
 from hetero.native.binding import ENGINE_RAILS, native
 from hetero.startup.addresses import address_towards, family_of, is_loopback, reachable_address
-from hetero.startup.store import ANSWER_SECONDS, BoundedStore, as_link_error
+from hetero.startup.store import ANSWER_SECONDS, BoundedStore, as_link_error, host_of
 
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
@@ -220,15 +219,6 @@ def _require_nics(nics: Sequence[str], problems: list[str]) -> None:
             find_nics(nics, own="")
         except ValueError as error:
             problems.append(str(error))
-
-
-def host_of(store: dist.Store) -> str:
-    """The store's host, which every rank reaches; MASTER_ADDR for a store without one."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return str(store.host)
-    return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 @dataclass(frozen=True)
