@@ -61,11 +61,10 @@ from hetero.collectives.work import (
 )
 from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
-from hetero.link.open import host_of
 from hetero.startup.exchange import Exchange
 from hetero.startup.identity import identify, require_equal
 from hetero.startup.process import LAUNCHER_VARIABLE, unknown_variables
-from hetero.startup.store import BoundedStore
+from hetero.startup.store import BoundedStore, host_of
 from hetero.text import counted, spans
 
 BACKEND = "hetero"

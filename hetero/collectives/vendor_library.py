@@ -6,7 +6,6 @@ vendors' partial results, always in vendor order, so that every rank holds the s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from hetero.collectives.layout import Layout
 from hetero.errors import LinkError
-from hetero.startup.addresses import is_loopback, reachable_address
+from hetero.startup.addresses import is_gloo_interface_set, is_loopback, reachable_address
 
 Combine = Callable[..., torch.Tensor]
 
@@ -215,7 +214,7 @@ def _new_gloo(store: dist.Store, layout: Layout, *, timeout: timedelta) -> Any:
     # All ranks are there by now. One that cannot connect does not tell those that wait for it.
     timeout = min(timeout, _CONNECT)
     addresses = [member.address[0] for member in layout.members]
-    if "GLOO_SOCKET_IFNAME" in os.environ or all(map(is_loopback, addresses)):
+    if is_gloo_interface_set() or all(map(is_loopback, addresses)):
         return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     # By itself gloo listens at what the host's own name resolves to, which may be the loopback
     # interface.

@@ -1,4 +1,7 @@
-"""The addresses by which ranks reach each other, and the interfaces that have them."""
+"""The addresses by which ranks reach each other, and the interfaces that have them.
+
+Nothing else in the library reads or sets GLOO_SOCKET_IFNAME, which names the interfaces of gloo.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from collections.abc import Sequence
 
 import psutil
 
+_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 4),
 )
 PORT_RANGE = "those of net.ipv4.ip_local_port_range"
-"""The ports at which links, groups and rank 0 listen, but for the rendezvous's."""
+"""The ports at which links, groups and rank 0 listen, except the port of the rendezvous."""
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 
@@ -25,7 +29,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_unreachable(error: OSError) -> bool:
-    """Whether a connection ended because the other host stopped answering, which closed nothing."""
+    """Returns whether a connection has ended because the other host no longer answers."""
     return error.errno in _UNREACHABLE
 
 
@@ -34,10 +38,26 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def reachable_address(own: str, others: Sequence[str]) -> str:
-    """The address by which ranks with the addresses `others` reach this one, if `own` is loopback.
+    """The address by which the ranks with the addresses `others` reach this one.
 
-    All are towards one host, on which its name may resolve to a loopback address, as on Debian. A
-    loopback address is returned if all ranks are there.
+    A rank's own address is found in two steps. The first is the address from which it reaches the
+    host that all ranks reach, and the ranks exchange those. On that host itself its name may
+    resolve to a loopback address, as on Debian: so the second step, this function, returns the one
+    from which this rank reaches the first of the others elsewhere. It returns `own` unless that is
+    a loopback address, and also if all ranks are on one host.
+
+    The users, with the `own` of each and what the result is for:
+
+    - `hetero.link.open.connect`: `address_towards(host_of(store))`; where the link listens, unless
+      its user has named NICs.
+    - `hetero.collectives.vendor_library`: `own_address` of hetero/collectives/links.py, which is a
+      NIC that the user has named, or `address_towards` the store's host; where gloo listens.
+    - `megatron.hetero.rendezvous`: this end of the connection to rank 0; the address of all links,
+      and of gloo's interface.
+    - `hetero.tools.verification.rank`: as `connect`; where bare sockets listen, to be measured
+      beside the links.
+
+    Raises OSError if no route leads to the others.
     """
     elsewhere = next((address for address in others if not is_loopback(address)), None)
     return address_towards(elsewhere) if is_loopback(own) and elsewhere is not None else own
@@ -70,9 +90,10 @@ def interface_address(name: str, family: socket.AddressFamily | None = None) -> 
     return None
 
 
-def unusable_interfaces(names: str, *, several_hosts: bool) -> tuple[str, ...]:
-    """Of interfaces with commas between, as in GLOO_SOCKET_IFNAME, those that ranks cannot use."""
-    found = {name: interface_address(name) for name in filter(None, names.split(","))}
+def unusable_gloo_interfaces(*, several_hosts: bool) -> tuple[str, ...]:
+    """The interfaces in GLOO_SOCKET_IFNAME by which other ranks cannot reach this one."""
+    names = os.environ.get(_GLOO_VARIABLE, "").split(",")
+    found = {name: interface_address(name) for name in filter(None, names)}
     stats = psutil.net_if_stats()
     return tuple(
         name
@@ -92,16 +113,28 @@ def address_leading_to(host: str) -> str | None:
     return None if is_loopback(address) else address
 
 
+def is_gloo_interface_set() -> bool:
+    """Returns whether GLOO_SOCKET_IFNAME is set, which takes precedence over any other choice."""
+    return _GLOO_VARIABLE in os.environ
+
+
+def set_gloo_interface(address: str) -> None:
+    """Have gloo use the interface that has an address, unless GLOO_SOCKET_IFNAME is set.
+
+    By default gloo takes the interface that this host's name resolves to: often the loopback
+    interface, where no other host reaches it.
+    """
+    if not is_gloo_interface_set() and (interface := interface_with(address)) is not None:
+        os.environ[_GLOO_VARIABLE] = interface
+
+
 def lead_gloo_towards(host: str) -> None:
     """Have gloo use the interface that leads to a host, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself it takes what this host's own name resolves to: often the loopback interface, where
-    no other host reaches it. On `host` itself the name may mean just that; then gloo may choose.
+    On `host` itself its name may resolve to a loopback address; gloo then keeps its default.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    if (address := address_leading_to(host)) and (interface := interface_with(address)):
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if not is_gloo_interface_set() and (address := address_leading_to(host)) is not None:
+        set_gloo_interface(address)
 
 
 def address_towards(host: str) -> str:
@@ -118,9 +151,9 @@ def address_towards(host: str) -> str:
 
 
 def plain_address(address: object) -> str:
-    """An address without its scope, and IPv4's in the words of IPv6 (::ffff:10.0.0.1) as itself.
+    """An address without its scope; an IPv4-mapped one (::ffff:10.0.0.1) as an IPv4 address.
 
-    At one in those words no socket of ours could listen.
+    No socket of this project could listen at an IPv4-mapped address.
     """
     return str(address).removeprefix("::ffff:").partition("%")[0]
 

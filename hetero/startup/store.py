@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from hetero.errors import LinkError, print_line
 
@@ -27,6 +28,15 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 FIRST_SECONDS, AGAIN_SECONDS = 10.0, 30.0
 """Until a wait's first line, and between the later ones."""
 _LISTENER_PAUSE_SECONDS = 0.1
+
+
+def host_of(store: Store) -> str:
+    """The host of a store, which every rank reaches; MASTER_ADDR for a store without one."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return str(store.host)
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def in_thread(operation: Callable[[], _Result]) -> Future[_Result]:

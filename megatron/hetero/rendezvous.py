@@ -8,7 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hetero.errors import UserError
-from hetero.startup.addresses import interface_with, reachable_address, unusable_interfaces
+from hetero.startup.addresses import (
+    reachable_address,
+    set_gloo_interface,
+    unusable_gloo_interfaces,
+)
 from hetero.startup.liveness import LocalRanks
 from hetero.startup.process import allow_open_files
 from hetero.text import counted
@@ -103,27 +107,23 @@ def _require_world_size(store: dist.Store, world_size: int) -> None:
 def agree_on_addresses(exchanges: JobExchanges, liveness: Liveness) -> str:
     """The local address through which other hosts reach this rank. Collective.
 
-    Also makes gloo use its interface, unless GLOO_SOCKET_IFNAME is set: by default gloo takes the
-    interface that the host name resolves to, which may be the loopback interface.
+    Also makes gloo use its interface, unless GLOO_SOCKET_IFNAME is set.
     """
     error = None
     try:
         liveness.await_connection()
     except UserError as failure:
         error = failure
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     payload = {
         "address": liveness.address,
         "is elsewhere": liveness.is_elsewhere,
-        "gloo": [unusable_interfaces(named, several_hosts=several) for several in (False, True)],
+        "gloo": [unusable_gloo_interfaces(several_hosts=several) for several in (False, True)],
     }
     payloads = exchanges.exchange("addresses", payload=payload, error=error, joining=True)
     several_hosts = any(payload["is elsewhere"] for payload in payloads)
     _check_gloo_interfaces([payload["gloo"][several_hosts] for payload in payloads], liveness)
     own = reachable_address(liveness.address, [payload["address"] for payload in payloads])
-    interface = interface_with(own)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    set_gloo_interface(own)
     return own
 
 

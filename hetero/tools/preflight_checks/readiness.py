@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hetero.errors import Faults, HeteroError
-from hetero.startup.addresses import address_towards, unusable_interfaces
+from hetero.startup.addresses import address_towards, unusable_gloo_interfaces
 from hetero.startup.exchange import JobExchanges
 from hetero.tools.preflight_checks import findings_text
 from hetero.tools.preflight_checks.advice import Advice, Severity, advise
@@ -153,9 +153,7 @@ def _card(settings: Settings, number: int, facts: NodeFacts) -> NodeCard:
         collectives=software.collectives,
         addresses=addresses,
         mtus=mtus,
-        gloo_interfaces_amiss=unusable_interfaces(
-            os.environ.get("GLOO_SOCKET_IFNAME", ""), several_hosts=True
-        ),
+        gloo_interfaces_amiss=unusable_gloo_interfaces(several_hosts=True),
     )
 
 

@@ -27,9 +27,10 @@ from hetero.errors import ExchangeError, UnavailableTransport, first_line
 from hetero.link import PATHS
 from hetero.link.base import Link
 from hetero.link.nics import find_nics
-from hetero.link.open import ChannelOptions, host_of
+from hetero.link.open import ChannelOptions
 from hetero.startup.addresses import address_towards, reachable_address
 from hetero.startup.exchange import Exchange
+from hetero.startup.store import host_of
 from hetero.text import integer
 from hetero.tools.collective_bench.collective_rank import CollectiveSession
 from hetero.tools.collective_bench.collective_record import Options as CollectiveOptions
