@@ -22,7 +22,7 @@ from hetero.collectives.layout import (
     share_memory,
     split_segments,
 )
-from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, overlapped
 from hetero.collectives.vendor_library import LibraryWork
 from hetero.link.base import as_bytes
 

@@ -29,11 +29,11 @@ from hetero.collectives.failures import (
     explain,
 )
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import CallContext, Links, clone
+from hetero.collectives.links import Links, clone
 from hetero.collectives.p2p import CpuP2P, GpuP2P
+from hetero.collectives.schedule import Algorithm, CallContext
 from hetero.collectives.vendor_library import VendorLibrary, new_library
 from hetero.collectives.work import (
-    Algorithm,
     Call,
     CollectiveError,
     CollectiveWork,

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import Links, Transfer
+from hetero.collectives.links import Links
 from hetero.collectives.torch_patches import skip_dynamo
 from hetero.collectives.work import CollectiveWork, SideStream, Worker
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
+from hetero.link.base import Work as Transfer
 from hetero.text import counted
 
 OnReceived = Callable[[], None]

@@ -25,6 +25,17 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.collectives.all_gather import all_gather
 from hetero.collectives.all_reduce import all_reduce, all_reduce_sparse, reduce, require_sum
+from hetero.collectives.all_to_all import all_to_all, gather, scatter
+from hetero.collectives.arguments import (
+    as_list,
+    as_options,
+    is_fake,
+    only_list,
+    require_dense,
+    require_matching_numel,
+    require_no_internal_overlap,
+)
+from hetero.collectives.broadcast import broadcast
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.failures import Presence
 from hetero.collectives.layout import (
@@ -36,29 +47,12 @@ from hetero.collectives.layout import (
     split_segments,
     write_back,
 )
-from hetero.collectives.links import (
-    CallContext,
-    Schedule,
-    clone,
-    own_address,
-)
-from hetero.collectives.other import all_to_all, broadcast, gather, scatter
+from hetero.collectives.links import clone, own_address
 from hetero.collectives.reduce_scatter import reduce_scatter
+from hetero.collectives.schedule import Algorithm, CallContext, Schedule
 from hetero.collectives.torch_patches import skip_dynamo, support_ddp
 from hetero.collectives.vendor_library import Reduction, new_library, reduction_for
-from hetero.collectives.work import (
-    Algorithm,
-    CoalescedWork,
-    CollectiveWork,
-    as_list,
-    as_options,
-    is_fake,
-    only_list,
-    profiled,
-    require_dense,
-    require_matching_numel,
-    require_no_internal_overlap,
-)
+from hetero.collectives.work import CoalescedWork, CollectiveWork, profiled
 from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
 from hetero.link.open import host_of

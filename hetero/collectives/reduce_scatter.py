@@ -20,7 +20,7 @@ from hetero.collectives.layout import (
     row_spans,
     share_memory,
 )
-from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, overlapped
 from hetero.collectives.vendor_library import LibraryWork, Reduction, combine_in_order
 
 

@@ -1,4 +1,4 @@
-"""A call of a group: its name, its arguments, its handle, and the stream and thread it runs on."""
+"""A call of a group: its name, its handle, and the stream and thread it runs on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import queue
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,16 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hetero.collectives.links import CallContext, P2PBatch, Schedule
+from hetero.collectives.schedule import Algorithm, CallContext, P2PBatch
 from hetero.collectives.torch_patches import skip_dynamo
 from hetero.device.gpu import require_no_capture
 from hetero.errors import LinkError
-from hetero.text import counted
 
 _HASH_MULTIPLIER = 2654435761
 """Knuth's; odd, so that different sequence numbers give different tags."""
@@ -81,96 +77,6 @@ class Call:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Call:
         return cls(**{**values, "shape": tuple(values["shape"])})
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory, as under FakeTensorMode or on the device `meta`.
-
-    Calls of such tensors do nothing, as over PyTorch's groups.
-    """
-    return tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor))
-
-
-def as_list(tensors: Any) -> list[torch.Tensor]:
-    """A tensor, or each of several, with memory that the call can use."""
-    several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-    return [tensor if type(tensor) is torch.Tensor else _with_memory(tensor) for tensor in several]
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective has returned, once that is done; any other tensor as it is.
-
-    A wrapper has no memory of its own, and only PyTorch's own groups dispatch to its class.
-    """
-    if isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor):
-        return tensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.trigger_wait()
-    raise ValueError(
-        f"a {type(tensor).__name__} has no memory that could be carried; give the tensors in it, "
-        "such as to_local()"
-    )
-
-
-def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Options of an operation from what a caller passes: those, or a reduction, a root, a timeout.
-
-    PyTorch's groups take either form, by position and by name.
-    """
-    if given and type(given[0]) is kind:
-        return given[0]
-    options = kind()
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
-    for value in (*given, *named.values()):
-        if isinstance(value, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
-            options.reduceOp = value
-        elif isinstance(value, timedelta):
-            options.timeout = value
-        elif isinstance(value, int):
-            options.rootRank = value
-        elif value is not None:
-            return value
-    return options
-
-
-def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in a list of one list of them, or in one list: PyTorch's groups take either."""
-    if not lists or isinstance(lists[0], torch.Tensor):
-        return as_list(lists)
-    return as_list(lists[0])
-
-
-def require_dense(operation: str, tensor: torch.Tensor) -> None:
-    """Refuse values that do not lie in memory as they are, before anything is sent."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")
-
-
-def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse to write to tensors whose elements share memory, before anything is sent."""
-    for tensor in tensors:
-        if tensor.is_sparse or tensor.is_contiguous():
-            continue
-        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{operation}: elements of a tensor {list(tensor.shape)} that takes the result lie "
-                "in one place, as expand() puts them; give it contiguous()"
-            )
-
-
-def require_matching_numel(
-    operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int
-) -> None:
-    if small.numel() * size != large.numel() or small.dtype != large.dtype:
-        raise ValueError(
-            f"{operation}: {counted(large.numel(), 'element')} of {large.dtype} do not hold "
-            f"{small.numel()} of {small.dtype} for each of {counted(size, 'rank')}; make the "
-            f"larger {size} times the smaller"
-        )
 
 
 @cache
@@ -551,9 +457,6 @@ class CoalescedWork(CollectiveWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(self._result_or_raise)
-
-
-Algorithm = Callable[[CallContext], Schedule]
 
 
 class RunningCall:
