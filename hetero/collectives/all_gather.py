@@ -169,7 +169,7 @@ class _Chunk:
 
 
 class _VendorRows:
-    """The rows of a vendor, of which each rank of this one has a shard, until they are gathered."""
+    """The rows of one vendor: a shard at each rank of this vendor until they are gathered."""
 
     def __init__(
         self,

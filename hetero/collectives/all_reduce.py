@@ -16,11 +16,14 @@ from hetero.collectives.layout import (
     shared_pieces,
     split_segments,
 )
-from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, ShardedChunk, overlapped
-from hetero.collectives.vendor_library import (
-    Reduction,
-    combine_in_order,
+from hetero.collectives.schedule import (
+    CallContext,
+    P2PBatch,
+    Schedule,
+    ShardedChunk,
+    overlapped,
 )
+from hetero.collectives.vendor_library import Reduction, combine_in_order
 
 
 def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:

@@ -15,7 +15,7 @@ from hetero.text import counted
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory, as under FakeTensorMode or on the device `meta`.
+    """Returns True if a tensor has no memory, as under FakeTensorMode or on the device `meta`.
 
     Calls of such tensors do nothing, as over PyTorch's groups.
     """
@@ -23,13 +23,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def as_list(tensors: Any) -> list[torch.Tensor]:
-    """A tensor, or each of several, with memory that the call can use."""
+    """Returns one tensor or several as a list, each with memory that the call can use."""
     several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
     return [tensor if type(tensor) is torch.Tensor else _with_memory(tensor) for tensor in several]
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective has returned, once that is done; any other tensor as it is.
+    """Wait for the result of a functional collective; any other plain tensor is returned as it is.
 
     A wrapper has no memory of its own, and only PyTorch's own groups dispatch to its class.
     """
@@ -46,9 +46,9 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Options of an operation from what a caller passes: those, or a reduction, a root, a timeout.
+    """Returns the options of an operation from what a caller passes, by position or by name.
 
-    PyTorch's groups take either form, by position and by name.
+    Like PyTorch's groups it takes either the options or a reduction, a root and a timeout.
     """
     if given and type(given[0]) is kind:
         return given[0]
@@ -67,15 +67,21 @@ def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str
     return options
 
 
+def own_timeout(options: Any) -> float | None:
+    """Returns the timeout of one call in seconds; None if its options leave it to the group."""
+    seconds = options.timeout.total_seconds()
+    return seconds if seconds > 0 else None
+
+
 def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in a list of one list of them, or in one list: PyTorch's groups take either."""
+    """Returns the tensors of a list, or of the one list in a list: PyTorch's groups take either."""
     if not lists or isinstance(lists[0], torch.Tensor):
         return as_list(lists)
     return as_list(lists[0])
 
 
 def require_dense(operation: str, tensor: torch.Tensor) -> None:
-    """Refuse values that do not lie in memory as they are, before anything is sent."""
+    """Refuse sparse and quantized tensors, before anything is sent."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
         raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")

@@ -1,9 +1,4 @@
-"""The links of one group, and the sends and receives of a call over them.
-
-A link opens when a pair of ranks first needs it. Each message has the tag of its call, and a link
-rejects one whose tag is not that of the receiver's call: ranks that call different operations get
-an error instead of each other's bytes.
-"""
+"""The links of one rank of a group to the other ranks, each opened when both ends first need it."""
 
 from __future__ import annotations
 
@@ -39,7 +34,6 @@ class Links:
         store: for these links alone: each pair connects through it.
         timeout: seconds to wait for a peer, and until a blocked transfer is an error.
         check_abort: called with the peer every second while it is waited for; raises to abort.
-        on_first_crossing: called with the first link to a rank of another vendor.
     """
 
     def __init__(
@@ -50,11 +44,9 @@ class Links:
         device: torch.device,
         timeout: float,
         check_abort: Callable[[int], None],
-        on_first_crossing: Callable[[Link], None] = lambda _: None,
     ) -> None:
-        self._on_crossing: list[Callable[[Link], None]] = [on_first_crossing]
         self._layout, self._store = layout, store
-        self._device, self._timeout, self._check_abort = device, timeout, check_abort
+        self._device, self.timeout, self._check_abort = device, timeout, check_abort
         self.by_rank: dict[int, Link] = {}
         """The open ones."""
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
@@ -67,15 +59,13 @@ class Links:
             link = self.by_rank.get(rank)
             if link is None:
                 link = self.by_rank[rank] = self._open(rank)
-                if self._on_crossing and self._layout.vendor_of(rank) != self._layout.vendor:
-                    self._on_crossing.pop()(link)
                 if self.closed.is_set():  # `close`, in another thread, may not have seen it
                     link.close()
             return link
 
     def set_timeout(self, seconds: float) -> None:
         """For links opened later, and for later transfers of those that are open."""
-        self._timeout = seconds
+        self.timeout = seconds
         for link in list(self.by_rank.values()):
             link.description = replace(link.description, timeout=seconds)
 
@@ -94,7 +84,7 @@ class Links:
             rank=own,
             peer=peer,
             device=self._device,
-            timeout=self._timeout,
+            timeout=self.timeout,
             nics=nic_names(),
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
             check_abort=partial(self.check_peer, rank),

@@ -111,7 +111,7 @@ class SideStream:
 
     It waits for what the caller's stream held before the call; `wait()` on the call's handle has
     the caller's stream wait for the call. A call for which its caller waits at once runs on the
-    caller's own stream. One call uses it at a time. On a CPU all of this is a no-op.
+    caller's own stream. One call uses it at a time. On a CPU every method is a no-op.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,12 +160,12 @@ class SideStream:
             event.wait(self.stream)
 
     def as_current(self) -> AbstractContextManager[None]:
-        """A context in which this is the current stream."""
+        """A context in which the side stream is the current stream."""
         return nullcontext() if self.stream is None else self._context
 
 
 _GRACE_SECONDS = 10.0
-"""A handle outlives its call's own timeout by this, because that one's error names the culprit."""
+"""Added to a call's timeout by whoever waits for its handle: the call's error names the culprit."""
 
 
 @skip_dynamo
@@ -181,11 +181,11 @@ class CollectiveWork(dist.Work):
     _held: list[Any] | None = None
     _is_finished = False
     timed_out = False
-    """Whether a `wait()` has lasted for the whole timeout of the call in vain."""
+    """Whether a `wait()` has failed after the whole timeout of the call."""
     before_blocking: Callable[[], None] | None = None
     """Raises where nobody could end the call while its caller waits."""
     _finished_event: threading.Event | None = None
-    """Created by the first that has to block: most calls are finished before anyone waits."""
+    """Created by the first thread that has to block: most calls are finished before that."""
     _error: BaseException | None = None
     _finished_future: torch.futures.Future[list[torch.Tensor]] | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -202,8 +202,8 @@ class CollectiveWork(dist.Work):
     ) -> None:
         """`what` is formatted in errors only; `grace` is added to `timeout` in `wait()`."""
         super().__init__()
-        self._what, self._tensors, self._timeout, self._group = what, tensors, timeout, group
-        self._grace = grace
+        self._what, self._tensors, self._group = what, tensors, group
+        self.timeout, self._grace = timeout, grace
         self._lock = threading.Lock()
 
     def finish(
@@ -215,7 +215,7 @@ class CollectiveWork(dist.Work):
         stream: torch.cuda.Stream | None = None,
         held: list[Any] | None = None,
     ) -> None:
-        """`end_event` follows the call's work if that is on another `stream` than the caller's.
+        """`end_event` follows the call's work if `stream`, its stream, is not the caller's.
 
         `held`: what keeps the call's tensors alive; `wait()` empties it, as with NCCL: what the
         waiting stream does next may use their memory.
@@ -235,8 +235,10 @@ class CollectiveWork(dist.Work):
         self.finish(self.named(error))
 
     def named(self, error: BaseException) -> BaseException:
-        """The error of a link or of a wait for a peer, which knows no message, with this one's
-        name. A group's own names its rank and call."""
+        """Add the name of this message to an error of a link or of a wait for a peer.
+
+        An error of the group names its rank and call already.
+        """
         if not isinstance(error, LinkError) or isinstance(error, CollectiveError):
             return error
         named = LinkError(f"{self._what} in group {self._group} failed: {error}")
@@ -266,9 +268,9 @@ class CollectiveWork(dist.Work):
                 return
             if self._finished_event is None:
                 self._finished_event = threading.Event()
-        bounded = 0 < seconds < self._timeout
-        if not self._finished_event.wait(seconds if bounded else self._timeout + self._grace):
-            limit = seconds if bounded else self._timeout
+        bounded = 0 < seconds < self.timeout
+        if not self._finished_event.wait(seconds if bounded else self.timeout + self._grace):
+            limit = seconds if bounded else self.timeout
             self.timed_out |= not bounded
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
@@ -460,7 +462,7 @@ class CoalescedWork(CollectiveWork):
 
 
 class RunningCall:
-    """A call and how far its schedule has come: one thread may start it and another finish it."""
+    """A call and its started algorithm: one thread may start it and another finish it."""
 
     __slots__ = (
         "_context",
@@ -479,12 +481,12 @@ class RunningCall:
         self.call, self.work, self.algorithm = call, work, algorithm
         self.is_started = False
         self.in_inference_mode = any(map(torch.Tensor.is_inference, work.result()))
-        """Whether its tensors are of inference mode, which is not that of another thread."""
+        """Whether its tensors are of inference mode, which another thread has to enter first."""
         self._context, self._schedule = context, algorithm(context)
         self._pending: P2PBatch | None = None
 
     def progress(self, *, blocking: bool) -> bool:
-        """Run it until it is done, or without `blocking` until a peer must come; whether done."""
+        """Run it to its end, or without `blocking` to the first wait; returns True at its end."""
         self._context.may_block = blocking
         if not self.is_started:
             self.is_started = True
