@@ -22,7 +22,7 @@ from hetero.collectives.layout import (
     share_memory,
     split_segments,
 )
-from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, overlapped
 from hetero.collectives.vendor_library import LibraryWork
 from hetero.link.base import as_bytes
 
@@ -169,7 +169,7 @@ class _Chunk:
 
 
 class _VendorRows:
-    """The rows of a vendor, of which each rank of this one has a shard, until they are gathered."""
+    """The rows of one vendor: a shard at each rank of this vendor until they are gathered."""
 
     def __init__(
         self,

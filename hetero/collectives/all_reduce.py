@@ -12,18 +12,18 @@ from hetero.collectives.layout import (
     chunk_spans,
     chunks_ahead,
     direct_bytes,
-    equal_parts,
     materialize,
-    pad_to_multiple,
     shared_pieces,
     split_segments,
 )
-from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
-from hetero.collectives.vendor_library import (
-    LibraryWork,
-    Reduction,
-    combine_in_order,
+from hetero.collectives.schedule import (
+    CallContext,
+    P2PBatch,
+    Schedule,
+    ShardedChunk,
+    overlapped,
 )
+from hetero.collectives.vendor_library import Reduction, combine_in_order
 
 
 def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
@@ -70,50 +70,6 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
         (2 + 2 * ahead, _Chunk.finish),
     )
     return overlapped(pipeline, steps)
-
-
-class ShardedChunk:
-    """What all_reduce and broadcast have in common: how a chunk begins, and how it ends.
-
-    Derived classes add the steps between, which fill the shards.
-    """
-
-    def __init__(self, context: CallContext, target: torch.Tensor, *, ahead: int) -> None:
-        """`ahead`: how many chunks are in flight beside it."""
-        layout = context.layout
-        self._context, self._target, self._ahead = context, target, ahead
-        self._padded = pad_to_multiple(target, layout.alignment)
-        self._spans = tuple(
-            equal_parts(self._padded.numel(), len(ranks)) for ranks in layout.vendors
-        )
-        self._span = self._spans[layout.vendor][layout.vendor_rank]
-        self._shard = self._padded
-        self._library_work: LibraryWork | None = None
-        self._batch = P2PBatch(context)
-
-    def all_gather_within(self) -> Schedule:
-        """Once the shards have come, gather those of this vendor."""
-        yield self._batch
-        if (library := self._context.library) is not None:
-            self._library_work = library.all_gather(self._padded, self._shard)
-
-    def finish(self) -> Schedule:
-        self._wait_for_library()
-        if self._padded is not self._target:
-            self._target.copy_(self._padded[: self._target.numel()])
-        # Free the memory now: that of all chunks together is as large as the tensor.
-        self._padded = self._shard = self._target
-        self._batch = P2PBatch(self._context)
-        yield from ()
-
-    def _start_batch(self) -> None:
-        if self._ahead:
-            self._batch.start()
-
-    def _wait_for_library(self) -> None:
-        if self._library_work is not None:
-            self._library_work.wait()
-            self._library_work = None
 
 
 class _Chunk(ShardedChunk):

@@ -35,9 +35,9 @@ def on_import_of_torch() -> None:
 
 
 def replace_nccl() -> None:
-    """Have `hetero` replace NCCL in the processes that this one starts or becomes.
+    """Have `hetero` replace NCCL in the processes that this process starts or becomes.
 
-    Says so where it will not. HETERO_INSTEAD_OF of the user stays as it is.
+    Prints a reason where it will not. HETERO_INSTEAD_OF of the user stays as it is.
     """
     os.environ.setdefault(INSTEAD_OF_VARIABLE, "nccl")
     if os.environ.get("LOCAL_RANK", "0") == "0" and (reason := _why_not_autoloaded()):
@@ -49,7 +49,7 @@ def replace_nccl() -> None:
 
 
 def _why_not_autoloaded() -> str:
-    """Why PyTorch will not call `on_import_of_torch` in processes started from here; "" if it will.
+    """Returns why PyTorch will not call `on_import_of_torch` in child processes; "" if it will.
 
     A script that asks for NCCL then gets NCCL, whatever HETERO_INSTEAD_OF says.
     """
@@ -138,7 +138,7 @@ def instead_of(backend: Any) -> Any:
 
 
 def _submit_vendor(*, store: Any, group_rank: int, group_size: int, **_: Any) -> Any:
-    """Before a first group that `hetero` does not make: tell rank 0 this rank's vendor."""
+    """Tell rank 0 this rank's vendor, before a first group that `hetero` does not make."""
     import torch
 
     from hetero.plan import VENDOR_VARIABLE
@@ -154,7 +154,7 @@ def _submit_vendor(*, store: Any, group_rank: int, group_size: int, **_: Any) ->
 
 
 def _warn_of_one_library(exchange: Any, backend: str) -> None:
-    """On rank 0, after that group was made: warn where its ranks are of several vendors."""
+    """Warn, on rank 0 and once the first group was made, if its ranks are of several vendors."""
     if exchange.missing():  # a library that connects later, when all ranks have come
         return
     vendors = list(dict.fromkeys(told["vendor"] for told in exchange.wait(0.0)))

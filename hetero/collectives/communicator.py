@@ -1,7 +1,6 @@
 """One rank's part in a group of several vendors: runs its calls in order, and handles failures.
 
-Knows nothing of c10d's process groups. A call is an algorithm over a `CallContext`
-(all_reduce.py, reduce_scatter.py, all_gather.py, ...).
+Knows nothing of c10d's process groups. A call is an algorithm: schedule.py states the contract.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from hetero.collectives.failures import (
     explain,
 )
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import CallContext, Links, clone
+from hetero.collectives.links import Links, clone
 from hetero.collectives.p2p import CpuP2P, GpuP2P
+from hetero.collectives.schedule import Algorithm, CallContext
 from hetero.collectives.vendor_library import VendorLibrary, new_library
 from hetero.collectives.work import (
-    Algorithm,
     Call,
     CollectiveError,
     CollectiveWork,
@@ -41,15 +40,21 @@ from hetero.collectives.work import (
     SideStream,
     Worker,
 )
-from hetero.errors import LinkError
+from hetero.errors import LinkError, print_line
 from hetero.link.base import Link
 
 _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
-"""How long a caller lets the worker finish earlier calls before it leaves it another one. Two
+"""How long a caller lets the worker finish earlier calls before it submits another one. Two
 threads that both use torch take Python's lock from each other, up to 5 ms each time."""
 _NO_MODE = contextlib.nullcontext()
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
+"""The timeout of a link for messages of CPU tensors: in effect none, because each message has its
+own deadline. `wait()` on its handle fails after the group's timeout, and a receive may be posted
+again after that over the same link, which therefore must not fail with it. The threads that use
+the link end with the group, or once the peer has exited: `_check_peer` raises while a link opens,
+and an open link fails by itself.
+"""
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
@@ -88,11 +93,11 @@ class Communicator:
         device: torch.device,
         timeout: timedelta,
         presence: Presence,
-        on_first_crossing: Callable[[Link], None] = lambda _: None,
+        announcement: str = "",
     ) -> None:
-        """`on_first_crossing` is called with the first link to another vendor."""
+        """`announcement` is printed, with the transport, once links to other vendors are open."""
         self.layout, self.name, self.device = layout, name, device
-        self._presence = presence
+        self._presence, self._announcement = presence, announcement
         self.timeout = timeout.total_seconds()
         self._statuses = Statuses(store, layout, has_gone=presence.has_gone)
         self._library: VendorLibrary | None = None
@@ -111,7 +116,6 @@ class Communicator:
             device=device,
             timeout=self.timeout,
             check_abort=_weakly(self._check_abort_or_peer),
-            on_first_crossing=on_first_crossing,
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
@@ -132,11 +136,8 @@ class Communicator:
         weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of later calls; point-to-point messages of GPUs keep the first one."""
+        """Set the timeout of later calls. Point-to-point messages of GPUs keep the first one."""
         self.timeout = timeout.total_seconds()
-        self._links.set_timeout(self.timeout)
-        if self._library is not None:
-            self._library.timeout = timeout
 
     def _new_p2p(self, store: dist.Store) -> CpuP2P | GpuP2P:
         on_cpu = self.device.type == "cpu"
@@ -163,6 +164,7 @@ class Communicator:
         reduction: str = "",
         root: int | None = None,
         blocking: bool = False,
+        timeout: float | None = None,
     ) -> CollectiveWork:
         """Run one call of the group, after those before it.
 
@@ -171,6 +173,8 @@ class Communicator:
             common: tensors whose dtype and numbers of elements must be the same on all ranks.
             root: in the group.
             blocking: whether the caller would wait at once.
+            timeout: of this call, in seconds; the group's if None. For CPU tensors only: transfers
+                of earlier calls may still be under way on a GPU, and a link has one timeout.
         """
         self._stream.require_no_capture()
         with self._submission:
@@ -183,7 +187,8 @@ class Communicator:
                 reduction,
                 None if root is None else self.layout.members[root].global_rank,
             )
-            work = CollectiveWork(call, tensors, timeout=self.timeout, group=self.name)
+            seconds = self.timeout if timeout is None else timeout
+            work = CollectiveWork(call, tensors, timeout=seconds, group=self.name)
             if self._error is not None:
                 work.finish(self._error)
                 return work
@@ -206,7 +211,7 @@ class Communicator:
     def _start_in_callers_thread(self, running: RunningCall) -> None:
         """Progress a GPU's call as far as no peer has to come first; leave the rest to the worker.
 
-        A peer thus delays the caller by one poll at most. This keeps the rule that prevents
+        A peer thus delays the caller by one poll at most. This order keeps the rule that prevents
         deadlocks (docs/ring.md), which is about the order in which work is enqueued and not about
         the thread: links enqueue no wait before the work that satisfies it, and calls stay in
         order.
@@ -225,7 +230,7 @@ class Communicator:
             with self._stream.as_current():
                 self._progress(running, on_side_stream=True)
         except Exception as error:  # the GPU's own, after which no call of it works
-            running.work.finish(self._fail(running.call, error))
+            running.work.finish(self._fail(running, error))
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -240,9 +245,10 @@ class Communicator:
         if self._error is not None:
             raise self._error
 
-    def drain(self) -> None:
+    def drain(self, timeout: float | None = None) -> None:
         """Block until all calls so far are enqueued, and a GPU has done them."""
-        drained = CollectiveWork("the calls so far", [], timeout=self.timeout, group=self.name)
+        seconds = self.timeout if timeout is None else timeout
+        drained = CollectiveWork("the calls so far", [], timeout=seconds, group=self.name)
         self._worker.submit(drained.finish)
         self._worker.run_pending()
         drained.wait()
@@ -300,7 +306,7 @@ class Communicator:
     def _progress(
         self, running: RunningCall, *, on_side_stream: bool = False, blocking: bool = True
     ) -> bool:
-        """Progress a call in the current stream; whether it has ended, which it has if `blocking`.
+        """Progress a call in the current stream, to its end if `blocking`; returns True at its end.
 
         `on_side_stream`: the current stream is not the caller's.
         """
@@ -309,48 +315,54 @@ class Communicator:
             return True
         try:
             if not running.is_started:
-                self._prepare(running.call)
+                self._prepare(running)
             with torch.inference_mode() if running.in_inference_mode else _NO_MODE:
                 if not running.progress(blocking=blocking):
                     return False
             held = [running.algorithm] if on_side_stream and self._stream.exists else None
             end = None if held is None else self._stream.record_end(held)
         except Exception as error:
-            running.work.finish(self._fail(running.call, error))
+            running.work.finish(self._fail(running, error))
             return True
         self._last_call = running.call
         stream = None if held is None else self._stream.stream
         running.work.finish(end_event=end, stream=stream, held=held)
         return True
 
-    def _prepare(self, call: Call) -> None:
+    def _prepare(self, running: RunningCall) -> None:
+        """Before a call starts: set its timeout and tag, open links, and compare tags."""
         self._links.check()
+        seconds = running.work.timeout
+        if seconds != self._links.timeout:
+            self._links.set_timeout(seconds)
+            if self._library is not None:
+                self._library.timeout = timedelta(seconds=seconds)
         if not self._is_connected:
             # Connect in ascending order on every rank, so that no cycle of ranks can form.
             for rank in sorted({*self.layout.inter_vendor_peers, *self.layout.intra_vendor_peers}):
                 self._links.to(rank)
             self._is_connected = True
-        self._context.tag = call.tag
+            if self._announcement:
+                print_line(f"{self._announcement} over {self._links.inter_vendor()[0].transport}")
+        self._context.tag = running.call.tag
         # Not on a GPU, where it would make the CPU wait; the timeout finds different calls there.
         if self.layout.intra_vendor_peers and self.device.type == "cpu":
             self._context.compare_tags_within_vendor()
 
-    def _fail(self, call: Call, error: Exception) -> CollectiveError:
-        """Report this rank's error, collect those of the others, and end the group."""
-        own = RankStatus(rank=self.layout.rank, state=IN_A_CALL, call=call, error=str(error))
+    def _fail(self, running: RunningCall, error: Exception) -> CollectiveError:
+        """Report this rank's error, collect the other ranks' errors, and fail the group."""
+        own = RankStatus(self.layout.rank, IN_A_CALL, running.call, error=str(error))
         self._statuses.submit(own)
         self._abort_calls()
         if self._error is None:
-            self._error = self._explained(own)
+            self._error = self._explained(own, timeout=running.work.timeout)
             self._error.__cause__ = error
         self._abort_messages()
         return self._error
 
-    def _explained(self, own: RankStatus) -> CollectiveError:
+    def _explained(self, own: RankStatus, *, timeout: float) -> CollectiveError:
         report = self._statuses.collect(own)
-        return CollectiveError(
-            explain(self.name, self.layout, report, own=own, timeout=self.timeout)
-        )
+        return CollectiveError(explain(self.name, self.layout, report, own=own, timeout=timeout))
 
     def _abort_calls(self) -> None:
         """Fail what other ranks wait for, so that their calls fail too and they report it."""
@@ -361,12 +373,12 @@ class Communicator:
             self._links.close()
 
     def _abort_messages(self) -> None:
-        """Once the group's error is known, which a message under way then ends with."""
+        """End the messages under way with the group's error, once it is known."""
         with contextlib.suppress(Exception):
             self._p2p.close(self._error)
 
     def _poll_failures(self) -> None:
-        """Between calls: fail the group if another rank's call, or a link in use by a GPU, has."""
+        """Fail the group, between calls, if another rank's call or a link of a GPU has failed."""
         if self._error is not None:
             return
         problem = ""
@@ -376,12 +388,12 @@ class Communicator:
             problem = str(error)
         if problem or self._statuses.has_failure():
             own = self._submit_status(IDLE, error=problem)
-            self._error = self._explained(own)
+            self._error = self._explained(own, timeout=self.timeout)
             self._abort_calls()
             self._abort_messages()
 
     def _check_abort(self) -> None:
-        """During a call: raise once another rank's call has failed."""
+        """Raise, during a call, once another rank's call has failed."""
         self._raise_if_failed()
         if self._statuses.has_failure():
             raise RuntimeError("another rank's call failed meanwhile")
@@ -391,7 +403,7 @@ class Communicator:
         self._check_peer(rank)
 
     def _check_peer(self, rank: int) -> None:
-        """While a peer is waited for: raise once the group has failed, or the peer has gone."""
+        """Raise, while a peer is waited for, once the group has failed or the peer has exited."""
         self._raise_if_failed()
         self._presence.require(self.layout.members[rank])
 

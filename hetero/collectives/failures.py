@@ -1,4 +1,4 @@
-"""How the ranks of a group learn that one has failed or exited, and which.
+"""How the ranks of a group learn that a rank has failed or exited, and which rank.
 
 A rank whose call fails submits its status to an exchange in the group's store. Ranks that are in no
 call poll that exchange, and then submit their last call. A rank that submits nothing has exited;
@@ -33,7 +33,7 @@ from hetero.startup.store import BoundedStore, StoreHostEnded
 from hetero.text import spans
 
 POLL_SECONDS = 2.0
-"""How often a rank that is in no call looks whether another one has failed."""
+"""How often a rank that is not in a call checks whether another rank has failed."""
 _GRACE_SECONDS = 3 * POLL_SECONDS
 _PAUSE_SECONDS = 0.05
 
@@ -42,14 +42,14 @@ IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank reports when a rank has failed, or when it leaves the group."""
+    """The report of one rank, submitted when a rank has failed or when it leaves the group."""
 
     rank: int
     """In the group."""
     state: str
     """IN_A_CALL, IDLE, LEFT or ABORTED."""
     call: Call | None
-    """The call that failed, or the last one that was made."""
+    """The call that failed, or the last call that was made."""
     error: str = ""
 
     @classmethod
@@ -97,7 +97,7 @@ class Statuses:
                 self._exchange.submit(asdict(status))
 
     def has_failure(self) -> bool:
-        """Whether a rank has reported anything but that it leaves."""
+        """Returns True once a rank has reported anything other than that it leaves."""
         if self._is_lost:
             return False
         try:
@@ -155,7 +155,7 @@ def explain(group: str, layout: Layout, report: Report, *, own: RankStatus, time
     statuses = sorted(report.statuses, key=lambda status: status.rank)
     called = f"{own.call}" if own.call else "a call"
     opening = (
-        f"{called} of group {group}, whose timeout is {timeout:g} s, failed on "
+        f"{called} of group {group}, with a timeout of {timeout:g} s, failed on "
         f"{layout.members[layout.rank]}"
     )
     missing = [m for m in layout.members if m.rank not in {s.rank for s in statuses}]
@@ -169,13 +169,13 @@ def explain(group: str, layout: Layout, report: Report, *, own: RankStatus, time
         )
     calls = _ranks_by_call(layout, in_call)
     latest = max((call.sequence for call in calls), default=0)
-    # A rank that is in another call of another number has not called anything different.
+    # A rank in a call of another number is ahead or behind; it has not called anything different.
     numbers = Counter(call.sequence for call in calls)
     if different := [
         f"{calls[call]} called {call}" for call in calls if numbers[call.sequence] > 1
     ]:
         reasons.append(
-            f"the ranks called different things: {'; '.join(different)}; "
+            f"the ranks called different collectives: {'; '.join(different)}; "
             "make every rank call the same operations in the same order"
         )
     for status in statuses:
@@ -191,7 +191,7 @@ def explain(group: str, layout: Layout, report: Report, *, own: RankStatus, time
     first = next((status for status in report.statuses if status.error), None)
     if first is None or not reasons:
         return f"{opening}: {'; '.join(reasons or _first_error(layout, first, calls))}"
-    # The links of the others say that a rank has closed its own, which is not to blame for that.
+    # A rank closes its links because of the failure: do not blame it for what other links report.
     who = "" if first.rank == own.rank else f"{layout.members[first.rank]}: "
     is_told = different or first.state == ABORTED
     return f"{opening}: {'; '.join(reasons)}{'' if is_told else f' ({who}{first.error})'}"
@@ -206,7 +206,7 @@ def _first_error(layout: Layout, first: RankStatus | None, calls: Mapping[Call, 
     return [
         f"{layout.members[first.rank]}{during}: {first.error}",
         *(
-            f"{names} had {'gone on' if call.sequence > last else 'only come'} to {call}"
+            f"{names} had {'gone on' if call.sequence > last else 'only reached'} to {call}"
             for call, names in calls.items()
             if call != first.call
         ),
@@ -249,7 +249,7 @@ class Presence:
         self._connections: dict[int, socket.socket] = {}
 
     def has_gone(self, member: Member) -> bool:
-        """Whether a rank of the group has exited or left. Any thread may call it."""
+        """Returns True if a rank of the group has exited or left. Thread-safe."""
         if _is_own_address_of_another_host(member):
             return False
         connection = self._connections.get(member.rank)
@@ -291,7 +291,7 @@ class Presence:
 
 
 def _is_own_address_of_another_host(member: Member) -> bool:
-    """Whether this host has a member's address too, as of `docker0`, and would answer itself."""
+    """Returns True if this host has the same address, as of `docker0`, and would answer itself."""
     host, _ = member.address
     if is_loopback(host) or member.host == socket.gethostname():
         return False

@@ -1,6 +1,6 @@
 """Who exchanges what: a group's vendors, shards and chunks of a tensor, segments of its memory.
 
-Every rank computes the same from the group's members, so none of this is communicated. Vendors are
+Every rank computes the same layout from the group's members, without communication. Vendors are
 ordered by their lowest rank, the ranks of a vendor by their number.
 """
 
@@ -95,7 +95,7 @@ class Layout:
 
     @cached_property
     def alignment(self) -> int:
-        """A length that is a multiple of this splits into equal shards at every vendor.
+        """A length that is a multiple of this number splits into equal shards at every vendor.
 
         It is 1 if no vendor has a second rank.
         """
@@ -107,7 +107,7 @@ class Layout:
 
     @cached_property
     def inter_vendor_peers(self) -> tuple[int, ...]:
-        """The ranks of other vendors with which this one exchanges shards, ascending."""
+        """The ranks of other vendors with which this rank exchanges shards, ascending."""
         mine = equal_parts(self.alignment, len(self.vendor_ranks))[self.vendor_rank]
         found = [
             self.vendors[vendor][index]
@@ -118,9 +118,9 @@ class Layout:
 
     @cached_property
     def intra_vendor_peers(self) -> tuple[int, ...]:
-        """The ranks before and after this one in its vendor.
+        """The ranks before and after this rank in its vendor.
 
-        If each rank compares with these, all ranks of the vendor have been compared.
+        If each rank compares tags with these two, all ranks of the vendor have been compared.
         """
         return (
             self.vendor_ranks[max(0, self.vendor_rank - 1) : self.vendor_rank]
@@ -129,12 +129,12 @@ class Layout:
 
     @cached_property
     def direct_recv_peers(self) -> dict[int, int]:
-        """By other vendor: the rank that sends this one that vendor's whole partial result."""
+        """By other vendor: its rank that sends this rank the vendor's whole partial result."""
         return {vendor: self.partner(self.rank, vendor) for vendor in self.other_vendors}
 
     @cached_property
     def direct_send_peers(self) -> tuple[int, ...]:
-        """The ranks to which this one sends its vendor's whole partial result."""
+        """The ranks to which this rank sends its vendor's whole partial result."""
         return tuple(r for r in self.remote_ranks if self.partner(r, self.vendor) == self.rank)
 
     @cached_property
@@ -234,10 +234,9 @@ def direct_bytes(layout: Layout, device: torch.device) -> int:
 
 
 def copies_directly(layout: Layout, device: torch.device, nbytes: int) -> bool:
-    """Whether to copy with the fewest steps: small tensors, and on CPUs of one host all.
+    """Returns True where to copy with the fewest steps: small tensors, and any on CPUs of one host.
 
-    The ranks of such a host share its memory, so that a link to another vendor is as fast as one
-    within.
+    The ranks of one host share its memory, so a link to another vendor is as fast as one within.
     """
     is_one_host_of_cpus = device.type == "cpu" and not layout.has_several_hosts
     return is_one_host_of_cpus or nbytes <= direct_bytes(layout, device)
@@ -363,12 +362,12 @@ def merged_bytes(segments: Sequence[Segment]) -> torch.Tensor | None:
 
 
 def same_memory(segment: Segment, other: Segment) -> bool:
-    """Whether both start at the same address."""
+    """Returns True if both start at the same address."""
     return segment[0].data_ptr() + segment[1] == other[0].data_ptr() + other[1]
 
 
 def share_memory(segment: Segment, other: Segment) -> bool:
-    """Whether they have a byte in common."""
+    """Returns True if both have a byte in common."""
     distance = segment[0].data_ptr() + segment[1] - other[0].data_ptr() - other[1]
     return -segment[2] < distance < other[2]
 

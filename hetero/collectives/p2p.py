@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from hetero.collectives.layout import Layout
-from hetero.collectives.links import Links, Transfer
+from hetero.collectives.links import Links
 from hetero.collectives.torch_patches import skip_dynamo
 from hetero.collectives.work import CollectiveWork, SideStream, Worker
 from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
+from hetero.link.base import Work as Transfer
 from hetero.text import counted
 
 OnReceived = Callable[[], None]
@@ -110,7 +111,7 @@ class OwnMessages:
                 posted.work.finish(source=self._rank, end_event=end, stream=self._stream.stream)
 
     def _give_up(self, own: _Posted) -> None:
-        """Raise if the other end is not posted: the thread that would post it is about to wait."""
+        """Raise if the other end is not posted: the thread that would post it is about to block."""
         with self._lock:
             if own not in self._posted:
                 return
@@ -332,7 +333,7 @@ class CpuP2P:
             return not self._closed.is_set() and any(p.accepts(rank) for p in self._posted)
 
     def _match(self, rank: int, tag: int) -> _PostedRecv | None:
-        """The receive posted for this message; None if those of this source have other tags.
+        """Returns the receive posted for this message; None if all of this source have other tags.
 
         Without any receive for this source it waits: the next may be for this message.
         """
@@ -381,7 +382,7 @@ class CpuP2P:
             raise LinkError(_CLOSED)
 
     def _error_of(self, source: int | None) -> BaseException | None:
-        """Why no message of a source, or of any, will come; None if one may."""
+        """Returns why no message of a source, or of any source, will come; None if one may come."""
         if self._closed.is_set():
             return self._why_closed
         if source is not None:
@@ -390,7 +391,7 @@ class CpuP2P:
         return next(iter(self._errors.values())) if all_failed else None
 
     def _cause_of(self, error: BaseException) -> BaseException:
-        """What has ended the group, where a link only fails because of that."""
+        """Returns the error that ended the group, if it did: links then fail because of it."""
         return self._why_closed if self._closed.is_set() else error
 
     def _fail(self, rank: int, error: BaseException) -> None:
@@ -403,7 +404,7 @@ class CpuP2P:
 
 
 def _read(link: Link, posted: _PostedRecv | None, nbytes: int) -> torch.Tensor:
-    """The bytes of a message: in the memory of its receive, if that is of their size."""
+    """Read the bytes of a message, into the memory of its receive if the sizes are equal."""
     fits = posted is not None and posted.memory.numel() == nbytes
     memory = (
         posted.memory if posted and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -25,6 +25,18 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from hetero.collectives.all_gather import all_gather
 from hetero.collectives.all_reduce import all_reduce, all_reduce_sparse, reduce, require_sum
+from hetero.collectives.all_to_all import all_to_all, gather, scatter
+from hetero.collectives.arguments import (
+    as_list,
+    as_options,
+    is_fake,
+    only_list,
+    own_timeout,
+    require_dense,
+    require_matching_numel,
+    require_no_internal_overlap,
+)
+from hetero.collectives.broadcast import broadcast
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.failures import Presence
 from hetero.collectives.layout import (
@@ -36,29 +48,12 @@ from hetero.collectives.layout import (
     split_segments,
     write_back,
 )
-from hetero.collectives.links import (
-    CallContext,
-    Schedule,
-    clone,
-    own_address,
-)
-from hetero.collectives.other import all_to_all, broadcast, gather, scatter
+from hetero.collectives.links import clone, own_address
 from hetero.collectives.reduce_scatter import reduce_scatter
+from hetero.collectives.schedule import Algorithm, CallContext, Schedule
 from hetero.collectives.torch_patches import skip_dynamo, support_ddp
 from hetero.collectives.vendor_library import Reduction, new_library, reduction_for
-from hetero.collectives.work import (
-    Algorithm,
-    CoalescedWork,
-    CollectiveWork,
-    as_list,
-    as_options,
-    is_fake,
-    only_list,
-    profiled,
-    require_dense,
-    require_matching_numel,
-    require_no_internal_overlap,
-)
+from hetero.collectives.work import CoalescedWork, CollectiveWork, profiled
 from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
 from hetero.startup.exchange import Exchange
@@ -79,12 +74,13 @@ class GroupOptions(c10d.Backend.Options):
         return GroupOptions(self.backend, self._timeout)
 
 
+@support_ddp
 @skip_dynamo
 class HeteroProcessGroup(dist.ProcessGroup):
     """A group whose ranks belong to several vendors.
 
-    Each operation comes in all forms in which PyTorch calls it. Arguments that cannot be carried
-    are refused on this rank before anything is sent.
+    Each operation comes in all forms in which PyTorch calls it. Unsupported arguments are refused
+    on this rank before anything is sent.
     """
 
     def __init__(
@@ -95,19 +91,18 @@ class HeteroProcessGroup(dist.ProcessGroup):
         name: str,
         store: dist.Store,
         timeout: timedelta,
-        on_first_crossing: Callable[[Link], None] = lambda _: None,
+        announcement: str = "",
     ) -> None:
-        """Collective. `on_first_crossing` is called with the first link to another vendor."""
+        """Collective. `announcement` is printed once links to other vendors are open."""
         super().__init__(layout.rank, layout.size)
         self._layout, self._presence, self._store = layout, presence, store
-        self._timeout, self._on_first_crossing = timeout, on_first_crossing
+        self._timeout, self._announcement = timeout, announcement
         self._name, self._created_as = name, name
         self._cpu_communicator = self._new_communicator(torch.device("cpu"))
         self._gpu_communicator: Communicator | None = None
         self._connecting = threading.Lock()
         """Held while the GPU's communicator is built: two threads may make its first calls."""
         self._coalescing: list[CollectiveWork] | None = None
-        self._split_counts: Counter[str] = Counter()
         self._description = ""
         self._monitored_barriers = 0
         """So far; numbered alike on all ranks."""
@@ -126,7 +121,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
             device=device,
             timeout=self._timeout,
             presence=self._presence,
-            on_first_crossing=self._on_first_crossing,
+            announcement=self._announcement,
         )
 
     @property
@@ -169,7 +164,19 @@ class HeteroProcessGroup(dist.ProcessGroup):
         root: int | None = None,
         sparse: bool = False,
     ) -> dist.Work:
-        """`results`: those of `tensors` that the call writes on this rank; all if it is None."""
+        """Check the arguments of a call, and run it after the calls before it.
+
+        Args:
+            algorithm: what the call does (schedule.py).
+            operation: its name in errors and tags; differs wherever ranks could not work together.
+            tensors: the result of the handle.
+            opts: torch's options of the operation; `asyncOp` and `timeout` are read here.
+            common: tensors whose dtype and number of elements must be the same on all ranks.
+            results: those of `tensors` that the call writes on this rank; all of them if None.
+            reduction: its name, which must be the same on all ranks.
+            root: in the group; must be the same on all ranks.
+            sparse: True if `algorithm` takes sparse tensors.
+        """
         used = tensors if common is tensors else [*common, *tensors]
         if is_fake(used[0]):
             return self._coalesced(_finished_work(operation, tensors))
@@ -184,6 +191,13 @@ class HeteroProcessGroup(dist.ProcessGroup):
             if not sparse:
                 require_dense(operation, tensor)
         require_no_internal_overlap(operation, tensors if results is None else results)
+        timeout = own_timeout(opts)
+        if timeout not in (None, communicator.timeout) and device.type != "cpu":
+            raise ValueError(
+                f"{operation}: a timeout of {timeout:g} s for one call of GPU tensors is not "
+                f"supported; leave it out, or change the group's, {communicator.timeout:g} s, with "
+                "set_timeout()"
+            )
         if root is not None:
             self._require_rank(operation, "root", root)
         with profiled(operation):
@@ -195,6 +209,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
                 reduction=reduction,
                 root=root,
                 blocking=not getattr(opts, "asyncOp", True),
+                timeout=timeout,
             )
         return self._coalesced(work)
 
@@ -597,7 +612,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), one.dtype, size=self.size())
         if self._gpu_communicator is not None:
             # As with NCCL, a barrier returns after all calls before it are done.
-            self._gpu_communicator.drain()
+            self._gpu_communicator.drain(own_timeout(opts))
 
         def algorithm(context: CallContext) -> Schedule:
             yield from all_reduce(context, one, reduction)
@@ -651,7 +666,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         """Raise the error of this group, if it has failed.
 
         A GPU's call may fail after it has returned. Use its result only after synchronising with
-        the GPU and then calling this.
+        the GPU and then calling `check`.
         """
         for communicator in self._communicators:
             communicator.check()
@@ -678,7 +693,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         # Never the replaced backend's name: C++ would look for that backend in the group.
         return BACKEND
 
-    # PyTorch keeps these in a group's backends, of which this one has none.
+    # PyTorch keeps names and descriptions in a group's backends, of which this group has none.
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -718,7 +733,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> dist.ProcessGroup | None:
-        """A group of some ranks of this one; None if this rank is not among them.
+        """Returns a group of some ranks of this group; None if this rank is not among them.
 
         Every rank of this group calls it, each with the ranks of the group that it will be in.
         """
@@ -726,13 +741,11 @@ class HeteroProcessGroup(dist.ProcessGroup):
         if self.rank() not in ranks:
             return None
         global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
-        # Name it after its ranks. PyTorch's own name contains how many groups a rank is in, and
-        # ranks may differ in that, as in how often they have split this group.
-        names = spans(global_ranks)
-        self._split_counts[names] += 1
-        name = f"{names}, split {self._split_counts[names]} of {self._name}"
+        # Name it after its ranks. PyTorch's own name contains how many groups a rank is in, which
+        # differs between ranks.
+        name = f"{spans(global_ranks)} of {self._name}"
         subgroup: Any = create_subgroup(
-            dist.PrefixStore(f"split {self._split_counts[names]}/{names}/", self._store),
+            dist.PrefixStore("split/", self._store),
             rank=list(ranks).index(self.rank()),
             global_ranks=global_ranks,
             name=name,
@@ -743,10 +756,10 @@ class HeteroProcessGroup(dist.ProcessGroup):
         return subgroup
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """No-op. NCCL has ranks call it that will not be in a split."""
+        """No-op: NCCL requires ranks outside the split to take part; this backend does not."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """No-op. NCCL connects early if a group is bound to a device; links open when needed."""
+        """No-op: NCCL connects early if a group is bound to a device; links open when needed."""
 
     @property
     def supports_coalescing(self) -> bool:
@@ -806,8 +819,8 @@ def _require_subset(ranks: Sequence[int], *, size: int) -> None:
     """Refuse ranks that could never all join the subgroup."""
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
         raise ValueError(
-            f"split_group: the ranks {list(ranks)} are no part of a group of "
-            f"{counted(size, 'rank')}; give some of 0 to {size - 1}, each once"
+            f"split_group: the ranks {list(ranks)} must be ranks of a group of "
+            f"{counted(size, 'rank')}: some of 0 to {size - 1}, each once"
         )
 
 
@@ -831,9 +844,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
     store = BoundedStore(options.store, seconds=options.timeout.total_seconds())
-    with contextlib.ExitStack() as unless_mixed:
+    with contextlib.ExitStack() as cleanup:
         presence = Presence(size=options.group_size, store_host=host_of(options.store))
-        unless_mixed.callback(presence.leave)
+        cleanup.callback(presence.leave)
         planned = backend_options if isinstance(backend_options, str) else "cpu"
         with _building(options.group_id):
             layout = _exchange_identities(
@@ -842,19 +855,18 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         group, error = None, None
         # Where a plan names the vendors, its own lines say what is joined.
         is_planned = isinstance(backend_options, str)
-        announce = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
+        announcement = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
         try:
             if len(layout.vendors) == 1:
                 group = _vendor_group(options, layout)
             else:
-                support_ddp(HeteroProcessGroup)
                 group = HeteroProcessGroup(
                     layout,
                     presence,
                     name=options.group_id or "0",
                     store=options.store,
                     timeout=options.timeout,
-                    on_first_crossing=announce,
+                    announcement=announcement,
                 )
         except Exception as failure:
             error = failure
@@ -870,7 +882,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
             )
         assert group is not None
         if len(layout.vendors) > 1:
-            unless_mixed.pop_all()
+            cleanup.pop_all()  # the group leaves in `shutdown`
         return group
 
 
@@ -882,7 +894,7 @@ def create_subgroup(
     name: str,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """A group for `split_group`, which PyTorch leaves to the group that is split."""
+    """Returns a group for `split_group`, which PyTorch leaves to the group that is split."""
     options = _DistributedBackendOptions()
     options.store, options.timeout, options.group_id = store, timeout, name
     options.group_rank, options.group_size = rank, len(global_ranks)
@@ -910,10 +922,9 @@ def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
 
 
 def is_active() -> bool:
-    """Whether a group of this process was made by the backend `hetero`.
+    """Returns True if a group of this process was made by the backend `hetero`.
 
-    False before the first group is made, and where another backend makes all of them: such groups
-    cross no vendors.
+    False before the first group is made, and where another backend makes all groups.
     """
     if not dist.is_available():
         return False
@@ -921,13 +932,14 @@ def is_active() -> bool:
     return any("hetero" in str(config) for config in configs)
 
 
-def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> Callable[[Link], None]:
-    """Say of the first group which ranks it has, at once or with its first link across vendors.
+def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> str:
+    """Prints the first group's ranks and transport.
 
-    Returns what is to be called with that link, on every rank.
+    Deferred until the first cross-vendor link opens: the line to print then is returned, without
+    the transport. It is empty if there is nothing to print.
     """
     if is_silent or layout.rank != 0 or layout.size == 1 or is_active():
-        return lambda _: None
+        return ""
     if LAUNCHER_VARIABLE not in os.environ:
         for sentence in unknown_variables(os.environ):
             print_line(f"hetero: warning: {sentence}")
@@ -938,12 +950,8 @@ def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> Callable[[
     if len(layout.vendors) == 1:
         library = "nccl" if torch.cuda.is_available() else "gloo"
         print_line(f"{text} over {library}")
-        return lambda _: None
-
-    def announce(link: Link) -> None:
-        print_line(f"{text} over {link.transport}")
-
-    return announce
+        return ""
+    return text
 
 
 @contextlib.contextmanager
@@ -963,7 +971,7 @@ def _exchange_identities(
     planned_vendor: str,
     presence: Presence,
 ) -> Layout:
-    """Every member's host, vendor and address. If one cannot tell its own, all fail."""
+    """Exchange every member's host, vendor and address. If one cannot find its own, all fail."""
     global_rank = global_ranks[options.group_rank]
     own: dict[str, Any] = {"host": socket.gethostname()}
     try:

@@ -20,7 +20,7 @@ from hetero.collectives.layout import (
     row_spans,
     share_memory,
 )
-from hetero.collectives.links import CallContext, P2PBatch, Schedule, overlapped
+from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, overlapped
 from hetero.collectives.vendor_library import LibraryWork, Reduction, combine_in_order
 
 
@@ -29,7 +29,7 @@ def reduce_scatter(
 ) -> Schedule:
     """Reduce every rank's `flat`, a table of rows, and leave row r at rank r in `result`.
 
-    The rows for another vendor are first reduce-scattered within this one, whose ranks then each
+    The rows for another vendor are first reduce-scattered within this vendor, whose ranks then each
     send what they have.
     """
     length = result.numel()
@@ -122,7 +122,7 @@ class _Chunk:
         self._own = table[context.layout.rank]
         self._own_work: LibraryWork | None = None
         self._works: list[LibraryWork] = []
-        """What writes the partial results for other vendors."""
+        """The library's work that writes the partial results for other vendors."""
         self._received: dict[int, torch.Tensor] = {}
         self._batch = P2PBatch(context)
 
@@ -148,7 +148,7 @@ class _Chunk:
         yield from ()
 
     def exchange(self) -> Schedule:
-        """Send the partial results of other ranks' rows, and receive those of this rank's."""
+        """Send the partial results of other ranks' rows, and receive those of this rank's row."""
         for work in self._works:
             work.wait()
         layout, length = self._context.layout, len(self._result)

@@ -30,10 +30,11 @@ def skip_dynamo(cls: _Class) -> _Class:
     return cls
 
 
-def support_ddp(group_type: type[Any]) -> None:
-    """Have DistributedDataParallel's errors reach every rank of a group. Idempotent."""
+def support_ddp(cls: _Class) -> _Class:
+    """Class decorator: have DistributedDataParallel's errors reach every rank of such a group."""
     _keep_join_work_alive()
-    _abort_where_models_differ(group_type)
+    _abort_where_models_differ(cls)
+    return cls
 
 
 def _abort_where_models_differ(group_type: type[Any]) -> None:

@@ -142,7 +142,7 @@ def combine_in_order(
 
 
 def reduction_for(op: Any, dtype: torch.dtype, *, size: int, on_cpu: bool = True) -> Reduction:
-    """How to compute `op` for tensors of `dtype`. NotImplementedError if it does not exist."""
+    """Returns how to compute `op` for tensors of `dtype`; NotImplementedError if it cannot be."""
     kind = hash(op)
     if kind == _PREMUL_SUM and (dtype in _FLOATS or dtype in _COMPLEX):
         return Reduction("PREMUL_SUM", "SUM", size, factor=_factor(op))
@@ -191,7 +191,7 @@ _CONNECT = timedelta(seconds=20)
 
 
 def new_library(device_type: str, store: dist.Store, layout: Layout, *, timeout: timedelta) -> Any:
-    """The c10d backend of the ranks of this one's vendor. On a CPU, collective over them."""
+    """Create the c10d backend of this rank's vendor. On a CPU, collective over its ranks."""
     rank, size = layout.vendor_rank, len(layout.vendor_ranks)
     if device_type == "cpu":
         try:
@@ -267,7 +267,7 @@ class LibraryWork:
 
 
 class VendorLibrary:
-    """What the algorithms call of a vendor's library. A root is a rank within the vendor."""
+    """The operations of a vendor's library for algorithms. A root is a rank within the vendor."""
 
     def __init__(
         self, backend: Any, *, timeout: timedelta, check_abort: Callable[[], None] | None

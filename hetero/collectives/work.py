@@ -1,4 +1,4 @@
-"""A call of a group: its name, its arguments, its handle, and the stream and thread it runs on."""
+"""A call of a group: its name, its handle, and the stream and thread it runs on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import queue
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,16 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hetero.collectives.links import CallContext, P2PBatch, Schedule
+from hetero.collectives.schedule import Algorithm, CallContext, P2PBatch
 from hetero.collectives.torch_patches import skip_dynamo
 from hetero.device.gpu import require_no_capture
 from hetero.errors import LinkError
-from hetero.text import counted
 
 _HASH_MULTIPLIER = 2654435761
 """Knuth's; odd, so that different sequence numbers give different tags."""
@@ -83,96 +79,6 @@ class Call:
         return cls(**{**values, "shape": tuple(values["shape"])})
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has no memory, as under FakeTensorMode or on the device `meta`.
-
-    Calls of such tensors do nothing, as over PyTorch's groups.
-    """
-    return tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor))
-
-
-def as_list(tensors: Any) -> list[torch.Tensor]:
-    """A tensor, or each of several, with memory that the call can use."""
-    several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-    return [tensor if type(tensor) is torch.Tensor else _with_memory(tensor) for tensor in several]
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What a functional collective has returned, once that is done; any other tensor as it is.
-
-    A wrapper has no memory of its own, and only PyTorch's own groups dispatch to its class.
-    """
-    if isinstance(tensor, FakeTensor) or not is_traceable_wrapper_subclass(tensor):
-        return tensor
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.trigger_wait()
-    raise ValueError(
-        f"a {type(tensor).__name__} has no memory that could be carried; give the tensors in it, "
-        "such as to_local()"
-    )
-
-
-def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    """Options of an operation from what a caller passes: those, or a reduction, a root, a timeout.
-
-    PyTorch's groups take either form, by position and by name.
-    """
-    if given and type(given[0]) is kind:
-        return given[0]
-    options = kind()
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
-    for value in (*given, *named.values()):
-        if isinstance(value, (c10d.ReduceOp, c10d.ReduceOp.RedOpType)):
-            options.reduceOp = value
-        elif isinstance(value, timedelta):
-            options.timeout = value
-        elif isinstance(value, int):
-            options.rootRank = value
-        elif value is not None:
-            return value
-    return options
-
-
-def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in a list of one list of them, or in one list: PyTorch's groups take either."""
-    if not lists or isinstance(lists[0], torch.Tensor):
-        return as_list(lists)
-    return as_list(lists[0])
-
-
-def require_dense(operation: str, tensor: torch.Tensor) -> None:
-    """Refuse values that do not lie in memory as they are, before anything is sent."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")
-
-
-def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse to write to tensors whose elements share memory, before anything is sent."""
-    for tensor in tensors:
-        if tensor.is_sparse or tensor.is_contiguous():
-            continue
-        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{operation}: elements of a tensor {list(tensor.shape)} that takes the result lie "
-                "in one place, as expand() puts them; give it contiguous()"
-            )
-
-
-def require_matching_numel(
-    operation: str, *, small: torch.Tensor, large: torch.Tensor, size: int
-) -> None:
-    if small.numel() * size != large.numel() or small.dtype != large.dtype:
-        raise ValueError(
-            f"{operation}: {counted(large.numel(), 'element')} of {large.dtype} do not hold "
-            f"{small.numel()} of {small.dtype} for each of {counted(size, 'rank')}; make the "
-            f"larger {size} times the smaller"
-        )
-
-
 @cache
 def _stream_of(handle: int, index: int) -> torch.cuda.Stream:
     return torch.cuda.current_stream(index)
@@ -205,7 +111,7 @@ class SideStream:
 
     It waits for what the caller's stream held before the call; `wait()` on the call's handle has
     the caller's stream wait for the call. A call for which its caller waits at once runs on the
-    caller's own stream. One call uses it at a time. On a CPU all of this is a no-op.
+    caller's own stream. One call uses it at a time. On a CPU every method is a no-op.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -254,12 +160,12 @@ class SideStream:
             event.wait(self.stream)
 
     def as_current(self) -> AbstractContextManager[None]:
-        """A context in which this is the current stream."""
+        """A context in which the side stream is the current stream."""
         return nullcontext() if self.stream is None else self._context
 
 
 _GRACE_SECONDS = 10.0
-"""A handle outlives its call's own timeout by this, because that one's error names the culprit."""
+"""Added to a call's timeout by whoever waits for its handle: the call's error names the culprit."""
 
 
 @skip_dynamo
@@ -275,11 +181,11 @@ class CollectiveWork(dist.Work):
     _held: list[Any] | None = None
     _is_finished = False
     timed_out = False
-    """Whether a `wait()` has lasted for the whole timeout of the call in vain."""
+    """Whether a `wait()` has failed after the whole timeout of the call."""
     before_blocking: Callable[[], None] | None = None
     """Raises where nobody could end the call while its caller waits."""
     _finished_event: threading.Event | None = None
-    """Created by the first that has to block: most calls are finished before anyone waits."""
+    """Created by the first thread that has to block: most calls are finished before that."""
     _error: BaseException | None = None
     _finished_future: torch.futures.Future[list[torch.Tensor]] | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -296,8 +202,8 @@ class CollectiveWork(dist.Work):
     ) -> None:
         """`what` is formatted in errors only; `grace` is added to `timeout` in `wait()`."""
         super().__init__()
-        self._what, self._tensors, self._timeout, self._group = what, tensors, timeout, group
-        self._grace = grace
+        self._what, self._tensors, self._group = what, tensors, group
+        self.timeout, self._grace = timeout, grace
         self._lock = threading.Lock()
 
     def finish(
@@ -309,7 +215,7 @@ class CollectiveWork(dist.Work):
         stream: torch.cuda.Stream | None = None,
         held: list[Any] | None = None,
     ) -> None:
-        """`end_event` follows the call's work if that is on another `stream` than the caller's.
+        """`end_event` follows the call's work if `stream`, its stream, is not the caller's.
 
         `held`: what keeps the call's tensors alive; `wait()` empties it, as with NCCL: what the
         waiting stream does next may use their memory.
@@ -329,8 +235,10 @@ class CollectiveWork(dist.Work):
         self.finish(self.named(error))
 
     def named(self, error: BaseException) -> BaseException:
-        """The error of a link or of a wait for a peer, which knows no message, with this one's
-        name. A group's own names its rank and call."""
+        """Add the name of this message to an error of a link or of a wait for a peer.
+
+        An error of the group names its rank and call already.
+        """
         if not isinstance(error, LinkError) or isinstance(error, CollectiveError):
             return error
         named = LinkError(f"{self._what} in group {self._group} failed: {error}")
@@ -360,9 +268,9 @@ class CollectiveWork(dist.Work):
                 return
             if self._finished_event is None:
                 self._finished_event = threading.Event()
-        bounded = 0 < seconds < self._timeout
-        if not self._finished_event.wait(seconds if bounded else self._timeout + self._grace):
-            limit = seconds if bounded else self._timeout
+        bounded = 0 < seconds < self.timeout
+        if not self._finished_event.wait(seconds if bounded else self.timeout + self._grace):
+            limit = seconds if bounded else self.timeout
             self.timed_out |= not bounded
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
@@ -553,11 +461,8 @@ class CoalescedWork(CollectiveWork):
         return futures.then(self._result_or_raise)
 
 
-Algorithm = Callable[[CallContext], Schedule]
-
-
 class RunningCall:
-    """A call and how far its schedule has come: one thread may start it and another finish it."""
+    """A call and its started algorithm: one thread may start it and another finish it."""
 
     __slots__ = (
         "_context",
@@ -576,12 +481,12 @@ class RunningCall:
         self.call, self.work, self.algorithm = call, work, algorithm
         self.is_started = False
         self.in_inference_mode = any(map(torch.Tensor.is_inference, work.result()))
-        """Whether its tensors are of inference mode, which is not that of another thread."""
+        """Whether its tensors are of inference mode, which another thread has to enter first."""
         self._context, self._schedule = context, algorithm(context)
         self._pending: P2PBatch | None = None
 
     def progress(self, *, blocking: bool) -> bool:
-        """Run it until it is done, or without `blocking` until a peer must come; whether done."""
+        """Run it to its end, or without `blocking` to the first wait; returns True at its end."""
         self._context.may_block = blocking
         if not self.is_started:
             self.is_started = True

@@ -29,7 +29,7 @@ _TORCH = {
 
 
 def exists(name: str, dtype: torch.dtype) -> bool:
-    """Whether a reduction means something for a dtype."""
+    """Returns True if a reduction is defined for a dtype."""
     if dtype is torch.bool:
         return name not in ("AVG", "PREMUL_SUM")
     if dtype in INTEGERS:

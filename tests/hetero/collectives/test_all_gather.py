@@ -10,7 +10,8 @@ import torch
 
 from hetero.collectives.all_gather import all_gather
 from hetero.collectives.layout import Layout, Member, split_segments
-from hetero.collectives.links import CallContext, Message
+from hetero.collectives.schedule import CallContext
+from hetero.link.ring_exchange import Message
 
 ROW_BYTES = 1 << 20
 """So large that a table of rows goes in shards between hosts, and so small that in one chunk."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hetero.collectives.all_reduce import all_reduce
 from hetero.collectives.layout import CHUNK_BYTES, Layout, Member
-from hetero.collectives.links import Message
 from hetero.collectives.vendor_library import reduction_for
+from hetero.link.ring_exchange import Message
 
 
 class Peer:

@@ -76,8 +76,8 @@ def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], 
         elif side.rank == 2:
             dist.recv(number, src=0)
         whole.set_timeout(timedelta(seconds=9))
-        deadlines += [link.description.timeout for link in whole.links()]
         dist.barrier()
+        deadlines += [link.description.timeout for link in whole.links()]
         side.say(f"{number_of_group}/{side.rank}")
         for rank in range(side.size):
             side.hear(f"{number_of_group}/{rank}")

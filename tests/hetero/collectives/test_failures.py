@@ -57,6 +57,8 @@ def fail_in_every_way(side: Side) -> dict[str, str]:
         other_order,
         absent,
         late_to_the_next_call,
+        later_than_the_call_may_take,
+        later_than_other_calls_may_take,
         aborted,
         refused,
     )
@@ -195,6 +197,33 @@ def test_an_abort_ends_the_others(told):
     for rank, cases in enumerate(told):
         assert cases["aborted"].startswith("CollectiveError"), f"rank {rank}: {cases['aborted']}"
     assert "was aborted" in told[0]["aborted"]
+
+
+def later_than_the_call_may_take(side, group):
+    """A rank comes within the group's timeout, but not within that of the call."""
+    if side.rank == 1:
+        time.sleep(1.5)
+    group.allreduce([torch.ones(8)], dist.ReduceOp.SUM, timedelta(seconds=0.5)).wait()
+
+
+def test_a_call_that_exceeds_its_own_timeout_fails_with_that_timeout(told):
+    for rank in (0, 2, 3):
+        text = told[rank]["later_than_the_call_may_take"]
+        assert "all_reduce (SUM, float32 [8]) as number 2" in text, f"rank {rank}: {text}"
+        assert "with a timeout of 0.5 s, failed" in text, f"rank {rank}: {text}"
+
+
+def later_than_other_calls_may_take(side, group):
+    if side.rank == 1:
+        time.sleep(SHORT.total_seconds() + 0.5)
+    tensor = torch.ones(8)
+    group.broadcast([tensor], 0, timedelta(seconds=30)).wait()
+    dist.all_reduce(tensor, group=group)
+    assert {link.description.timeout for link in group.links()} == {SHORT.total_seconds()}
+
+
+def test_a_call_may_have_a_longer_timeout_than_those_after_it(told):
+    assert {cases["later_than_other_calls_may_take"] for cases in told} == {"nothing"}
 
 
 def test_what_is_not_supported_is_refused_on_every_rank(told):
@@ -472,7 +501,7 @@ def test_a_rank_that_says_nothing_is_named_with_its_host():
     text = explained(status(0), status(1))
     assert "rank 6 on host2 did not report" in text
     assert (
-        "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp, whose timeout is 30 s, failed"
+        "all_reduce (SUM, float32 [4, 2]) as number 7 of group dp, with a timeout of 30 s, failed"
         in text
     )
 
@@ -626,7 +655,7 @@ def test_a_rank_that_had_gone_on_to_the_next_call_did_not_call_something_else():
 def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():
     text = explained(status(0), status(1, replace(CALL, sequence=6)))
     assert "rank 6 on host2 did not report" in text
-    assert "different things" not in text
+    assert "different collectives" not in text
 
 
 @pytest.mark.parametrize("is_connected", [True, False])

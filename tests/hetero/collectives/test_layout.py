@@ -1,11 +1,9 @@
-"""Who exchanges which part with whom for any numbers of ranks, and in which chunks and order."""
+"""Who exchanges which part with whom for any numbers of ranks, and in which chunks."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from hetero.collectives.layout import (
     overlaps,
     shared_pieces,
 )
-from hetero.collectives.links import overlapped
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import (
     THREE_AND_ONE,
@@ -184,30 +181,6 @@ def test_columns_are_cut_where_steps_within_a_vendor_can_overlap_with_a_transfer
 def test_gpus_reduce_in_quarters_of_128_to_512_mib(total: int, chunk: int) -> None:
     spans = chunk_spans(layout("na"), GPU, total * MIB, element_size=1)
     assert len(spans[0]) == chunk * MIB
-
-
-@given(st.integers(0, 7), st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_each_chunk_s_steps_come_in_order_and_by_so_many_chunks_later(
-    count: int, gaps: list[int]
-) -> None:
-    lags = [sum(gaps[:number]) for number in range(len(gaps))]
-    done: list[tuple[int, int]] = []
-
-    def step(number: int) -> Any:
-        def run(chunk: int) -> Iterator[Any]:
-            done.append((chunk, number))
-            yield from ()
-
-        return run
-
-    list(overlapped(range(count), [(lag, step(n)) for n, lag in enumerate(lags)]))
-    assert sorted(done) == [(chunk, n) for chunk in range(count) for n in range(len(lags))]
-    place = {entry: position for position, entry in enumerate(done)}
-    for chunk in range(count):
-        assert [n for c, n in done if c == chunk] == list(range(len(lags)))
-        for number, lag in enumerate(lags):
-            if chunk + lag < count:
-                assert place[chunk + lag, 0] < place[chunk, number] or lag == 0
 
 
 @pytest.mark.parametrize(

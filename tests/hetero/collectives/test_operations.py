@@ -387,7 +387,7 @@ def _handles(side: Side) -> None:
 
 
 def check_empty(side: Side) -> None:
-    """Nothing to bring is no reason to hang."""
+    """Empty inputs must not hang."""
     dist.all_reduce(torch.zeros(0))
     dist.broadcast(torch.zeros(0), src=0)
     outputs = [torch.zeros(0) for _ in range(side.size)]

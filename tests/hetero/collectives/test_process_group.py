@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives import process_group
+from hetero.collectives.layout import Layout, Member
 from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.startup import identity
 from hetero.startup.store import BoundedStore
@@ -180,10 +181,10 @@ def split_wrongly(side: Side) -> list[object]:
 
 def test_a_part_with_ranks_that_do_not_exist_is_refused_and_later_ones_are_built() -> None:
     by_rank = values(run_ranks(split_wrongly, TWO_AND_TWO, patience=60))
-    refusal = "split_group: the ranks [0, 7] are no part of a group of 4 ranks; give some of 0 to 3"
+    refusal = "split_group: the ranks [0, 7] must be ranks of a group of 4 ranks: some of 0 to 3"
     assert by_rank[0][0] == by_rank[3][0] == f"{refusal}, each once"
     assert by_rank[1][0] == by_rank[2][0] == [1, 2]
-    assert all("the ranks [-1, 3] are no part" in found[1] for found in by_rank)
+    assert all("the ranks [-1, 3] must be ranks of" in found[1] for found in by_rank)
     assert by_rank[0][2] == by_rank[2][2] == [0, 2]
     assert all("duplicate ranks" in by_rank[rank][2] for rank in (1, 3))
     assert [found[4] for found in by_rank] == [[0, 3], None, None, [0, 3]]
@@ -246,6 +247,27 @@ def call_without_options(side: Side) -> None:
     group.allreduce([total], op=op).wait()
     group.broadcast(copied, root=0).wait()
     assert_same([total, copied], [largest, inputs[0]], "by name")
+
+
+def test_a_timeout_of_one_call_is_refused_on_a_gpu_unless_it_is_that_of_the_group() -> None:
+    gpu = mock.MagicMock(type="cuda")
+    gpu.__ne__.return_value = False
+    communicator = mock.Mock(device=gpu, timeout=60.0)
+    members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
+    presence: Any = None
+    with mock.patch.object(HeteroProcessGroup, "_new_communicator", return_value=communicator):
+        group: Any = HeteroProcessGroup(
+            Layout(members, 0),
+            presence,
+            name="0",
+            store=dist.HashStore(),
+            timeout=timedelta(seconds=60),
+        )
+    with pytest.raises(ValueError, match=r"broadcast: a timeout of 5 s .* the group's, 60 s, with"):
+        group.broadcast([torch.ones(1)], 0, timedelta(seconds=5))
+    assert not communicator.run.called
+    group.broadcast([torch.ones(1)], 0, timedelta(seconds=60))
+    assert communicator.run.call_args.kwargs["timeout"] == 60.0
 
 
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
