@@ -1,4 +1,4 @@
-"""The interface that every transport implements, and what they share.
+"""The interface that every transport implements, and what the transports share.
 
 A link connects two ranks and carries tensors both ways. The directions are independent; each
 delivers every message once and in order. `send` and `recv` return a handle at once. Nothing blocks
@@ -27,14 +27,14 @@ class LinkDescription:
     rank: int
     peer: int
     secret: str
-    """Of both ends: it proves to each that the other belongs to the link."""
+    """A secret of both ends, which proves to each that the other belongs to the link."""
     timeout: float
     """Seconds before a blocked transfer is an error."""
     stage: int | None = None
     peer_stage: int | None = None
     """Pipeline stages; None without a pipeline."""
     is_boundary: bool = False
-    """Whether it joins two meshes of a plan."""
+    """True if the link joins two meshes of a plan."""
 
     def __str__(self) -> str:
         ends = ((self.rank, self.stage), (self.peer, self.peer_stage))
@@ -70,25 +70,25 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether the transfer has ended, in success or not. Never blocks."""
+        """Returns whether the transfer has ended, with or without an error. Never blocks."""
 
 
 class Link(ABC):
     """One rank's end of a connection to one peer."""
 
     transport: str
-    """Its name for `--hetero-transport`."""
+    """The name of the transport for `--hetero-transport`."""
     detail: str = ""
-    """For the log: how it works on this machine."""
+    """For the log: how the link works on this machine."""
     passed_over: tuple[str, ...] | None = None
     """Why each faster path of a family was not taken; None where a single path was named."""
     device: torch.device | None = None
-    """Where its tensors are; None for any."""
+    """The device of the tensors; None for any."""
     cut_rail: Callable[[int], None] | None = None
-    """Cuts one of several rails, as a pulled cable does, for tests of failover; None where a rail
+    """Cuts one of several rails, as a pulled cable does, for tests of failover; None if a rail
     cannot be cut alone."""
     receives_ahead: bool = True
-    """Whether a receive may be posted long before its tensor arrives, at no cost meanwhile."""
+    """True if a receive may be posted long before its tensor arrives, at no cost meanwhile."""
 
     def __init__(self, description: LinkDescription) -> None:
         self.description = description
@@ -100,7 +100,7 @@ class Link(ABC):
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
         """Send a tensor of any shape, dtype and strides. Do not change its memory before `wait()`.
 
-        The receiver must pass the same `tag`, a number of 32 bits, or both ends fail.
+        The receiver must pass the same `tag`, an integer of 32 bits, or both ends fail.
         """
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Link(ABC):
         self.counters = LinkCounters()
 
     def choice(self) -> str:
-        """For the log: which path of a family was taken, and why no faster one."""
+        """For the log: the path of a family that was taken, and why no faster one was."""
         reasons = "; ".join(self.passed_over or ()) or "the fastest there is"
         detail = f", {self.detail}" if self.detail else ""
         return f"{self.description}: {self.transport}{detail} ({reasons})"
@@ -189,7 +189,7 @@ class Link(ABC):
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Raises LinkError where the system gives no thread."""
+    """Start a thread. Raises LinkError if the system refuses it."""
     try:
         thread.start()
     except RuntimeError as error:

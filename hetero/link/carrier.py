@@ -1,4 +1,4 @@
-"""What carries a ring link from one host to another: rails, and the connections beside them.
+"""The rails of a ring link between two hosts, and the connections beside them.
 
 The rings at either end are connected by a carrier, a thread in C (hetero/native/carrier.c) that
 sends over the rails. A control connection beside them says which rail is lost, why an end has
@@ -53,14 +53,14 @@ _SEND_TIMEOUT = struct.pack("ll", 5, 0)
 _JOIN_SECONDS = 15.0
 """Longer than the longest step of a monitor's thread: what that uses is freed after the join."""
 _DRAIN_SECONDS = 10.0
-"""How long after a peer's end what it sent before may arrive: the last credit, for one. A packet
+"""The time after a peer's end for what it sent before, such as the last credit, to arrive. A packet
 that is lost five times in a row takes 6 s."""
 _ANSWER_SECONDS = 5.0
-"""How long a peer may take to report that it has stopped a rail too or, if that is why the rail was
-lost, that it has closed the link."""
+"""The time for a peer to report that it has stopped a rail too or, if the rail was lost by that,
+that it has closed the link."""
 _SLICE_SECONDS = 0.1
 _CREDIT_SECONDS = 5.0
-"""How long closing waits for the last credits to be sent."""
+"""The time that closing waits for the last credits to be sent."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RingMemory:
     """The carrier's address of the sending ring, which the receiving one follows."""
     rings_on_device: int
     reads_back: bool = False
-    """Whether a NIC's writes are visible to the device only after a read-back."""
+    """True if a NIC's writes are visible to the device only after a read-back."""
     is_gpu_memory: bool = False
     dmabuf: tuple[int, int] = (-1, 0)
     """Descriptor and offset of the rings' dma-buf; -1 without one."""
@@ -324,15 +324,15 @@ class Control:
 
 @dataclass
 class RailState:
-    """What both ends have reported of a rail."""
+    """The state of a rail, as both ends have reported it."""
 
     name: str
     live: bool = True
     peer_has_stopped: bool = False
     loss: str = ""
-    """Why it was lost."""
+    """Why the rail was lost."""
     is_reported: bool = False
-    """Whether its loss is certain, rather than the end of the peer."""
+    """True if the loss is certain, rather than the end of the peer."""
 
 
 class RailMonitor:
@@ -353,7 +353,7 @@ class RailMonitor:
         name: str,
         peer: int,
     ) -> None:
-        """`remote` is this end's copy of the peer's state; its error flag breaks the link."""
+        """`remote` is this end's copy of the peer's state; its error flag fails the link."""
         self._carrier = carrier
         self._control = control
         self._rails = [RailState(name) for name in rails]
@@ -373,12 +373,12 @@ class RailMonitor:
         start_thread(self._thread)
 
     def peer_has_ended(self) -> bool:
-        """Whether the peer has ended or closed the link. What it sent before has arrived."""
+        """Returns whether the peer has ended or closed the link, and all it sent has arrived."""
         return self._peer_has_ended
 
     def send_fault(self, reason: str) -> None:
         """Send this end's error to the peer. From any thread."""
-        # If it fails the peer has ended, and has no link left to break.
+        # If it fails, the peer has ended and needs no error.
         with contextlib.suppress(OSError):
             self._send({"fault": reason})
 
@@ -506,7 +506,7 @@ class RailMonitor:
             self._retransmit(index)
 
     def _loss(self, index: int) -> str:
-        """What was lost and what is left. To users a rail is a pair of NICs."""
+        """Describe what was lost and what is left. To users a rail is a pair of NICs."""
         lost = self._rails[index]
         names = list(dict.fromkeys(rail.name for rail in self._rails))
         live = {rail.name for rail in self._rails if rail.live}

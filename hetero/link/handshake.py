@@ -30,19 +30,19 @@ from hetero.startup.store import BoundedStore, as_link_error
 _TOKEN_BYTES = 32
 _CONFIRMATION = b"\0"
 _TOKEN_SECONDS = 10.0
-"""To connect once, and for the token of either side to arrive."""
+"""The time for one attempt to connect, and for the token of either side to arrive."""
 _LENGTH = struct.Struct("<I")
 _MAX_JSON_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What one end of a link needs to find and authenticate the other."""
+    """The parameters with which one end of a link finds and authenticates the other."""
 
     store: BoundedStore
     description: LinkDescription
     name: str
-    """The same at both ends; unique in the job."""
+    """The name of the link: equal at both ends, unique in the job."""
     timeout: float = 120.0
     """Seconds to wait for the other end."""
     check_abort: Callable[[], None] = lambda: None
@@ -50,7 +50,7 @@ class Rendezvous:
 
     @property
     def listens(self) -> bool:
-        """Of the two ends, that of the lower rank listens, and the other one calls it."""
+        """True at the end of the lower rank, which listens; the other end connects."""
         return self.description.rank < self.description.peer
 
     @property
@@ -83,7 +83,7 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 def receive_json(connection: socket.socket) -> dict[str, Any]:
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_JSON_BYTES:
-        raise ConnectionError("the peer sent something that is no part of this protocol")
+        raise ConnectionError("the peer sent a message that does not belong to this protocol")
     return dict(json.loads(receive_exactly(connection, length)))
 
 
@@ -143,7 +143,7 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
 
 
 def _authenticates(connection: socket.socket, rendezvous: Rendezvous) -> bool:
-    """Whether it is the peer's."""
+    """Returns whether a connection is the peer's."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     connection.settimeout(_TOKEN_SECONDS)
     try:
@@ -154,7 +154,7 @@ def _authenticates(connection: socket.socket, rendezvous: Rendezvous) -> bool:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the process at the other end has closed the connection or died. Never blocks."""
+    """Returns whether the peer's process has closed the connection or died. Never blocks."""
     poller = select.poll()
     poller.register(connection, select.POLLIN | select.POLLHUP)
     return any(connection.recv(1, socket.MSG_PEEK) == b"" for _ in poller.poll(0))

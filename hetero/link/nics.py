@@ -24,7 +24,7 @@ from hetero.startup.addresses import interface_address
 
 INFINIBAND, ROCE = "InfiniBand", "RoCE"
 _KIND_ROCE, _KIND_INFINIBAND = "RoCE v2", "IB/RoCE v1"
-"""As sysfs writes the type of a GID."""
+"""The types of a GID, as sysfs writes them."""
 _SUBNET_PREFIX = len("fe80:0000:0000:0000")
 _ACTIVE = 4
 """IBV_PORT_ACTIVE."""
@@ -97,20 +97,20 @@ class Port:
     kind: str
     """INFINIBAND or ROCE, which cannot be mixed on a rail."""
     gid: str
-    """In eight groups."""
+    """The address of the port, in eight groups of hexadecimal digits."""
     gid_index: int
     lid: int
     mtu: int
     """An enum ibv_mtu: a larger number is a larger packet."""
     max_message: int
     network: str
-    """Its IP network or InfiniBand subnet prefix; empty if unknown."""
+    """The IP network or InfiniBand subnet prefix of the port; empty if unknown."""
 
     def __str__(self) -> str:
         return f"{self.device}:{self.number}"
 
     def needs_route_to(self, other: Port) -> bool:
-        """Whether packets need a global route header: not within one InfiniBand subnet."""
+        """Returns whether packets need a global route header: not within one InfiniBand subnet."""
         return self.kind != INFINIBAND or self.network != other.network
 
 
@@ -137,7 +137,7 @@ def libibverbs_missing() -> str | None:
 
 
 def nearest_devices(gpu: PciDevice | None, *, sys_root: Path = SYS) -> tuple[str, ...]:
-    """All devices nearest to the GPU; without a GPU all devices."""
+    """All RDMA devices nearest to the GPU; without a GPU, all of them."""
     devices = rdma_devices(sys_root=sys_root)
     if gpu is None or not devices:
         return tuple(device.name for device in devices)
@@ -199,7 +199,7 @@ class Gid:
 
     index: int
     kind: str
-    """As sysfs writes it."""
+    """The type of the GID, as sysfs writes it."""
     address: ipaddress.IPv6Address
 
 

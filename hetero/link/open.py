@@ -36,14 +36,14 @@ from hetero.startup.store import ANSWER_SECONDS, BoundedStore, as_link_error, ho
 _log = logging.getLogger(__name__)
 _PREFIX = "hetero/connect"
 _MAX_TIMEOUT = 2_000_000
-"""Seconds, 23 days, that a longer one counts as: a socket's has 31 bits of milliseconds."""
+"""Seconds (23 days) to which a timeout is clamped: a socket's has 31 bits of milliseconds."""
 _ON_CPU = "the tensors are on a CPU"
 _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
 _CHUNK_BYTES = {"shm": 4 << 20, "verbs": 2 << 20, "verbs-host": 2 << 20, "tcp": 1 << 20}
-"""Handing a chunk over costs microseconds: little beside a copy by the host, much beside one of a
-device, for which `ipc` has chunks of half a ring."""
+"""The default chunk of each path. Passing on a chunk costs microseconds: little compared with a
+copy by the host, much compared with one by a device, for which `ipc` has chunks of half a ring."""
 _RINGS_OF_GPUS = 4
-"""How many times larger rings in GPUs' memory are. No CPU makes room in them for what fits, and
+"""The factor by which rings in GPUs' memory are larger: no CPU has to free what fits in them, and
 their copies are large enough for one stream a direction."""
 _PROBE_SECONDS = 20.0
 PROBE_SIZES = (1, (2 << 20) + 1, 6 << 20)
@@ -58,8 +58,8 @@ class ChannelOptions:
     """A user's settings for a link: the same at both ends, except the NICs."""
 
     ring_bytes: int = 64 << 20
-    """Memory of one link, for both directions; the rings have whole pages. Its only buffers.
-    `ipc` takes four times as much, half of it in each GPU."""
+    """Memory of one link for both directions, in whole pages: a link has no other buffers. `ipc`
+    takes four times as much, half of it in each GPU."""
     chunk_bytes: int | None = None
     """The largest chunk; None for the path's default."""
     checksum: bool = False
@@ -68,10 +68,10 @@ class ChannelOptions:
     nics: Nics = LOOPBACK
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values with which nothing could move."""
+        """Raises ValueError, with all values that are out of range."""
         chunk_bytes = 1 if self.chunk_bytes is None else self.chunk_bytes
         problems = [
-            f"{name} {value!r} is no whole number from {least} to {most}"
+            f"{name} {value!r} must be an integer between {least} and {most}"
             for name, value, least, most in (
                 ("ring_bytes", self.ring_bytes, 2 * PAGE, _MOST_BYTES),
                 ("chunk_bytes", chunk_bytes, 1, _MOST_BYTES),
@@ -124,7 +124,7 @@ def connect(
     here = _device(device, problems)
     _require_nics(nics, problems)
     if not isinstance(options, ChannelOptions | None):
-        problems.append(f"options {options!r} are no hetero.link.open.ChannelOptions")
+        problems.append(f"options {options!r} must be a hetero.link.open.ChannelOptions")
     if problems or here is None:
         raise ValueError("; ".join(problems))
     native()
@@ -178,27 +178,27 @@ def _route_errors(rendezvous: Rendezvous, host: str) -> Iterator[None]:
 
 def _invalid_numbers(*, rank: int, peer: int, transport: str, timeout: float) -> list[str]:
     problems = [
-        f"{name} {number!r} is no whole number"
+        f"{name} {number!r} must be an integer"
         for name, number in (("rank", rank), ("peer", peer))
         if not isinstance(number, Integral)
     ]
     if rank == peer:
         problems.append(f"rank {rank} cannot have a link to itself")
     if transport not in (*FAMILIES, *PATHS):
-        problems.append(f"transport {transport!r} is none of {', '.join((*FAMILIES, *PATHS))}")
+        problems.append(f"transport {transport!r} must be one of {', '.join((*FAMILIES, *PATHS))}")
     if not (isinstance(timeout, Real) and timeout > 0):
-        problems.append(f"a timeout of {timeout!r} s is no number above 0")
+        problems.append(f"timeout {timeout!r} must be a number of seconds above 0")
     return problems
 
 
 def _device(device: torch.device | str | None, problems: list[str]) -> torch.device | None:
-    """The device with its index; None, and a problem more, if no link can carry its tensors."""
+    """The device with its index; None, after adding to `problems`, if it is not a device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        problems.append(f"device {device!r} is none of cpu, cuda and cuda:NUMBER")
+        problems.append(f"device {device!r} must be one of cpu, cuda and cuda:NUMBER")
         return None
     if found.type == "cpu":
         return torch.device("cpu")  # as tensors have it, without an index
@@ -211,9 +211,9 @@ def _device(device: torch.device | str | None, problems: list[str]) -> torch.dev
 
 def _require_nics(nics: Sequence[str], problems: list[str]) -> None:
     if isinstance(nics, str):
-        problems.append(f"nics {nics!r} is one word; give a list of names")
+        problems.append(f"nics {nics!r} must be a list of names, not a string")
     elif nics and not (isinstance(nics, list | tuple) and all(type(n) is str for n in nics)):
-        problems.append(f"nics {nics!r} is no list of names")
+        problems.append(f"nics {nics!r} must be a list of names")
     elif nics:
         try:
             find_nics(nics, own="")
@@ -223,7 +223,7 @@ def _require_nics(nics: Sequence[str], problems: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What decides which paths one end can use."""
+    """The properties of one end that decide which paths it can use."""
 
     host: dict[str, str]
     gpu: str | None
@@ -233,7 +233,7 @@ class Capabilities:
     rdma_missing: str | None
     """Why it cannot use RDMA; None if it can."""
     addresses: tuple[str, ...] = ()
-    """For connections of other hosts."""
+    """At which other hosts connect to this end."""
 
     @classmethod
     def here(cls, *, device: torch.device, options: ChannelOptions) -> Capabilities:
@@ -336,7 +336,7 @@ def open_link(
             return link
         passed_over.append(f"{path}: {reason}")
     kind = "" if transport == "auto" else " of the kind that was asked for"
-    remedy = "mend one of them" if transport == "auto" else "take --hetero-transport auto"
+    remedy = "repair one of them" if transport == "auto" else "take --hetero-transport auto"
     reasons = "; ".join(passed_over)
     none_tried = all(map(capabilities.unavailable_reason, FAMILIES[transport]))
     failure = UnavailableTransport if none_tried else LinkError

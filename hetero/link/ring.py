@@ -41,9 +41,9 @@ _USER_BUFFERS_BYTES = RingControl.user_buffers.size // 2
 
 
 def ahead(newer: int, older: int) -> int:
-    """How far a wrapping counter is ahead of another, of which either may have more bits.
+    """The distance by which a wrapping counter is ahead of another; negative if it is behind.
 
-    Negative when it is behind.
+    Either may have more than 32 bits.
     """
     return ((newer - older + HALF_RANGE) & COUNTER_MASK) - HALF_RANGE
 
@@ -234,7 +234,7 @@ class RingOptions:
 
     transport: str
     ring_bytes: int
-    """Of one direction."""
+    """The size of the ring of one direction."""
     chunk_bytes: int
     """The largest chunk of a message."""
     device: Device
@@ -247,7 +247,7 @@ class RingOptions:
 
     @property
     def zero_copy(self) -> bool:
-        """Whether larger messages skip the rings: the carrier can access the callers' tensors."""
+        """True if larger messages skip the rings: the carrier can access the callers' tensors."""
         device = self.device
         return self.transport == "tcp" and device.has_host_tensors and device.checksum_bytes == 0
 

@@ -74,9 +74,9 @@ class RingExchange:
         return self._begin(messages, tag, 0, waited=0)
 
     def progress(self, works: Sequence[Any], *, microseconds: int) -> bool:
-        """Go on with what `start` or `order` has returned, as `order`; whether nothing is left.
+        """Continue what `start` or `order` has returned, as `order` does.
 
-        If not, wait for each.
+        Returns whether nothing is left to wait for; if not, wait for each.
         """
         locked: list[RingLink] = []
         try:
@@ -145,7 +145,7 @@ class RingExchange:
         self._reserve(len(messages))
         new, place, pack = self._new, 0, BYTES_TRANSFER.pack_into
         for link, tensor, first, nbytes, is_receive in messages:
-            flow = link.flow_for(nbytes, is_receive=is_receive).address
+            flow = link.count_message(nbytes, is_receive=is_receive).address
             address = tensor.data_ptr() + first
             pack(new, place, flow, address, nbytes, caller_stream, 0, tag, *_NEW_STATE)
             place += _SIZE
@@ -159,7 +159,10 @@ class RingExchange:
         *,
         waited: int,
     ) -> bool:
-        """With the locks; whether all is enqueued, and the first `waited` are waited for."""
+        """Enqueue messages of locked links.
+
+        Returns whether all are enqueued and the stream waits for the first `waited`.
+        """
         progress = self._call(addresses, count, microseconds, waited)
         for link in links:
             if link.peer_has_failed:

@@ -1,6 +1,6 @@
 """A link over a ring that two devices fill and empty (docs/ring.md).
 
-`RingLink` is the link; it has a `Flow` for each direction, and a `RingTransfer` for each message.
+A `RingLink` has a `Flow` for each direction, and a `RingTransfer` for each message.
 One call into C (hetero/native/flow.c) enqueues as many chunks of a message as there is room for.
 """
 
@@ -46,7 +46,7 @@ from hetero.native.binding import (
 from hetero.startup.process import call_in_children
 
 WATCH_SECONDS = 0.1
-"""Between two checks of deadlines and of the peer."""
+"""The interval between two checks of deadlines and of the peer."""
 _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _SYNCHRONIZE_SECONDS = 10.0
@@ -56,7 +56,7 @@ _DRIVER_REMEDY = "see the log of the GPU driver"
 _SMALL_BYTES = 256 << 10
 """The largest message for the caller's stream: through pinned host memory it takes 5 us there."""
 _SMALL_BYTES_OF_DEVICE = 1 << 20
-"""The same where the data lie in device memory: 4 us from one H200 to another."""
+"""The largest such message if the rings are in device memory: 4 us from one H200 to another."""
 _ENQUEUED, _REFUSED, _FAILED = map(int, list(Progress)[1:])
 _UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
 BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
@@ -68,6 +68,291 @@ _log = logging.getLogger(__name__)
 
 class UnexpectedEntry(Exception):
     """The peer has sent another message than the one to be received; says what differs."""
+
+
+class Flow:
+    """One direction of one end. Call it with the link's lock."""
+
+    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
+        device = options.device
+        self.waiting: deque[RingTransfer] = deque()
+        self.in_flight: deque[RingTransfer] = deque()
+        self.aborted: list[RingTransfer] = []
+        """Kept after a failure: streams may still copy from and to their tensors."""
+        self._moved: tuple[int, int, int] | None = None
+        self._moved_at = 0.0
+        self.device = device
+        is_in_device = options.transport == "ipc"
+        small_bytes = _SMALL_BYTES_OF_DEVICE if is_in_device else _SMALL_BYTES
+        self._small_bytes = min(small_bytes, options.entry_bytes)
+        self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
+        self._peer = ends.peer
+        self._streams = device.new_streams(copy_bytes=options.entry_bytes)
+        wake_peer, wake_argument = ends.peer.wake
+        self._state = binding.Flow(
+            streams=self._streams.streams,
+            direction=direction.address,
+            produced_word=direction.produced_word,
+            consumed_word=direction.consumed_word,
+            ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
+            ring_bytes=options.ring_bytes,
+            chunk_bytes=options.entry_bytes,
+            small_bytes=self._small_bytes,
+            checksum_bytes=device.checksum_bytes,
+            user_buffers=direction.user_buffers_address if options.zero_copy else 0,
+            wake_peer=ctypes.cast(wake_peer, ctypes.c_void_p).value,
+            wake_argument=wake_argument,
+            is_outgoing=is_outgoing,
+        )
+        empty = unnumbered_header(torch.uint8, (0,))
+        self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
+        self.address = addressof(self._state)
+        """Address of the state, for messages."""
+        self._call = native().native_progress
+        self._acquire = acquire_fence()
+
+    @property
+    def count(self) -> int:
+        """Entries enqueued."""
+        return int(self._state.count)
+
+    def number_from_0(self) -> None:
+        """Call it while no message is under way."""
+        self._state.sequence = 0
+
+    def is_idle(self) -> bool:
+        """Returns whether every message is complete."""
+        return not (self.waiting or self.in_flight or self._entries_left())
+
+    def _entries_left(self) -> int:
+        """The number of entries enqueued by this end's CPU and not completed by its device."""
+        enqueued, completed = self._counters()
+        return ahead(enqueued, completed)
+
+    def _counters(self) -> tuple[int, int]:
+        """Returns (enqueued, completed): the entry counts of this end's CPU and of its device."""
+        direction = self._direction
+        if self._state.is_outgoing:
+            return direction.posted, direction.produced
+        return direction.retired, direction.consumed
+
+    def first_header(self) -> bytes | None:
+        """The header of the first message that is not complete; None if all are."""
+        if self.in_flight:
+            return self.in_flight[0].header
+        if self._entries_left():
+            _, completed = self._counters()
+            return bytes(self._direction.record(completed).header)
+        return self.waiting[0].header if self.waiting else None
+
+    def waits_for_peer(self) -> bool:
+        """Returns whether an entry depends on a value that the peer's counter has not reached."""
+        direction = self._direction
+        counter = direction.consumed if self._state.is_outgoing else direction.produced
+        return ahead(self._state.awaited, counter) > 0
+
+    def is_overdue(self, timeout: float) -> bool:
+        """Returns whether a message is older than the timeout and nothing has moved for as long."""
+        now, direction = time.monotonic(), self._direction
+        moved = self.count, direction.produced, direction.consumed
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        if now <= self._moved_at + timeout:
+            return False
+        return self._entries_left() > 0 or any(
+            now > transfer.begun_at + timeout and not transfer.is_completed()
+            for transfer in self.transfers()
+        )
+
+    def unblock(self) -> None:
+        """Unblock streams that wait for the peer's counter, after setting the error flag."""
+        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
+
+    def stream_error(self) -> str | None:
+        """The error of the streams; None if they have not failed."""
+        return self._streams.broken()
+
+    def completed_word(self, count: int, *, consumed: bool) -> Word:
+        """The word that the receiver's, or the sender's, device writes after so many entries."""
+        direction = self._direction
+        address = direction.consumed_word if consumed else direction.produced_word
+        return Word(address, count & COUNTER_MASK)
+
+    def has_completed(self, count: int, *, consumed: bool) -> bool:
+        """Returns whether the receiver's, or the sender's, device has completed `count` entries.
+
+        Ignore the counter once the peer has failed: it then writes it to unblock its own device.
+        """
+        completed = self._direction.consumed if consumed else self._direction.produced
+        if (completed - count) & COUNTER_MASK >= HALF_RANGE:  # `ahead` costs a call a poll
+            return False
+        self._acquire()
+        return not self._peer.has_failed
+
+    def transfers(self) -> list[RingTransfer]:
+        return [*self.in_flight, *self.waiting]
+
+    def is_next(self, started: Sequence[RingTransfer]) -> bool:
+        """Returns whether this flow's share of `started` is at the head of its queue."""
+        own = [t for t in started if t.flow is self and t.end_count is None]
+        return own == list(islice(self.waiting, len(own)))
+
+    def release_completed(self) -> None:
+        """Release the tensors of completed transfers."""
+        while self.in_flight and self.in_flight[0].is_completed():
+            self.in_flight.popleft()
+
+    def abort(self) -> None:
+        self.aborted += self.in_flight
+        self.aborted += (transfer for transfer in self.waiting if transfer.has_begun)
+        self.in_flight.clear()
+        self.waiting.clear()
+
+    def is_small(self, nbytes: int) -> bool:
+        """Returns whether a message may go to the caller's stream."""
+        return nbytes <= self._small_bytes
+
+    def enqueue(
+        self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
+    ) -> None:
+        """Enqueue as much as possible.
+
+        `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
+        """
+        while (transfer := self.take_enqueued()) is not None:
+            # Never let a message after the awaited one block the caller's stream.
+            if awaited is not None and awaited.end_count is not None:
+                stream = None
+            by_caller = (
+                stream is not None
+                and stream.key == transfer.state.caller_stream
+                and stream.is_current_device()
+            )
+            progress = self._call(addressof(transfer.state), by_caller)
+            if progress == _FAILED:
+                raise self.driver_error(transfer)
+            if progress == _REFUSED:
+                raise UnexpectedEntry(self._mismatch(transfer))
+            if progress != _ENQUEUED:
+                return
+
+    def take_enqueued(self) -> RingTransfer | None:
+        """Move messages that C has enqueued to `in_flight`; returns the first that still waits."""
+        while self.waiting:
+            transfer = self.waiting[0]
+            if transfer.state.progress != _ENQUEUED:
+                return transfer
+            transfer.end_count = transfer.state.count
+            self.in_flight.append(self.waiting.popleft())
+        return None
+
+    def driver_error(self, transfer: RingTransfer) -> LinkError:
+        """The driver's last failure."""
+        number = Header.unpack(transfer.header).sequence
+        return self._streams.failure(self._state.failed, f"carry message {number}")
+
+    def _mismatch(self, transfer: RingTransfer) -> str:
+        """How the next entry differs from the one that the transfer expects."""
+        entry, offset = self._direction.record(self.count), transfer.state.offset
+        left = transfer.state.nbytes - offset
+        return difference(bytes(entry.header), transfer.header) or (
+            f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} "
+            f"bytes at {offset} are missing"
+        )
+
+
+@dataclass(eq=False, slots=True)
+class RingTransfer(Work):
+    """A transfer of one tensor over a ring link."""
+
+    link: RingLink
+    flow: Flow
+    """The direction of the transfer."""
+    tensor: torch.Tensor | None
+    """None once the caller's stream waits for the transfer, or it is complete: then its memory may
+    be used again in the order of that stream, long before the device has come there."""
+    state: Any
+    """The `struct transfer` of C."""
+    event: Event | None = None
+    """The end of the caller's earlier work; None while it may go to the same stream."""
+    begun_at: float = field(default_factory=time.monotonic)
+    end_count: int | None = None
+    """The flow's entry count after the transfer's last entry; None until that is enqueued."""
+    error: LinkError | None = None
+    _is_completed: bool = False
+
+    @property
+    def header(self) -> bytes:
+        return bytes(self.state.header)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if streams may copy from or to the tensor."""
+        return self.state.offset > 0 or self.state.progress in (_ENQUEUED, _FAILED)
+
+    def follow(self, event: Event) -> None:
+        """Have the transfer follow an event, instead of what its caller's stream was given."""
+        self.event = event
+        self.state.event, self.state.after_caller = event.handle, False
+
+    def is_completed(self) -> bool:
+        """Stays true, also after the link is closed."""
+        if self._is_completed or self.error is not None:
+            return True
+        if self.end_count is None:
+            self.link.request_progress()
+            return False
+        self._is_completed = self.flow.has_completed(
+            self.end_count, consumed=self.state.completes_at_receiver
+        )
+        return self._is_completed
+
+    def wait(self) -> None:
+        """Make the current stream wait for the transfer.
+
+        Blocks the calling thread only until the peer has enqueued its side.
+        """
+        if self.end_count is None and self.error is None:
+            self.link.progress_until_enqueued(self)
+        if self.error is not None:
+            raise self.error
+        assert self.end_count is not None
+        current = self.flow.device.current_stream()
+        state = self.state
+        is_in_order = state.on_caller_stream and current.key == state.caller_stream
+        if not is_in_order and not self.is_completed():
+            consumed = state.completes_at_receiver
+            self.link.wait_value(
+                current, self.flow.completed_word(self.end_count, consumed=consumed)
+            )
+        # On a host device the thread has waited: check that no failure has unblocked it.
+        if not self.is_completed():
+            self.link.check()
+        if self.error is not None:
+            raise self.error
+        self.tensor = None
+
+
+def new_transfer(
+    link: RingLink,
+    flow: Flow,
+    tensor: torch.Tensor,
+    caller_stream: int,
+    event: Event | None,
+    tag: int,
+) -> RingTransfer:
+    """A transfer of which nothing is enqueued yet. Positional: keywords cost a microsecond."""
+    header = unnumbered_header(tensor.dtype, tensor.shape)
+    state, handle = Transfer(), 0 if event is None else event.handle
+    given = flow.address, tensor.data_ptr(), tensor.nbytes, caller_stream, handle, tag
+    after_caller = event is None
+    try:
+        _TENSOR_TRANSFER.pack_into(
+            state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header
+        )
+    except struct.error as error:
+        raise ValueError(f"tag {tag!r} must be an integer between 0 and 4294967295") from error
+    return RingTransfer(link, flow, tensor, state, event)
 
 
 class RingLink(Link):
@@ -99,14 +384,15 @@ class RingLink(Link):
         self._progress_requested = threading.Event()
         """Wakes the link's thread: something waits, and maybe no caller will make progress."""
         self._is_asleep = False
-        """Whether the link's thread sleeps until progress is requested."""
+        """True while the link's thread sleeps until progress is requested."""
         self._waiters = 0
         """Callers in `wait()`, which make progress themselves."""
-        self._blocked: list[int] = []
-        """An item for each caller in `wait()` for a word, when all of its transfer is enqueued."""
+        self._blocked: list[None] = []
+        """A counter of callers in `wait_value`: a list, because `+= 1` is not atomic without a lock
+        and a list's `append` and `pop` are."""
         self._closing = threading.Lock()
         self._process = os.getpid()
-        """Only this one may close it: a forked child leaves its parent's `with` too."""
+        """The process that may close the link: a forked child leaves its parent's `with` too."""
         call_in_children(self, RingLink.break_in_fork)
         self._thread = threading.Thread(
             target=self._run,
@@ -169,7 +455,8 @@ class RingLink(Link):
     def check(self) -> None:
         if self._broken is None and not self._closed and self._ends.peer.has_failed:
             with self._lock:
-                self._handle_fault()
+                if self._broken is None:
+                    self._fail(self._peer_error())
         if self._broken is not None:
             raise self._broken
 
@@ -250,10 +537,10 @@ class RingLink(Link):
     def unlock(self) -> None:
         self._lock.release()
 
-    def flow_for(self, nbytes: int, *, is_receive: bool) -> Flow:
-        """Count a message and return its direction. Call with the lock.
+    def count_message(self, nbytes: int, *, is_receive: bool) -> Flow:
+        """Add a message of an exchange to the counters. Call with the lock.
 
-        The caller has checked that the memory is on this link's device.
+        Returns its direction. The caller has checked that the memory is on this link's device.
         """
         self._count(nbytes, is_receive=is_receive)
         return self._in if is_receive else self._out
@@ -270,13 +557,14 @@ class RingLink(Link):
         return transfer
 
     def handle_driver_failure(self, transfer: RingTransfer) -> None:
-        """Break the link. Call with the lock, after all transfers of the exchange are updated."""
+        """Fail the link. Call with the lock, after all transfers of the exchange are updated."""
         if self._broken is None:
-            self._fail(str(transfer.flow.driver_error(transfer)), _DRIVER_REMEDY)
+            error = str(transfer.flow.driver_error(transfer))
+            self._fail(self._transfer_error(error, _DRIVER_REMEDY))
 
     @property
     def peer_has_failed(self) -> bool:
-        """Whether what has been enqueued must not be trusted."""
+        """True if what has been enqueued must not be trusted."""
         return self._ends.peer.has_failed
 
     def end_exchange(self, *, caller_waits: bool) -> None:
@@ -292,9 +580,8 @@ class RingLink(Link):
 
     def wait_value(self, stream: CurrentStream, word: Word) -> None:
         """Make a caller's stream wait for a word of the link."""
-        # A list grows and shrinks atomically, so no message waits for the lock here. Grow it first:
-        # `close` looks at it after it has set `_closed`.
-        self._blocked.append(word.address)
+        # Before `_require_open`: `close` reads the counter after it has set `_closed`.
+        self._blocked.append(None)
         try:
             self._require_open()
             stream.wait_value(word)
@@ -334,7 +621,7 @@ class RingLink(Link):
             self._ends.local.sleep(bell, WATCH_SECONDS, spin_seconds=spin_seconds)
             if time.monotonic() > spin_until:
                 with self._lock:
-                    self._check_progress()
+                    self._fail_if_stalled()
 
     def _enqueue(
         self,
@@ -354,13 +641,28 @@ class RingLink(Link):
             self._out.enqueue(sender)
             self._in.enqueue(receiver, awaited=awaited)
         except UnexpectedEntry as refusal:
-            self._break(self._refused(self._in.waiting[0], str(refusal)))
-            return
+            self._fail(self._refused(self._in.waiting[0], str(refusal)))
         except RuntimeError as error:
-            self._fail(str(error), _DRIVER_REMEDY)
+            self._fail(self._transfer_error(str(error), _DRIVER_REMEDY))
 
     def _run(self) -> None:
-        """The link's thread: makes progress if no caller does, checks deadlines and the peer."""
+        """The link's thread: makes progress if no caller does, checks deadlines and the peer.
+
+        ============  ============================================  ===============================
+        state         when                                          the thread
+        ============  ============================================  ===============================
+        asleep        no message under way for _IDLE_SECONDS        waits for a request of progress
+        watching      every message is enqueued                     checks each WATCH_SECONDS
+        head start    after a request of progress                   sleeps _HEAD_START_SECONDS: a
+                                                                    caller may come to wait
+        caller waits  `_waiters` > 0                                as watching: the caller makes
+                                                                    progress
+        progressing   a message waits to be enqueued, no caller     enqueues whenever the doorbell
+                                                                    rings, and each WATCH_SECONDS
+        blocked       another thread holds the lock for the         sets the error flag, unblocks
+                      timeout, in a call of the driver              the streams (_lock_or_unblock)
+        ============  ============================================  ===============================
+        """
         self._device.use()
         last_busy = time.monotonic()
         while not self._closed:
@@ -369,7 +671,7 @@ class RingLink(Link):
             bell = self._ends.local.doorbell
             with self._lock_or_unblock():
                 self._enqueue()
-                self._check_progress()
+                self._fail_if_stalled()
                 waiting = bool(self._out.waiting or self._in.waiting)
                 is_idle = self._is_idle()
             if not is_idle:
@@ -383,33 +685,31 @@ class RingLink(Link):
                 # Give a caller that waits immediately a head start over this thread.
                 time.sleep(_HEAD_START_SECONDS)
 
-    def _check_progress(self) -> None:
-        """Break the link if a transfer is overdue or the peer has ended. Call with the lock."""
+    def _fail_if_stalled(self) -> None:
+        """Fail the link if a stream or the peer has, or a transfer is overdue. Call with the lock.
+
+        An idle link does not fail.
+        """
         self._release_completed()
         if self._broken is not None or self._is_idle():
             return
         if self._ends.peer.has_failed:
-            self._handle_fault()
-        elif broken := self._in.broken() or self._out.broken():
-            self._fail(broken)
+            self._fail(self._peer_error())
+        elif error := self._in.stream_error() or self._out.stream_error():
+            self._fail(self._transfer_error(error))
         elif any(flow.is_overdue(self.description.timeout) for flow in (self._in, self._out)):
             what = f"nothing moved for {self.description.timeout:g} s"
-            self._fail(what, remedy="see what the peer's log says")
+            self._fail(self._transfer_error(what, remedy="see what the peer's log says"))
         elif (self._ends.peer.is_closed or self._ends.peer_has_ended()) and self._needs_peer():
-            self._fail(f"rank {self.description.peer} has ended or closed the link")
-
-    def _handle_fault(self) -> None:
-        """Break the link because the peer has failed. Call with the lock."""
-        fault = self._ends.peer.fault
-        if self._broken is None and fault is not None:
-            self._fail(fault)
+            what = f"rank {self.description.peer} has ended or closed the link"
+            self._fail(self._transfer_error(what))
 
     def _needs_peer(self) -> bool:
-        """Whether a transfer depends on the peer. Call after the peer has ended."""
+        """Returns whether a transfer depends on the peer. Call after the peer has ended."""
         # Handle what the peer did before it ended.
         self._enqueue()
         flows = self._out, self._in
-        return any(flow.waiting or flow.is_held() for flow in flows)
+        return any(flow.waiting or flow.waits_for_peer() for flow in flows)
 
     def _drain_sends(self) -> None:
         """Wait until the peer has consumed what was sent, or has ended.
@@ -443,10 +743,15 @@ class RingLink(Link):
         )
 
     def _is_idle(self) -> bool:
-        """Whether no message is on its way."""
+        """Returns whether every message is complete."""
         return self._in.is_idle() and self._out.is_idle()
 
+    def _peer_error(self) -> LinkError:
+        """The error with which the peer has failed."""
+        return self._transfer_error(self._ends.peer.fault or "")
+
     def _transfer_error(self, what: str, remedy: str | None = None) -> LinkError:
+        """An error that says what the first transfer that is not complete expected."""
         peer, expected = self.description.peer, "an open link"
         for flow, verb in (self._out, "taken by"), (self._in, "from"):
             if packed := flow.first_header():
@@ -455,19 +760,19 @@ class RingLink(Link):
         remedy = remedy or f"see the log of rank {peer}"
         return self.failure(what, expected=expected, remedy=remedy)
 
-    def _fail(self, what: str, remedy: str | None = None) -> None:
-        """Break the link with an error that says what the first transfer expected."""
-        self._break(self._transfer_error(what, remedy))
+    def _fail(self, error: LinkError) -> None:
+        """Fail the link and its transfers. Call with the lock.
 
-    def _break(self, error: LinkError) -> None:
-        """Set the error flag, notify the peer, and only then unblock what waits for it."""
+        Streams that wait for the peer are unblocked after the error flag is set.
+        """
         self._set_error_flag(error)
         self._abort_transfers(error)
 
     def _set_error_flag(self, error: LinkError) -> None:
+        """Have later calls raise an error, and notify the peer. May be called without the lock."""
         self._broken = error
         if not self._ends.local.has_failed:
-            self._ends.local.fail(f"rank {self.description.rank} gave the link up: {error}"[:900])
+            self._ends.local.fail(f"rank {self.description.rank} aborted the link: {error}")
         self._ends.peer.ring()
 
     def _abort_transfers(self, error: LinkError) -> None:
@@ -479,11 +784,11 @@ class RingLink(Link):
         self._unblock_streams()
 
     def _unblock_streams(self) -> None:
-        held = [flow for flow in (self._out, self._in) if flow.is_held()]
-        if held and not self._ends.local.has_failed:
+        blocked = [flow for flow in (self._out, self._in) if flow.waits_for_peer()]
+        if blocked and not self._ends.local.has_failed:
             # Set the flag first: the peer reads these words too, and must not trust them.
             self._ends.local.fail(f"rank {self.description.rank} closed the link")
-        for flow in held:
+        for flow in blocked:
             flow.unblock()
 
     @contextmanager
@@ -491,7 +796,7 @@ class RingLink(Link):
         """Take the lock in the link's thread.
 
         Its holder may be blocked in a call of the driver, on a stream that is full and waits for a
-        dead peer. After the timeout, break the link and unblock its streams.
+        dead peer. After the timeout, set the error flag and unblock the link's streams.
         """
         patience = self.description.timeout
         while not self._lock.acquire(timeout=patience):
@@ -526,288 +831,3 @@ class RingLink(Link):
         for flow in (self._out, self._in):
             if flow.in_flight:
                 flow.release_completed()
-
-
-class Flow:
-    """One direction of one end. Call it with the link's lock."""
-
-    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
-        device = options.device
-        self.waiting: deque[RingTransfer] = deque()
-        self.in_flight: deque[RingTransfer] = deque()
-        self.aborted: list[RingTransfer] = []
-        """Kept after a failure: streams may still copy from and to their tensors."""
-        self._moved: tuple[int, int, int] | None = None
-        self._moved_at = 0.0
-        self.device = device
-        is_in_device = options.transport == "ipc"
-        small_bytes = _SMALL_BYTES_OF_DEVICE if is_in_device else _SMALL_BYTES
-        self._small_bytes = min(small_bytes, options.entry_bytes)
-        self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
-        self._peer = ends.peer
-        self._streams = device.new_streams(copy_bytes=options.entry_bytes)
-        wake_peer, wake_argument = ends.peer.wake
-        self._state = binding.Flow(
-            streams=self._streams.streams,
-            direction=direction.address,
-            produced_word=direction.produced_word,
-            consumed_word=direction.consumed_word,
-            ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
-            ring_bytes=options.ring_bytes,
-            chunk_bytes=options.entry_bytes,
-            small_bytes=self._small_bytes,
-            checksum_bytes=device.checksum_bytes,
-            user_buffers=direction.user_buffers_address if options.zero_copy else 0,
-            wake_peer=ctypes.cast(wake_peer, ctypes.c_void_p).value,
-            wake_argument=wake_argument,
-            is_outgoing=is_outgoing,
-        )
-        empty = unnumbered_header(torch.uint8, (0,))
-        self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
-        self.address = addressof(self._state)
-        """Address of the state, for messages."""
-        self._call = native().native_progress
-        self._acquire = acquire_fence()
-
-    @property
-    def count(self) -> int:
-        """Entries enqueued."""
-        return int(self._state.count)
-
-    def number_from_0(self) -> None:
-        """Call it while no message is under way."""
-        self._state.sequence = 0
-
-    def is_idle(self) -> bool:
-        """Whether there is no message that is not complete."""
-        return not (self.waiting or self.in_flight or self._entries_left())
-
-    def _entries_left(self) -> int:
-        """How many entries this end's CPU has enqueued and its device has not completed."""
-        enqueued, completed = self._counters()
-        return ahead(enqueued, completed)
-
-    def _counters(self) -> tuple[int, int]:
-        """Those of this end's CPU and of its device."""
-        direction = self._direction
-        if self._state.is_outgoing:
-            return direction.posted, direction.produced
-        return direction.retired, direction.consumed
-
-    def first_header(self) -> bytes | None:
-        """Of the first message that is not complete; None if all are."""
-        if self.in_flight:
-            return self.in_flight[0].header
-        if self._entries_left():
-            _, completed = self._counters()
-            return bytes(self._direction.record(completed).header)
-        return self.waiting[0].header if self.waiting else None
-
-    def is_held(self) -> bool:
-        """Whether an entry depends on a value to which the peer's counter has not come."""
-        direction = self._direction
-        counter = direction.consumed if self._state.is_outgoing else direction.produced
-        return ahead(self._state.awaited, counter) > 0
-
-    def is_overdue(self, timeout: float) -> bool:
-        """Whether a message is older than the timeout, and nothing has moved for that long."""
-        now, direction = time.monotonic(), self._direction
-        moved = self.count, direction.produced, direction.consumed
-        if moved != self._moved:
-            self._moved, self._moved_at = moved, now
-        if now <= self._moved_at + timeout:
-            return False
-        return self._entries_left() > 0 or any(
-            now > transfer.begun_at + timeout and not transfer.is_completed()
-            for transfer in self.transfers()
-        )
-
-    def unblock(self) -> None:
-        """Unblock streams that wait for the peer's counter, after setting the error flag."""
-        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
-
-    def broken(self) -> str | None:
-        """Why the streams have failed; None while they have not."""
-        return self._streams.broken()
-
-    def completed_word(self, count: int, *, consumed: bool) -> Word:
-        """The word that the receiver's, or the sender's, device writes after so many entries."""
-        direction = self._direction
-        address = direction.consumed_word if consumed else direction.produced_word
-        return Word(address, count & COUNTER_MASK)
-
-    def has_completed(self, count: int, *, consumed: bool) -> bool:
-        """Whether the receiver's, or the sender's, device has completed so many entries.
-
-        Ignore the counter once the peer has failed: it then writes it to unblock its own device.
-        """
-        completed = self._direction.consumed if consumed else self._direction.produced
-        if (completed - count) & COUNTER_MASK >= HALF_RANGE:  # `ahead` costs a call a poll
-            return False
-        self._acquire()
-        return not self._peer.has_failed
-
-    def transfers(self) -> list[RingTransfer]:
-        return [*self.in_flight, *self.waiting]
-
-    def is_next(self, started: Sequence[RingTransfer]) -> bool:
-        """Whether nothing waits before these transfers, which may be of any flows."""
-        own = [t for t in started if t.flow is self and t.end_count is None]
-        return own == list(islice(self.waiting, len(own)))
-
-    def release_completed(self) -> None:
-        """Release the tensors of completed transfers."""
-        while self.in_flight and self.in_flight[0].is_completed():
-            self.in_flight.popleft()
-
-    def abort(self) -> None:
-        self.aborted += self.in_flight
-        self.aborted += (transfer for transfer in self.waiting if transfer.has_begun)
-        self.in_flight.clear()
-        self.waiting.clear()
-
-    def is_small(self, nbytes: int) -> bool:
-        """Whether a message may go to the caller's stream."""
-        return nbytes <= self._small_bytes
-
-    def enqueue(
-        self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
-    ) -> None:
-        """Enqueue as much as possible.
-
-        `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
-        """
-        while (transfer := self.take_enqueued()) is not None:
-            # Never let a message after the awaited one block the caller's stream.
-            if awaited is not None and awaited.end_count is not None:
-                stream = None
-            by_caller = (
-                stream is not None
-                and stream.key == transfer.state.caller_stream
-                and stream.is_current_device()
-            )
-            progress = self._call(addressof(transfer.state), by_caller)
-            if progress == _FAILED:
-                raise self.driver_error(transfer)
-            if progress == _REFUSED:
-                raise UnexpectedEntry(self._mismatch(transfer))
-            if progress != _ENQUEUED:
-                return
-
-    def take_enqueued(self) -> RingTransfer | None:
-        """Messages that C has enqueued no longer wait; the first one that does."""
-        while self.waiting:
-            transfer = self.waiting[0]
-            if transfer.state.progress != _ENQUEUED:
-                return transfer
-            transfer.end_count = transfer.state.count
-            self.in_flight.append(self.waiting.popleft())
-        return None
-
-    def driver_error(self, transfer: RingTransfer) -> LinkError:
-        """The driver's last failure."""
-        number = Header.unpack(transfer.header).sequence
-        return self._streams.failure(self._state.failed, f"carry message {number}")
-
-    def _mismatch(self, transfer: RingTransfer) -> str:
-        """How the next entry differs from the one that the transfer expects."""
-        entry, offset = self._direction.record(self.count), transfer.state.offset
-        left = transfer.state.nbytes - offset
-        return difference(bytes(entry.header), transfer.header) or (
-            f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} "
-            f"bytes at {offset} are missing"
-        )
-
-
-@dataclass(eq=False, slots=True)
-class RingTransfer(Work):
-    """A transfer of one tensor over a ring link."""
-
-    link: RingLink
-    flow: Flow
-    """Its direction."""
-    tensor: torch.Tensor | None
-    """None once the caller's stream waits for the transfer, or it is complete: then its memory may
-    be used again in the order of that stream, long before the device has come there."""
-    state: Any
-    """Its `struct transfer`."""
-    event: Event | None = None
-    """The end of the caller's earlier work; None while it may go to the same stream."""
-    begun_at: float = field(default_factory=time.monotonic)
-    end_count: int | None = None
-    """Its direction's entry count after its last entry; None until that is enqueued."""
-    error: LinkError | None = None
-    _is_completed: bool = False
-
-    @property
-    def header(self) -> bytes:
-        return bytes(self.state.header)
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether streams may copy from or to the tensor."""
-        return self.state.offset > 0 or self.state.progress in (_ENQUEUED, _FAILED)
-
-    def follow(self, event: Event) -> None:
-        """Have the transfer follow an event, instead of what its caller's stream was given."""
-        self.event = event
-        self.state.event, self.state.after_caller = event.handle, False
-
-    def is_completed(self) -> bool:
-        """Stays true, also after the link is closed."""
-        if self._is_completed or self.error is not None:
-            return True
-        if self.end_count is None:
-            self.link.request_progress()
-            return False
-        self._is_completed = self.flow.has_completed(
-            self.end_count, consumed=self.state.completes_at_receiver
-        )
-        return self._is_completed
-
-    def wait(self) -> None:
-        """Make the current stream wait for the transfer.
-
-        Blocks the calling thread only until the peer has enqueued its side.
-        """
-        if self.end_count is None and self.error is None:
-            self.link.progress_until_enqueued(self)
-        if self.error is not None:
-            raise self.error
-        assert self.end_count is not None
-        current = self.flow.device.current_stream()
-        state = self.state
-        is_in_order = state.on_caller_stream and current.key == state.caller_stream
-        if not is_in_order and not self.is_completed():
-            consumed = state.completes_at_receiver
-            self.link.wait_value(
-                current, self.flow.completed_word(self.end_count, consumed=consumed)
-            )
-        # On a host device the thread has waited: check that no failure has unblocked it.
-        if not self.is_completed():
-            self.link.check()
-        if self.error is not None:
-            raise self.error
-        self.tensor = None
-
-
-def new_transfer(
-    link: RingLink,
-    flow: Flow,
-    tensor: torch.Tensor,
-    caller_stream: int,
-    event: Event | None,
-    tag: int,
-) -> RingTransfer:
-    """A transfer of which nothing is enqueued yet. Positional: keywords cost a microsecond."""
-    header = unnumbered_header(tensor.dtype, tensor.shape)
-    state, handle = Transfer(), 0 if event is None else event.handle
-    given = flow.address, tensor.data_ptr(), tensor.nbytes, caller_stream, handle, tag
-    after_caller = event is None
-    try:
-        _TENSOR_TRANSFER.pack_into(
-            state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header
-        )
-    except struct.error as error:
-        raise ValueError(f"tag {tag!r} is no whole number from 0 to 4294967295") from error
-    return RingTransfer(link, flow, tensor, state, event)

@@ -26,11 +26,12 @@ _MAX_ACK_SECONDS = 30.0
 """Seconds without an acknowledgement that end a control connection, and a rail whatever others do
 (engine.c). Longer than a switch takes to restart; shorter than one waits for a dead host."""
 _SLOWER_SECONDS = 2.5
-"""Wait for further addresses once one has answered: time to retransmit a lost SYN."""
+"""The time for further addresses once one has answered: enough to retransmit a lost SYN."""
 _PAUSE_SECONDS = 0.2
-"""Between two attempts to reach any address."""
+"""The pause between two attempts to reach any address."""
 _BUFFER_WITHIN_HOST = 256 << 10
-"""There is no latency to hide, and data are best received while still in the cache."""
+"""Socket buffers for a peer on this host: the latency is low, and data are received while they are
+still in the cache."""
 _TCP_NOTSENT_LOWAT = 25
 _UNSENT_BYTES = 128 << 10
 
@@ -65,7 +66,7 @@ def open_tcp(
 
 
 def rail_name(connection: socket.socket) -> str:
-    """A connection in logs: the address at each of its ends."""
+    """The name of a connection in logs: the address at each of its ends."""
     return f"{connection.getsockname()[0]} to {connection.getpeername()[0]}"
 
 

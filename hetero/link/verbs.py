@@ -25,7 +25,7 @@ from hetero.link.tcp import open_connections
 
 T = TypeVar("T")
 _MAX_STALL_SECONDS = 20.0
-"""How long a request may take before its rail is lost: at most half the link's timeout."""
+"""The time of a request after which its rail is lost: at most half the link's timeout."""
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _require_chunk_fits(ports: Sequence[Port], nbytes: int) -> None:
 
 
 def _visibility(memory: RingMemory) -> str:
-    """What makes a NIC's writes visible at this end, for the log."""
+    """For the log: the mechanism that makes a NIC's writes visible at this end."""
     if memory.reads_back:
         return "a read-back over the NIC"
     return "the GPU itself" if memory.is_gpu_memory else "host memory"

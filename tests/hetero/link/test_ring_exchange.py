@@ -201,7 +201,7 @@ def test_what_the_driver_refuses_is_named_and_both_ends_hear_of_it(refused: Step
                 (pair.sender, torch.zeros(10), True),
                 patience=1000,
             )
-        with pytest.raises(LinkError, match="rank 0 gave the link up"):
+        with pytest.raises(LinkError, match="rank 0 aborted the link"):
             together((pair.receiver, torch.zeros(LARGE), True))
 
 

@@ -77,7 +77,7 @@ def test_what_a_failed_peer_released_is_not_taken_for_a_message() -> None:
         with pair.sender._lock:
             # As if an entry waited for the first to be consumed.
             pair.sender._out._state.awaited = 1
-            pair.sender._break(LinkError("its device is lost"))
+            pair.sender._fail(LinkError("its device is lost"))
         assert pair.receiver._ends.incoming.consumed == 1
         assert not work.is_completed() or is_broken(pair.receiver)
         with pytest.raises(LinkError, match="its device is lost"):
@@ -95,7 +95,7 @@ def test_memory_that_a_stream_still_copies_to_is_kept_until_the_failed_link_is_c
         kept = weakref.ref(memory)
         work = pair.sender.send(torch.frombuffer(memory, dtype=torch.float32))
         with pair.sender._lock:
-            pair.sender._break(LinkError("its device is lost"))
+            pair.sender._fail(LinkError("its device is lost"))
         del memory, work
         gc.collect()
         assert kept() is not None
@@ -204,7 +204,7 @@ def test_a_receive_that_was_posted_long_ago_is_not_overdue_while_earlier_ones_ar
             pair.sender.send(torch.ones(4))
             work.wait()
             with pair.receiver._lock:
-                pair.receiver._check_progress()
+                pair.receiver._fail_if_stalled()
         pair.receiver.check()
 
 
@@ -365,7 +365,7 @@ def test_a_failure_of_the_driver_names_the_link_and_both_ends_hear_of_it() -> No
         sending = pair.sender.send(torch.ones(LARGE))
         with pytest.raises(LinkError, match=r"link rank 0 .* COPY failed \(719\).*message 0"):
             sending.wait()
-        with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 gave the link up"):
+        with pytest.raises(LinkError, match=r"link rank 1 .* rank 0 aborted the link"):
             pair.receiver.recv(torch.zeros(LARGE)).wait()
         # The copy may be under way for all that is known.
         assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
