@@ -149,7 +149,7 @@ def test_sizes_with_which_nothing_could_move_are_refused_all_at_once() -> None:
     with pytest.raises(ValueError, match=r"ring_bytes 600 .*; chunk_bytes 0 .*; connections 0 "):
         ChannelOptions(ring_bytes=600, chunk_bytes=0, connections=0)
     sizes: dict[str, Any] = {"ring_bytes": 1e6, "chunk_bytes": "64K", "connections": 33}
-    with pytest.raises(ValueError, match=r"1000000\.0 is no .*'64K' is .*33 .* from 1 to 32"):
+    with pytest.raises(ValueError, match=r"1000000\.0 must .*'64K' must .*33 .* between 1 and 32"):
         ChannelOptions(**sizes)
 
 
