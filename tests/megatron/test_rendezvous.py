@@ -22,7 +22,9 @@ class Others:
     def await_connection(self) -> None:
         return
 
-    def exchange(self, what: str, *, payload: dict[str, Any], error: object) -> list[dict]:
+    def exchange(
+        self, what: str, *, payload: dict[str, Any], error: object, joining: bool
+    ) -> list[dict]:
         return [payload, payload | self._other]
 
     def name(self, ranks: list[int]) -> str:

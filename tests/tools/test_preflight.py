@@ -130,7 +130,9 @@ def test_a_rank_killed_while_they_measure_is_named_by_all_that_wait(victim: int,
     outcomes = launch([], 3, scripts=dict.fromkeys(range(3), tmp_path / "killed.py"))
     for outcome in (outcomes[rank] for rank in range(3) if rank != victim):
         assert outcome.code == 1
-        assert re.search(rf"^error: .*rank {victim} .*has ended", outcome.stderr, re.MULTILINE)
+        assert re.search(
+            rf"^error: .*rank {victim} .*exited without reporting", outcome.stderr, re.MULTILINE
+        )
         assert "Traceback" not in outcome.stderr
 
 
