@@ -78,7 +78,9 @@ class StopSignals:
         self._closed.set()
         signal.set_wakeup_fd(self._fd_before)
         for number, before in self._before.items():
-            signal.signal(number, before)
+            # A process that exits because of a signal may get it again, from its launcher, and must
+            # not be ended by it with another exit code.
+            signal.signal(number, signal.SIG_IGN if number in self._came else before)
 
     def serve(
         self,

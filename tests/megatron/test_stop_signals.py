@@ -42,8 +42,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stop_signals, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(stop_signals, "_UNRESPONSIVE_SECONDS", 0.2)
     monkeypatch.setattr(stop_signals, "_UNWINDING_SECONDS", 0.2)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    for number, handler in before.items():
+        assert signal.getsignal(number) in (handler, signal.SIG_IGN)
+        signal.signal(number, handler)
 
 
 def serve(signals: StopSignals, ended: Ended, *, chosen: str | None) -> None:
@@ -73,6 +77,9 @@ def test_a_signal_before_the_flags_are_read_is_noted_afterwards(ended: Ended) ->
         signal.raise_signal(signal.SIGTERM)
         serve(signals, ended, chosen="SIGTERM")
         assert wait_until_seen(signals) == signal.SIGTERM
+
+
+def test_an_early_signal_ends_a_run_that_does_not_save(ended: Ended) -> None:
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SignalEnd, match="ended by SIGTERM"):
@@ -102,6 +109,17 @@ def test_a_second_signal_ends_the_rank_unless_it_is_the_same(
         monkeypatch.setattr(stop_signals, "_SAME_SECONDS", 0.0)
         signal.raise_signal(signal.SIGTERM)
         assert ended.reason() == "ended by a second SIGTERM; nothing more was saved"
+
+
+def test_a_signal_that_comes_again_does_not_end_a_process_that_exits(ended: Ended) -> None:
+    """As where a launcher forwards what every process of a step has been sent already."""
+    with StopSignals() as signals:
+        serve(signals, ended, chosen="SIGUSR1")
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert wait_until_seen(signals) == signal.SIGHUP
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_start_up_that_takes_too_long_ends(ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
