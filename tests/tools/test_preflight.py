@@ -130,9 +130,9 @@ def test_a_rank_killed_while_they_measure_is_named_by_all_that_wait(victim: int,
     outcomes = launch([], 3, scripts=dict.fromkeys(range(3), tmp_path / "killed.py"))
     for outcome in (outcomes[rank] for rank in range(3) if rank != victim):
         assert outcome.code == 1
-        assert re.search(
-            rf"^error: .*rank {victim} .*exited without reporting", outcome.stderr, re.MULTILINE
-        )
+        # If rank 0 is killed, the loss of its store may be noticed before that of its connection.
+        said = rf"^error: .*rank {victim} .*(exited without reporting an error|has ended)"
+        assert re.search(said, outcome.stderr, re.MULTILINE)
         assert "Traceback" not in outcome.stderr
 
 
