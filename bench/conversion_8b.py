@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
@@ -117,10 +119,13 @@ def fingerprints(folder: Path) -> dict[str, str]:
 def convert(direction: str, source: Path, target: Path) -> dict[str, float]:
     command = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), direction]
     began = time.monotonic()
-    process = subprocess.Popen([*command, str(source), str(target)])
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise HeteroError(f"{direction} ended with status {status}; see what it printed")
+    # Captured, because a child that Ctrl-C ends prints a traceback.
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([*command, str(source), str(target)], stderr=errors)
+        _, status, usage = os.wait4(process.pid, 0)
+        errors.seek(0)
+        if status:
+            raise HeteroError(f"{direction} ended with status {status}: {errors.read().strip()}")
     return {
         "seconds": round(time.monotonic() - began, 1),
         "peak_resident_gib": round(usage.ru_maxrss / 2**20, 2),
@@ -141,8 +146,13 @@ def measure(out: Path) -> str:
     if there := [folder for folder in folders if folder.exists()]:
         raise UserError(f"{there[0]} is there already; remove it, or name another OUT")
     # In a process of its own: a child's peak counts what its parent held when it was started.
-    writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(first,))
+    writer = multiprocessing.get_context("spawn").Process(
+        target=write_model, args=(first,), daemon=True
+    )
+    # Ctrl-C is for this process: in its first moments the daemon would print a traceback.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     writer.start()
+    signal.signal(signal.SIGINT, before)
     writer.join()
     if writer.exitcode:
         raise HeteroError("the model could not be written; see above")

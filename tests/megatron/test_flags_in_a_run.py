@@ -239,7 +239,7 @@ def test_the_drivers_count_of_memory_is_told_when_asked(flags: str, lines: int) 
     job: Any = SimpleNamespace(args=args, plan=plan, device=SimpleNamespace(type="cuda"))
     console = mock.Mock()
     with (
-        mock.patch.object(overview, "all_gather_objects", side_effect=lambda value: [value]),
+        mock.patch.object(overview, "_all_gather", side_effect=lambda value: [value]),
         mock.patch.object(overview, "measured_peak_bytes", return_value=1 << 20),
         mock.patch("torch.cuda.mem_get_info", return_value=(1 << 20, 4 << 20)),
     ):
