@@ -150,9 +150,9 @@ def measure(out: Path) -> str:
         target=write_model, args=(first,), daemon=True
     )
     # Ctrl-C is for this process: in its first moments the daemon would print a traceback.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     writer.start()
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, handler)
     writer.join()
     if writer.exitcode:
         raise HeteroError("the model could not be written; see above")
