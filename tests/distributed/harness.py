@@ -140,6 +140,7 @@ def finish(processes: Sequence[Started], *, seconds: float) -> list[RankOutcome]
     try:
         for process in processes:
             out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            assert process.returncode is not None
             outcomes.append(RankOutcome(process.returncode, out, err))
     except subprocess.TimeoutExpired as hang:
         rank = len(outcomes)

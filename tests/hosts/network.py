@@ -202,7 +202,7 @@ class Network:
             self._stack.close()
             raise
 
-    def _own(self, place):  # type: ignore[no-untyped-def]
+    def _own(self, place):
         self._stack.callback(place.close)
         return place
 
