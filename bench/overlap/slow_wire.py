@@ -83,11 +83,6 @@ class HostWire(Wire):
         native().host_enqueue(self._stream, byref(step))
         return int(self._plain(*copy))
 
-    @property
-    def let_go(self) -> int:
-        """How many parts so far."""
-        return int(self._word.value)
-
     def _release(self) -> None:
         while True:
             due, value = self._due.get()

@@ -165,7 +165,7 @@ def equal_parts(count: int, parts: int) -> tuple[Span, ...]:
 
 @lru_cache(maxsize=1024)
 def row_spans(count: int, length: int) -> tuple[Span, ...]:
-    """Where each of so many rows is in a table of them."""
+    """The span of each of `count` rows of `length` elements in one buffer."""
     return tuple(Span(row * length, (row + 1) * length) for row in range(count))
 
 
@@ -288,9 +288,9 @@ def _chunks(layout: Layout, length: int, nbytes: int, element_size: int) -> list
 
 
 def chunks_ahead(device: torch.device, chunks: int) -> int:
-    """How many further ones of so many chunks to have in flight while one is reduced.
+    """Returns how many further chunks are in flight while one is reduced.
 
-    0 if there is only one, whose messages then need not start before they are waited for.
+    0 for a single chunk: its messages need not start before they are waited for.
     """
     return _CHUNKS_AHEAD[device.type] if chunks > 1 else 0
 

@@ -165,7 +165,7 @@ class SideStream:
 
 
 _GRACE_SECONDS = 10.0
-"""Added to a call's timeout by whoever waits for its handle: the call's error names the culprit."""
+"""Added to a call's timeout in `wait()`: the call's own error comes first and names the culprit."""
 
 
 @skip_dynamo

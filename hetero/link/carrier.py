@@ -244,7 +244,7 @@ class Control:
         return [connection.fileno() for connection in self._connections]
 
     def readable(self, seconds: float) -> list[int]:
-        """Wait until some connections can be read, for so many seconds at most."""
+        """Wait up to `seconds` for data; returns the descriptors that can be read."""
         poller = select.poll()  # select() refuses descriptors above 1023
         for descriptor in self.filenos():
             poller.register(descriptor, select.POLLIN)

@@ -148,7 +148,7 @@ def nearest_devices(gpu: PciDevice | None, *, sys_root: Path = SYS) -> tuple[str
 def find_ports(devices: Sequence[str], *, sys_root: Path = SYS) -> list[Port]:
     """All usable ports of the devices; `name:2` stands for port 2 alone.
 
-    Raises LinkError if there is none, with the reason for each port.
+    Raises LinkError with the reason for each port if no port is usable.
     """
     if not devices:
         raise LinkError("this host has no RDMA device; load the NIC's driver (see `rdma link`)")

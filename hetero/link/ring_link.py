@@ -173,7 +173,7 @@ class Flow:
         return self._streams.broken()
 
     def completed_word(self, count: int, *, consumed: bool) -> Word:
-        """The word that the receiver's, or the sender's, device writes after so many entries."""
+        """Returns the word, with its value, that says `count` entries are consumed or produced."""
         direction = self._direction
         address = direction.consumed_word if consumed else direction.produced_word
         return Word(address, count & COUNTER_MASK)
@@ -817,7 +817,7 @@ class RingLink(Link):
         It shares the memory, and would write the parent's messages over. Change nothing in that,
         and keep the transfers: freeing a GPU's event ends a forked child.
         """
-        self._lock = threading.Lock()  # whoever held it does not exist in the child
+        self._lock = threading.Lock()  # its holder may be a thread that the child does not have
         self._broken = error = self.failure(
             "it belongs to the process that this one was forked from",
             expected="a link of one's own",

@@ -182,7 +182,7 @@ def _reachable(
     failures: dict[int, str] = {}
     while True:
         answering, last = _try_each(addresses, own, deadline)
-        failures |= last  # whoever refuses need not answer each time
+        failures |= last  # a failure per address: one attempt may not reach all
         if answering or time.monotonic() + _PAUSE_SECONDS > deadline:
             break
         time.sleep(_PAUSE_SECONDS)

@@ -258,7 +258,7 @@ static bool has_flushed_credits(struct engine *engine)
     return engine_has_sent_credits(engine);
 }
 
-/* Poll a condition under the lock, for so many seconds at most; whether it was met. */
+/* Poll a condition under the lock up to `seconds`; returns whether it was met. */
 static bool wait_until(struct carrier *carrier, bool (*condition)(struct engine *),
                        double seconds)
 {

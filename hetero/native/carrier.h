@@ -38,9 +38,9 @@ int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ende
 void carrier_stop_rail(struct carrier *carrier, int index);
 /* Retransmit a rail's unfinished entries over the others. Only after both ends have stopped it. */
 int carrier_retransmit(struct carrier *carrier, int index);
-/* Handle everything that has arrived, for so many seconds at most; false if some may be missing. */
+/* Handle everything that has arrived, up to `seconds`; false if some may be missing. */
 bool carrier_drain(struct carrier *carrier, double seconds);
-/* Wait until the peer has all credits, for so many seconds at most. */
+/* Wait up to `seconds` until the peer has all credits. */
 bool carrier_flush_credits(struct carrier *carrier, double seconds);
 /* End the thread and close the rails. */
 void carrier_free(struct carrier *carrier);

@@ -263,7 +263,7 @@ def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> N
     assert ended(process) == (130, [], ["error: interrupted; nothing was started"])
 
 
-def test_a_signal_that_comes_where_torchelastic_makes_another_error_of_it_is_told_as_any(
+def test_signal_that_torchelastic_turns_into_another_error_is_reported(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its timers read what they have not set yet, where the signal comes before they have."""
@@ -495,9 +495,7 @@ def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(
         assert err[-1].startswith("error: rank 1 on ")
 
 
-def test_a_node_whose_processes_have_ended_well_can_be_interrupted_while_another_still_runs(
-    script: str, soon: tuple[str]
-) -> None:
+def test_finished_node_can_be_interrupted_while_another_runs(script: str, soon: tuple[str]) -> None:
     first, other = start_nodes(script, "first", launcher=soon)
     assert first.stdout is not None
     assert first.stdout.readline() == "ends\n"

@@ -50,7 +50,7 @@ def record(**changed: Any) -> IterationRecord:
     return IterationRecord(**rest | values | changed)
 
 
-def test_wandb_that_is_not_installed_is_refused_with_the_remedy_and_no_folder_is_made(
+def test_missing_wandb_is_refused_and_no_folder_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     check("")

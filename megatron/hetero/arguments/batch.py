@@ -10,7 +10,13 @@ from itertools import pairwise
 
 from hetero.plan.plan import micro_batch_sizes
 from hetero.text import counted
-from megatron.hetero.arguments.rules import Values, Verdict, absent, flag_of, rule
+from megatron.hetero.arguments.rules import (
+    Values,
+    Verdict,
+    absent,
+    one_for_each_mesh,
+    rule,
+)
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -112,14 +118,7 @@ def _micro_batches_of_meshes(args: Namespace) -> Verdict:
     if not args.hetero_pipeline:
         return absent({name: sizes})
     if args.plan_file is None:
-        meshes = len(args.hetero_vendors)
-        if sizes is not None and len(sizes) != meshes:
-            yield (
-                f"{flag_of(name)} has {counted(len(sizes), 'value')} and --hetero-vendors names "
-                f"{counted(meshes, 'mesh', 'meshes')}; give one value for each"
-            )
-            return {}
-        return {name: sizes}
+        return (yield from one_for_each_mesh(args, name))
     meshes = args.plan_file.meshes
     if args.micro_batch_size is None and not any(mesh.micro_batch_size for mesh in meshes):
         yield "--micro-batch-size is required; add it, or micro_batch_size to a mesh of the plan"

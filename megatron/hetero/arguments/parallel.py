@@ -27,7 +27,16 @@ from megatron.hetero.arguments.flags_hetero import (
     MEASURED,
 )
 from megatron.hetero.arguments.model import ENGINE, LOCAL_ONLY, local_only_problems
-from megatron.hetero.arguments.rules import Note, Rule, Values, Verdict, absent, flag_of, rule
+from megatron.hetero.arguments.rules import (
+    Note,
+    Rule,
+    Values,
+    Verdict,
+    absent,
+    flag_of,
+    one_for_each_mesh,
+    rule,
+)
 
 # The flags that a plan file replaces; these have a value for each mesh.
 PER_MESH = (
@@ -231,19 +240,11 @@ def _values_of_meshes(name: str, field: str) -> Rule:
 
     @rule("hetero_pipeline plan_file hetero_vendors", sets=name)
     def values_of_meshes(args: Namespace) -> Verdict:
-        values = getattr(args, name)
         if not args.hetero_pipeline:
-            return absent({name: values})
+            return absent({name: getattr(args, name)})
         if args.plan_file is not None:
             return {name: [getattr(mesh, field) for mesh in args.plan_file.meshes]}
-        meshes = len(args.hetero_vendors)
-        if values is not None and len(values) != meshes:
-            yield (
-                f"{flag_of(name)} has {counted(len(values), 'value')} and --hetero-vendors names "
-                f"{counted(meshes, 'mesh', 'meshes')}; give one value for each"
-            )
-            return {}
-        return {name: values}
+        return (yield from one_for_each_mesh(args, name))
 
     return values_of_meshes
 

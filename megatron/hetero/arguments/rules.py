@@ -16,6 +16,7 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 from hetero.errors import UserError
+from hetero.text import counted
 
 Values = dict[str, Any]
 Verdict = Generator[str, None, Values]
@@ -144,6 +145,18 @@ def flag_of(name: str) -> str:
 def absent(given: Values) -> Values:
     """The values that are None; the others are refused for want of --hetero-pipeline."""
     return {name: None for name, value in given.items() if value is None}
+
+
+def one_for_each_mesh(args: Namespace, name: str) -> Verdict:
+    """The values of a flag that takes one for each of --hetero-vendors, or None."""
+    values, meshes = getattr(args, name), len(args.hetero_vendors)
+    if values is not None and len(values) != meshes:
+        yield (
+            f"{flag_of(name)} has {counted(len(values), 'value')} and --hetero-vendors names "
+            f"{counted(meshes, 'mesh', 'meshes')}; give one value for each"
+        )
+        return {}
+    return {name: values}
 
 
 def required(name: str) -> Rule:

@@ -33,7 +33,7 @@ def nodes_of_a_job() -> tuple[NodeFailures, NodeFailures]:
     return first, second
 
 
-def test_the_store_lasts_until_all_have_heard_though_the_rendezvous_that_made_it_is_gone() -> None:
+def test_store_outlives_its_rendezvous_until_all_nodes_have_read() -> None:
     first, second = nodes_of_a_job()
     gc.collect()
     assert first.exchange(KILLED) == KILLED
@@ -43,7 +43,7 @@ def test_the_store_lasts_until_all_have_heard_though_the_rendezvous_that_made_it
 
 
 @pytest.mark.parametrize("reported", [KILLED, FOLLOWED])
-def test_what_still_runs_after_another_nodes_failure_is_ended_whatever_that_node_blames(
+def test_processes_are_terminated_after_another_node_fails(
     reported: ProcessExit,
 ) -> None:
     """A process that is stopped here, for which another gave up, would run for ever."""

@@ -104,7 +104,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[RingOptions]:
 
 @pytest.mark.parametrize("path", ["shm", "tcp"])
 @pytest.mark.parametrize(("missing", "kind"), [(None, "ordered"), ("streams do not wait", "host")])
-def test_a_gpu_whose_streams_cannot_wait_is_served_by_the_hosts_and_the_link_says_why(
+def test_gpu_without_stream_waits_falls_back_to_the_host_with_a_reason(
     path: str, missing: str | None, kind: str, given: list[RingOptions]
 ) -> None:
     capabilities = ends(NVIDIA, replace(AMD, stream_wait_missing=missing), "cuda:0")

@@ -122,7 +122,7 @@ def test_messages_do_not_overtake_what_waits_for_room_that_they_would_have() -> 
 
 
 @pytest.mark.parametrize(("size", "by_callers"), [(10, 2), (LARGE, 0)], ids=["small", "large"])
-def test_a_message_each_way_is_over_for_its_callers_stream_which_a_large_one_passes_by(
+def test_exchange_completes_on_the_callers_stream_unless_it_is_large(
     size: int, by_callers: int
 ) -> None:
     with opened() as pair:

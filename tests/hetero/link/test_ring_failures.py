@@ -88,7 +88,7 @@ class Memory(bytearray):
     """Memory of a tensor that can be seen to be let go of."""
 
 
-def test_memory_that_a_stream_still_copies_to_is_kept_until_the_failed_link_is_closed() -> None:
+def test_failed_link_keeps_memory_of_pending_copies_until_close() -> None:
     with opened() as pair:
         pair.devices[0].held = True
         memory = Memory(4 * LARGE)

@@ -123,7 +123,7 @@ class UnpinnableDevice(EmulatedDevice):
         self.pinned.remove(address)
 
 
-def test_memory_that_cannot_be_pinned_ends_the_opening_at_both_ends_and_leaves_nothing() -> None:
+def test_memory_that_cannot_be_pinned_fails_the_opening_at_both_ends() -> None:
     refusing = UnpinnableDevice()
     with nothing_left_behind():
         first, second = tried(Setup(devices=(refusing, EmulatedDevice())).open)
@@ -230,7 +230,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     return made
 
 
-def test_a_thread_that_has_not_used_the_gpu_gets_a_context_before_the_driver_is_called(
+def test_new_thread_gets_a_gpu_context_before_the_driver_is_called(
     stream: FakeStream,
 ) -> None:
     driver: Any = MagicMock()

@@ -190,7 +190,7 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails_where_that_is_heard_late
     assert caplog.messages == []
 
 
-def test_an_end_that_closes_before_it_has_heard_of_the_peers_end_takes_no_rail_for_lost(
+def test_closing_end_reports_no_rail_of_a_closing_peer_as_lost(
     network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real, is_waiting = RailMonitor._await_answer, threading.Event()

@@ -572,7 +572,7 @@ def test_a_silent_rank_that_nobody_waits_for_ends_nobody(monkeypatch: pytest.Mon
     assert [future.exception() for future in waiting] == [None] * 3
 
 
-def test_a_rank_that_cannot_reach_rank_0_waits_for_others_errors_and_tells_them_with_its_own(
+def test_rank_that_cannot_reach_rank_0_reports_all_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _impatient(monkeypatch)

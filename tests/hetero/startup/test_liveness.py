@@ -203,7 +203,7 @@ def test_a_rank_without_a_heartbeat_for_the_timeout_has_failed(
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"1\n", b"[" * 4000 + b"\n"])
-def test_a_connection_without_the_token_or_of_a_rank_that_is_there_is_refused_and_not_reported(
+def test_strangers_and_duplicate_ranks_are_refused_silently(
     server: LivenessServer, data: bytes
 ) -> None:
     first, again = connected(server, 1), called(server.port, 1)
