@@ -114,6 +114,24 @@ COMMANDS = {
         needs="numpy",
         needs_core=False,
     ),
+    "top": Command(
+        module="hetero.tools.top",
+        help="show a run while it runs, in a terminal",
+        needs="rich",
+        needs_core=False,
+    ),
+    "break-things": Command(
+        module="hetero.tools.break_things",
+        help="put faults into a running job at random, to see what it survives",
+        needs="psutil",
+        needs_core=False,
+    ),
+    "trace": Command(
+        module="hetero.tools.trace",
+        help="tell where the time of traced steps went, beside a prediction of them",
+        needs="numpy",
+        needs_core=False,
+    ),
     "compare-ops": Command(
         module="hetero.tools.compare_ops",
         help="compare a layer's operators on two devices, to tell rounding from a bug",

@@ -1,5 +1,6 @@
 """The errors a user is meant to read: one sentence that says what is wrong and what to do."""
 
+import contextlib
 import json
 import os
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+NAMES_VARIABLE = "HETERO_NAMES_FOLDER"
+"""Set by `hetero.run` for the processes that it starts: a folder with a file for each rank."""
 
 
 class HeteroError(Exception):
@@ -62,6 +65,23 @@ class Faults:
         """Raise `refusal` with all collected sentences, if any."""
         if self.sentences:
             raise refusal(*self.sentences)
+
+
+class CorruptionError(HeteroError):
+    """What ranks have in common differs among them. Every rank raises it with the same text."""
+
+    known_to_all = True
+
+    def __init__(self, text: str, *, ranks: Sequence[int] = ()) -> None:
+        """`ranks`: those that are known to be wrong; none where that cannot be told."""
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class EvictedError(HeteroError):
+    """A node has to leave its job, because one of its ranks computed or kept what is wrong."""
+
+    exit_code = 3
 
 
 class ExchangeError(HeteroError):
@@ -137,19 +157,52 @@ def _write(text: str) -> None:
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
+def write_name_file(rank: int, name: str) -> None:
+    """Tell the launcher how to name this process, should it be killed."""
+    if folder := os.environ.get(NAMES_VARIABLE):
+        with contextlib.suppress(OSError):
+            Path(folder, str(rank)).write_text(name)
+
+
+def read_name_file(rank: int) -> str:
+    """What `write_name_file` wrote for a process of this launcher; empty if it did not."""
+    try:
+        return Path(os.environ[NAMES_VARIABLE], str(rank)).read_text()
+    except (OSError, KeyError):
+        return ""
+
+
+def remove_name_files() -> None:
+    """Forget the names of an earlier start, in which ranks may have had other places."""
+    if folder := os.environ.get(NAMES_VARIABLE):
+        for file in Path(folder).glob("*"):
+            file.unlink(missing_ok=True)
+
+
 def write_error_file(
-    text: str, *, printed: bool, known_to_all: bool = False, consequence: bool = False
+    text: str,
+    *,
+    printed: bool,
+    known_to_all: bool = False,
+    consequence: bool = False,
+    corrupt: Sequence[int] = (),
 ) -> None:
     """Tell the launcher why this process ends, in torchelastic's error file.
 
     Fields of our own are for `hetero.run`: whether this process has `printed` the text, whether all
-    ranks know it, and whether it is only a `consequence` of another process's failure.
+    ranks know it, whether it is only a `consequence` of another process's failure, and the
+    `corrupt` ranks of a CorruptionError.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    ours = {"printed": printed, "known_to_all": known_to_all, "consequence": consequence}
+    ours = {
+        "printed": printed,
+        "known_to_all": known_to_all,
+        "consequence": consequence,
+        "corrupt": list(corrupt),
+    }
     try:
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra | ours}}))
     except OSError:  # the text is on stderr too

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing.spawn
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -22,6 +24,9 @@ def pytest_configure() -> None:
     Tiny models gain nothing by more threads, and lose much where other tests run beside them.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Runs that fail, as many tests have them do, write dumps: not into the checkout.
+    folder = Path(tempfile.gettempdir(), f"flight_recorder_of_tests_{os.getuid()}")
+    os.environ.setdefault("HETERO_FLIGHT_RECORDER", str(folder))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 

@@ -96,6 +96,7 @@ def test_the_wheel_holds_what_runs_and_nothing_else(built: Built) -> None:
     runs = {name for name in own_files() if not name.endswith((".c", ".h", ".md"))}
     assert own == runs | {"hetero/native/_native.so"}
     assert {"hetero/py.typed", "megatron/hetero/py.typed", "hetero/presets/tiny.yaml"} <= own
+    assert "hetero/observe/page/index.html" in own
     assert {name.rsplit("/", 1)[-1] for name in names - own} >= {"LICENSE", "NOTICE", "METADATA"}
 
 

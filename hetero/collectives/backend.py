@@ -15,7 +15,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from hetero.errors import print_line
-from hetero.startup.process import serve_launcher
+from hetero.observe.flight_recorder import set_buffer_size, watch_script
+from hetero.startup.process import RANK_VARIABLE, is_launched, serve_launcher
 
 INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 """A comma-separated list of backends that `hetero` replaces."""
@@ -24,6 +25,9 @@ INSTEAD_OF_VARIABLE = "HETERO_INSTEAD_OF"
 def on_import_of_torch() -> None:
     """Register `hetero`, and have it replace other backends if HETERO_INSTEAD_OF names some."""
     serve_launcher()
+    set_buffer_size()
+    if is_launched() or os.environ.get(RANK_VARIABLE) == str(os.getpid()):
+        watch_script()
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -139,13 +143,11 @@ def instead_of(backend: Any) -> Any:
 
 def _submit_vendor(*, store: Any, group_rank: int, group_size: int, **_: Any) -> Any:
     """Tell rank 0 this rank's vendor, before a first group that `hetero` does not make."""
-    import torch
-
     from hetero.plan import VENDOR_VARIABLE
     from hetero.startup.exchange import Exchange
-    from hetero.startup.identity import own_vendor
+    from hetero.startup.identity import built_vendor, own_vendor
 
-    vendor = "amd" if torch.version.hip else ("nvidia" if torch.version.cuda else "cpu")
+    vendor = built_vendor()
     if os.environ.get(VENDOR_VARIABLE, "plan") != "plan":
         vendor = own_vendor()  # else only the build is looked at: a script may fork before CUDA
     vendors = Exchange(store, "hetero vendors", member=group_rank, size=group_size)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from hetero.collectives.layout import Layout
 from hetero.collectives.links import Links, clone
 from hetero.collectives.p2p import CpuP2P, GpuP2P
 from hetero.collectives.schedule import Algorithm, CallContext
-from hetero.collectives.vendor_library import VendorLibrary, new_library
+from hetero.collectives.vendor_library import VendorLibrary, name_backend, new_library
 from hetero.collectives.work import (
     Call,
     CollectiveError,
@@ -41,7 +42,8 @@ from hetero.collectives.work import (
     Worker,
 )
 from hetero.errors import LinkError, print_line
-from hetero.link.base import Link
+from hetero.link.base import Link, dtype_name
+from hetero.observe.record import CallEntry, GroupEntry, recorder
 
 _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
@@ -72,11 +74,6 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-@cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class Communicator:
     """The calls of one group, for tensors of one device.
 
@@ -98,6 +95,8 @@ class Communicator:
         """`announcement` is printed, with the transport, once links to other vendors are open."""
         self.layout, self.name, self.device = layout, name, device
         self._presence, self._announcement = presence, announcement
+        # Calls of both kinds of devices are numbered from 1.
+        self._recorded_name = name if device.type == "cpu" else f"{name} (GPU)"
         self.timeout = timeout.total_seconds()
         self._statuses = Statuses(store, layout, has_gone=presence.has_gone)
         self._library: VendorLibrary | None = None
@@ -107,6 +106,15 @@ class Communicator:
                 dist.PrefixStore(f"vendor {layout.vendor}/", store),
                 layout,
                 timeout=timeout,
+            )
+            inside = f"{self._recorded_name} within {layout.members[layout.rank].vendor}"
+            name_backend(backend, device, inside)
+            recorder().add_group(
+                GroupEntry(
+                    name=inside,
+                    ranks=tuple(layout.members[rank].global_rank for rank in layout.vendor_ranks),
+                    backend="gloo" if device.type == "cpu" else "nccl",
+                )
             )
             check_abort = _weakly(self._check_abort) if device.type == "cpu" else None
             self._library = VendorLibrary(backend, timeout=timeout, check_abort=check_abort)
@@ -124,6 +132,16 @@ class Communicator:
         self._p2p = self._new_p2p(store)
         self.sequence = 0
         """Calls so far."""
+        self._messages: Counter[tuple[str, int | None, int]] = Counter()
+        """Sends and receives so far, by peer and tag."""
+        self._recorder = recorder()
+        self._recorder.add_group(
+            GroupEntry(
+                name=self._recorded_name,
+                ranks=tuple(member.global_rank for member in layout.members),
+                backend="hetero",
+            )
+        )
         self._submission = threading.Lock()
         self._last_call: Call | None = None
         self._error: CollectiveError | None = None
@@ -134,6 +152,11 @@ class Communicator:
         # A script need not destroy its groups, and Python aborts a process at whose exit a thread
         # is in PyTorch's C++, as the worker is while it polls the store.
         weakref.finalize(self, self._worker.close, seconds=_CLOSE_SECONDS)
+
+    def describe(self, description: str) -> None:
+        """Tell the recorder what the group is for; the same on all of its ranks."""
+        known = self._recorder.groups[self._recorded_name]
+        self._recorder.add_group(replace(known, description=description))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later calls. Point-to-point messages of GPUs keep the first one."""
@@ -182,13 +205,24 @@ class Communicator:
             call = Call(
                 self.sequence,
                 operation,
-                _name_of(common[0].dtype) if common else "",
+                dtype_name(common[0].dtype) if common else "",
                 tuple([tensor.numel() for tensor in common]),
                 reduction,
                 None if root is None else self.layout.members[root].global_rank,
             )
             seconds = self.timeout if timeout is None else timeout
             work = CollectiveWork(call, tensors, timeout=seconds, group=self.name)
+            work.entry = CallEntry(
+                self._recorded_name,
+                self.sequence,
+                operation,
+                call.dtype or dtype_name(tensors[0].dtype),
+                tuple([tensor.shape for tensor in tensors]),
+                call.root,
+                reduction,
+                timeout=seconds,
+            )
+            self._recorder.add_call(work.entry)
             if self._error is not None:
                 work.finish(self._error)
                 return work
@@ -263,23 +297,54 @@ class Communicator:
         return work
 
     def recv(
-        self, tensor: torch.Tensor, rank: int | None, tag: int, on_received: Callable[[], None]
+        self,
+        memory: torch.Tensor,
+        rank: int | None,
+        tag: int,
+        on_received: Callable[[], None],
+        *,
+        target: torch.Tensor,
     ) -> CollectiveWork:
-        work: Any = self._p2p_work("receive from", rank, tag, tensor)
+        """Receive into contiguous `memory`; `on_received` copies from there into `target`."""
+        work: Any = self._p2p_work("receive from", rank, tag, memory, recorded=target)
         if self._error is not None:
             work.finish(self._error)
         else:
-            self._p2p.recv(tensor, rank, tag, work, on_received)
+            self._p2p.recv(memory, rank, tag, work, on_received)
         return work
 
     def _p2p_work(
-        self, verb: str, rank: int | None, tag: int, tensor: torch.Tensor
+        self,
+        verb: str,
+        rank: int | None,
+        tag: int,
+        tensor: torch.Tensor,
+        *,
+        recorded: torch.Tensor | None = None,
     ) -> CollectiveWork:
+        """`recorded`: the tensor whose size the record shows, if it is not the handle's."""
         self._stream.require_no_capture()
         peer = "any rank" if rank is None else str(self.layout.members[rank])
         own = self.layout.members[self.layout.rank]
         what = f"{verb} {peer} by {own} with tag {tag}"
-        return self._p2p.new_work(what, [tensor], timeout=self.timeout, group=self.name)
+        work: CollectiveWork = self._p2p.new_work(
+            what, [tensor], timeout=self.timeout, group=self.name
+        )
+        shown = tensor if recorded is None else recorded
+        operation = "send" if verb.startswith("send") else "recv"
+        self._messages[operation, rank, tag] += 1
+        work.entry = CallEntry(
+            self._recorded_name,
+            self._messages[operation, rank, tag],
+            operation,
+            dtype_name(shown.dtype),
+            (shown.shape,),
+            None if rank is None else self.layout.members[rank].global_rank,
+            tag=tag,
+            timeout=self.timeout,
+        )
+        self._recorder.add_call(work.entry)
+        return work
 
     def abort(self, reason: str = "") -> None:
         """End all calls in flight with an error, here and by that on the other ranks."""
@@ -353,6 +418,7 @@ class Communicator:
         """Report this rank's error, collect the other ranks' errors, and fail the group."""
         own = RankStatus(self.layout.rank, IN_A_CALL, running.call, error=str(error))
         self._statuses.submit(own)
+        self._recorder.report_failure(f"{running.call} of group {self.name} failed: {error}")
         self._abort_calls()
         if self._error is None:
             self._error = self._explained(own, timeout=running.work.timeout)
@@ -387,6 +453,9 @@ class Communicator:
         except LinkError as error:
             problem = str(error)
         if problem or self._statuses.has_failure():
+            self._recorder.report_failure(
+                f"group {self.name} failed: {problem or 'another rank reported a failure'}"
+            )
             own = self._submit_status(IDLE, error=problem)
             self._error = self._explained(own, timeout=self.timeout)
             self._abort_calls()

@@ -214,11 +214,16 @@ def _first_error(layout: Layout, first: RankStatus | None, calls: Mapping[Call, 
 
 
 def _ranks_by_call(layout: Layout, statuses: Sequence[RankStatus]) -> Mapping[Call, str]:
-    ranks: dict[Call, list[int]] = {}
+    found: dict[Call, list[Member]] = {}
     for status in statuses:
         if status.call is not None:
-            ranks.setdefault(status.call, []).append(layout.members[status.rank].global_rank)
-    return {call: spans(numbers) for call, numbers in ranks.items()}
+            found.setdefault(status.call, []).append(layout.members[status.rank])
+    return {
+        call: f"{members[0]} ({members[0].vendor})"
+        if len(members) == 1
+        else spans([member.global_rank for member in members])
+        for call, members in found.items()
+    }
 
 
 def _names(members: Sequence[Member]) -> str:

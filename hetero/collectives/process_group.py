@@ -54,6 +54,7 @@ from hetero.collectives.schedule import Algorithm, CallContext, Schedule
 from hetero.collectives.torch_patches import skip_dynamo, support_ddp
 from hetero.collectives.vendor_library import Reduction, new_library, reduction_for
 from hetero.collectives.work import CoalescedWork, CollectiveWork, profiled
+from hetero.collectives.world import World, begin_world, end_world, join_world
 from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
 from hetero.startup.exchange import Exchange
@@ -98,12 +99,12 @@ class HeteroProcessGroup(dist.ProcessGroup):
         self._layout, self._presence, self._store = layout, presence, store
         self._timeout, self._announcement = timeout, announcement
         self._name, self._created_as = name, name
+        self._description = ""
         self._cpu_communicator = self._new_communicator(torch.device("cpu"))
         self._gpu_communicator: Communicator | None = None
         self._connecting = threading.Lock()
         """Held while the GPU's communicator is built: two threads may make its first calls."""
         self._coalescing: list[CollectiveWork] | None = None
-        self._description = ""
         self._monitored_barriers = 0
         """So far; numbered alike on all ranks."""
         self._process = os.getpid()
@@ -113,7 +114,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         return f"<group of {counted(self.size(), 'rank')} of {len(self._layout.vendors)} vendors>"
 
     def _new_communicator(self, device: torch.device) -> Communicator:
-        return Communicator(
+        communicator = Communicator(
             layout=self._layout,
             name=self._created_as,
             # A connection of its own: other threads use the caller's, and a wait would block them.
@@ -123,6 +124,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
             presence=self._presence,
             announcement=self._announcement,
         )
+        communicator.describe(self._description)
+        return communicator
 
     @property
     def _communicators(self) -> list[Communicator]:
@@ -601,7 +604,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         communicator = self._communicator_for(tensor.device)
         with profiled("recv"):
             work = communicator.recv(
-                as_bytes(buffer), rank, tag, lambda: write_back(buffer, tensor)
+                as_bytes(buffer), rank, tag, lambda: write_back(buffer, tensor), target=tensor
             )
         return self._coalesced(work)
 
@@ -688,6 +691,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
         for communicator in self._communicators:
             communicator.shutdown()
         self._presence.leave()
+        end_world(self)
 
     def getBackendName(self) -> str:
         # Never the replaced backend's name: C++ would look for that backend in the group.
@@ -703,6 +707,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:
         self._description = description
+        for communicator in self._communicators:
+            communicator.describe(description)
 
     def getGroupDesc(self) -> str:
         return self._description
@@ -847,14 +853,25 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     with contextlib.ExitStack() as cleanup:
         presence = Presence(size=options.group_size, store_host=host_of(options.store))
         cleanup.callback(presence.leave)
-        planned = backend_options if isinstance(backend_options, str) else "cpu"
-        with _building(options.group_id):
-            layout = _exchange_identities(
-                store, options, global_ranks, planned_vendor=planned, presence=presence
-            )
-        group, error = None, None
-        # Where a plan names the vendors, its own lines say what is joined.
+        # Where a plan names the vendors, training's own lines say what is joined, and it has
+        # liveness of its own.
         is_planned = isinstance(backend_options, str)
+        planned = backend_options if is_planned else "cpu"
+        global_rank = global_ranks[options.group_rank]
+        world = None if is_planned else begin_world(global_rank, global_ranks)
+        failing = cleanup.enter_context(contextlib.ExitStack())
+        if world is not None:
+            failing.callback(world.close)
+        with _building(options.group_id):
+            layout, rank_0 = _exchange_identities(
+                store, options, global_ranks, planned_vendor=planned, presence=presence, world=world
+            )
+        if rank_0 is not None and world is None:
+            world = join_world(
+                rank_0, rank=global_rank, size=layout.size, master=presence.store_host
+            )
+            failing.callback(world.close)
+        group, error = None, None
         announcement = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
         try:
             if len(layout.vendors) == 1:
@@ -881,6 +898,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                 require_present=lambda member: presence.require(layout.members[member]),
             )
         assert group is not None
+        if world is not None:
+            world.keep(group, layout)
+        failing.pop_all()
         if len(layout.vendors) > 1:
             cleanup.pop_all()  # the group leaves in `shutdown`
         return group
@@ -970,8 +990,12 @@ def _exchange_identities(
     *,
     planned_vendor: str,
     presence: Presence,
-) -> Layout:
-    """Exchange every member's host, vendor and address. If one cannot find its own, all fail."""
+    world: World | None,
+) -> tuple[Layout, Mapping[str, Any] | None]:
+    """Exchange every member's host, vendor and address. If one cannot find its own, all fail.
+
+    The second value: where rank 0's liveness is, if its `world` begins with this group.
+    """
     global_rank = global_ranks[options.group_rank]
     own: dict[str, Any] = {"host": socket.gethostname()}
     try:
@@ -984,9 +1008,11 @@ def _exchange_identities(
         own |= {"vendor": identity.vendor, "version": identity.project_version}
         own["simulated"] = identity.simulated
         own["address"] = own_address(presence.store_host), presence.port
+        if world is not None:
+            own["liveness"] = world.address_for(presence.store_host)
     except (UserError, ValueError, OSError) as error:
         own["error"] = str(error)
-    world = dist.GroupMember.WORLD
+    default = dist.GroupMember.WORLD
     identities = _exchange(
         store,
         "identities",
@@ -994,8 +1020,8 @@ def _exchange_identities(
         own,
         name_members=lambda members: spans(global_ranks[member] for member in members),
         require_present=lambda member: (
-            world.require_present(global_ranks[member])
-            if isinstance(world, HeteroProcessGroup)
+            default.require_present(global_ranks[member])
+            if isinstance(default, HeteroProcessGroup)
             else None
         ),
     )
@@ -1016,7 +1042,8 @@ def _exchange_identities(
         )
         for rank, told in enumerate(identities)
     )
-    return Layout(members, options.group_rank)
+    rank_0 = next((told["liveness"] for told in identities if "liveness" in told), None)
+    return Layout(members, options.group_rank), rank_0
 
 
 def _exchange(

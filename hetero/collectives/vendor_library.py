@@ -209,6 +209,17 @@ def new_library(device_type: str, store: dist.Store, layout: Layout, *, timeout:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+def name_backend(backend: Any, device: torch.device, name: str) -> None:
+    """Name a backend in PyTorch's flight recorder, where one of no process group has no name."""
+    size, rank = backend.size(), backend.rank()
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    on_cpu = device.type == "cpu"
+    kind = dist.ProcessGroup.BackendType.GLOO if on_cpu else dist.ProcessGroup.BackendType.NCCL
+    group._register_backend(device, kind, backend)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    group._set_group_desc(name)
+
+
 def _new_gloo(store: dist.Store, layout: Layout, *, timeout: timedelta) -> Any:
     rank, size = layout.vendor_rank, len(layout.vendor_ranks)
     # All ranks are there by now. One that cannot connect does not tell those that wait for it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from hetero.collectives.schedule import Algorithm, CallContext, P2PBatch
 from hetero.collectives.torch_patches import skip_dynamo
 from hetero.device.gpu import require_no_capture
 from hetero.errors import LinkError
+from hetero.observe.record import CallEntry, Wait, recorder
 
 _HASH_MULTIPLIER = 2654435761
 """Knuth's; odd, so that different sequence numbers give different tags."""
@@ -190,6 +192,8 @@ class CollectiveWork(dist.Work):
     _finished_future: torch.futures.Future[list[torch.Tensor]] | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _source = -1
+    entry: CallEntry | None = None
+    """This call's in the flight recorder."""
 
     def __init__(
         self,
@@ -225,6 +229,10 @@ class CollectiveWork(dist.Work):
             self._stream, self._held = stream, held
             self._is_finished = True
             future, event = self._finished_future, self._finished_event
+        if (entry := self.entry) is not None:
+            entry.completed = time.time_ns()
+            if error is not None:
+                entry.error = str(error)
         if event is not None:
             event.set()
         if future is not None:
@@ -269,13 +277,30 @@ class CollectiveWork(dist.Work):
             if self._finished_event is None:
                 self._finished_event = threading.Event()
         bounded = 0 < seconds < self.timeout
-        if not self._finished_event.wait(seconds if bounded else self.timeout + self._grace):
+        record = recorder()
+        record.begin_wait(self)
+        try:
+            in_time = self._finished_event.wait(seconds if bounded else self.timeout + self._grace)
+        finally:
+            record.end_wait()
+        if not in_time:
             limit = seconds if bounded else self.timeout
             self.timed_out |= not bounded
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
                 "see the other ranks' logs"
             )
+
+    def as_wait(self, seconds: float) -> Wait:
+        """For this rank's record."""
+        entry = self.entry
+        return Wait(
+            what=str(self._what),
+            seconds=seconds,
+            peers=() if entry is None or entry.peer is None else (entry.peer,),
+            group=self._group if entry is None else entry.group,
+            sequence=0 if entry is None else entry.sequence,
+        )
 
     def synchronize(self) -> None:
         self.wait()
@@ -490,6 +515,8 @@ class RunningCall:
         self._context.may_block = blocking
         if not self.is_started:
             self.is_started = True
+            if self.work.entry is not None:
+                self.work.entry.started = time.time_ns()
             self._pending = next(self._schedule, None)
         while self._pending is not None:
             if blocking:

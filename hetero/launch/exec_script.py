@@ -13,17 +13,28 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from hetero.collectives.backend import replace_nccl
-from hetero.startup.process import end_with_parent
+from hetero.startup.process import RANK_VARIABLE, end_with_parent
 
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+"""Mean what the script says; by default they show what it does, and it goes on."""
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """What DeepSpeed and torch.distributed.launch put before the words of what they start."""
 
 
 def end_at_once_by_signals() -> None:
-    """Have signals end this process with a sentence: it has started nothing yet."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    """Have signals end this process with a sentence: it has started nothing yet.
+
+    Those that ask for stacks or a dump have nothing to show, unless they are to end the script.
+    """
+    words = " ".join(sys.argv[1:]).replace("=", " ").split()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *NOTICES):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end_at_once)
+            ends = number not in NOTICES or number.name in words
+            signal.signal(number, _end_at_once if ends else _do_nothing)
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 def _end_at_once(number: int, _: FrameType | None) -> None:
@@ -41,6 +52,7 @@ def exec_script_if_rank() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # What another launcher starts may have to outlive it, such as the shell that ssh gives.
         end_with_parent(signal.SIGTERM)
+    os.environ[RANK_VARIABLE] = str(os.getpid())
     os.execv(sys.executable, [sys.executable, *_interpreter_flags(), *words])
 
 

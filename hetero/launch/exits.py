@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero.errors import read_name_file
+
 _SIMULTANEOUS_SECONDS = 2
 """Failures within so long of the first may have been noticed in any order."""
 _TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -32,11 +34,25 @@ class ProcessExit:
     printed: bool = False
     known_to_all: bool = False
     consequence: bool = False
+    corrupt: tuple[int, ...] = ()
+    """Ranks, this one or others, that it found to hold what is wrong."""
+    name: str = ""
+    """How the run names it, as 'rank 5 on b (stage 1, amd)'; empty before it knows."""
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ProcessExit:
+        """From `asdict`, through JSON."""
+        return cls(**{**record, "corrupt": tuple(record["corrupt"])})
 
     @property
     def is_cause(self) -> bool:
         """Whether it failed by itself, as far as this launcher can tell."""
         return not self.consequence and (bool(self.text) or not self._is_terminated)
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether a signal ended it that no process of a job sends to another."""
+        return -self.code in _FATAL_SIGNALS
 
     @property
     def exit_code(self) -> int:
@@ -57,6 +73,7 @@ class ProcessExit:
         who = f"rank {self.rank} on {self.host}"
         if self.text:
             return self.text if self.known_to_all else f"{who}: {self.text}"
+        who = self.name or who
         if self.code >= 0:
             return f"{who} ended with exit code {self.code}; see what it printed"
         name = _signal_name(-self.code)
@@ -86,6 +103,8 @@ def exit_of(rank: int, host: str, failure: Any) -> ProcessExit:
         printed=bool(extra.get("printed")),
         known_to_all=bool(extra.get("known_to_all")),
         consequence=bool(extra.get("consequence")),
+        corrupt=tuple(map(int, extra.get("corrupt", ()))),
+        name=read_name_file(rank),
     )
 
 
@@ -102,7 +121,7 @@ def find_cause(exits: Iterable[ProcessExit]) -> ProcessExit:
 
 
 def _priority(process: ProcessExit) -> int:
-    if -process.code in _FATAL_SIGNALS:
+    if process.is_fatal:
         return 0
     if not process.is_cause:
         return 3 if process.text else 4

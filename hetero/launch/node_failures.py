@@ -67,6 +67,10 @@ class NodeFailures:
         self.remote_cause = _first_cause(others) or next(iter(others.values()))
         terminate()
 
+    def stop(self) -> None:
+        """End the thread: the nodes have met anew."""
+        self._stopped.set()
+
     def exchange(self, own: ProcessExit) -> ProcessExit:
         """Report this node's failure to the others; return the cause, which may be theirs.
 
@@ -104,7 +108,11 @@ class NodeFailures:
     def _reported_exits(self) -> dict[int, ProcessExit]:
         """The failures that other nodes have reported so far, the first of them first."""
         reported = self._exits.submitted().items()
-        return {node: ProcessExit(**said) for node, said in reported if said and node != self._node}
+        return {
+            node: ProcessExit.from_record(said)
+            for node, said in reported
+            if said and node != self._node
+        }
 
 
 def _first_cause(exits: Mapping[int, ProcessExit]) -> ProcessExit | None:

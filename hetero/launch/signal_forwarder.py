@@ -13,7 +13,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hetero.errors import print_line
+from hetero.launch.exec_script import NOTICES
 
 _SAME_SECONDS = 1.0
 """A signal that comes again within so long is the same one: timeout(1) sends each twice."""
@@ -28,8 +30,6 @@ _SHUTDOWN_SECONDS = 28.0
 """For the processes to end. Schedulers kill the launcher 30 s after their signal."""
 _UNUSED = signal.SIGRTMAX
 """A signal for torchelastic to handle in place of those that are handled here."""
-_NOTICES = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""Mean what the script says, and often that the time is over soon: no deadline follows them."""
 
 
 class SignalForwarder:
@@ -46,6 +46,7 @@ class SignalForwarder:
         self._chosen = frozenset(() if chosen is None else (chosen,))
         options.signals_to_handle = _UNUSED.name
         self._seconds = _shutdown_seconds(options)
+        self._left_out: Callable[[], Collection[int]] = tuple
         self._came: dict[signal.Signals, float] = {}
         self._before: dict[signal.Signals, Any] = {}
         self._deadline: threading.Timer | None = None
@@ -53,7 +54,7 @@ class SignalForwarder:
         """The first signal that was to end the processes."""
 
     def __enter__(self) -> SignalForwarder:
-        for number in self._ending | self._chosen | _NOTICES:
+        for number in self._ending | self._chosen | set(NOTICES):
             # What is ignored stays ignored, unless the script is told to handle it.
             if number in self._chosen or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
@@ -71,6 +72,14 @@ class SignalForwarder:
         for number, before in self._before.items():
             signal.signal(number, before)
 
+    def leave_out(self, pids: Callable[[], Collection[int]]) -> None:
+        """Pass no signals on to these children, which are no ranks."""
+        self._left_out = pids
+
+    def _ranks(self) -> list[psutil.Process]:
+        left_out = set(self._left_out())
+        return [child for child in psutil.Process().children() if child.pid not in left_out]
+
     def raise_first(self) -> None:
         """Raise SignalException if the processes have been asked to end: none is started anew."""
         if self.first is not None:
@@ -79,7 +88,7 @@ class SignalForwarder:
     def _on_signal(self, received: int, _: FrameType | None) -> None:
         number, now = signal.Signals(received), time.monotonic()
         ends = number in self._ending
-        processes = psutil.Process().children()
+        processes = self._ranks()
         if ends or (number in self._chosen and not processes):
             self.first = self.first or number
         if not processes:
@@ -98,8 +107,10 @@ class SignalForwarder:
                     _signal_group(process, number)
                     # Schedulers suspend jobs too. One that is stopped would not end.
                     _signal_group(process, signal.SIGCONT)
-                else:
+                elif number in self._chosen:
                     process.send_signal(number)
+                else:
+                    _notify(process, number)
         if number in self._ending and self._deadline is None:
             self._deadline = threading.Timer(self._seconds, self._kill_late, [number])
             self._deadline.daemon = True
@@ -107,7 +118,7 @@ class SignalForwarder:
 
     def _on_child(self, *_: object) -> None:
         """Continue suspended processes once another has failed: torchelastic asks them to end."""
-        processes = psutil.Process().children()
+        processes = self._ranks()
         if any(_has_failed(process.pid) for process in processes):
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -137,6 +148,35 @@ def _has_failed(pid: int) -> bool:
     return False
 
 
+def _notify(process: psutil.Process, number: signal.Signals) -> None:
+    """Send a signal to a process that handles it, or to those below it, as of a shell, that do.
+
+    It would end the others, such as one that has only begun to start.
+    """
+    if _handles(process.pid, number):
+        process.send_signal(number)
+        return
+    handling = [c for c in process.children(recursive=True) if _handles(c.pid, number)]
+    for child in handling:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+    if not handling:
+        print_line(
+            f"hetero.run: {number.name} was not passed on to process {process.pid}, which does not "
+            "handle it and would end; it may not have started yet"
+        )
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has set a handler for a signal."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        for line in status.splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def _signal_group(process: psutil.Process, number: signal.Signals) -> None:
     """To all processes of its session, as torchelastic does: it may be a shell."""
     try:
@@ -146,7 +186,7 @@ def _signal_group(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def _listed(options: argparse.Namespace) -> str:
-    return getattr(options, "signals_to_handle", None) or "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    return getattr(options, "signals_to_handle", None) or "SIGTERM,SIGINT,SIGHUP"
 
 
 def _shutdown_seconds(options: argparse.Namespace) -> float:

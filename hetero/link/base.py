@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Self
 
 import torch
 
 from hetero.errors import LinkError
+from hetero.observe.record import CallEntry, LinkState, Wait, recorder
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,11 @@ class Link(ABC):
         self.counters = LinkCounters()
         self._closed = False
         self._broken: LinkError | None = None
+        self._recorder = recorder()
+        self._recorder.add_link(self)
+        self._recorded: tuple[str, str] | None = None
+        self._messages = [0, 0]
+        """Recorded so far: sends, receives."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -178,14 +186,86 @@ class Link(ABC):
             counters.messages_sent += 1
             counters.bytes_sent += nbytes
 
+    def record_messages(self, *, sends: str, receives: str) -> None:
+        """From now on, record each message as a call of a group with this name."""
+        self._recorded = sends, receives
+
+    def _record(self, tensor: torch.Tensor, work: Work, *, is_receive: bool) -> None:
+        """Record a message that has just been posted, if they are recorded. Takes 5 us."""
+        if self._recorded is None:
+            return
+        self._messages[is_receive] += 1
+        self._recorder.add_call(
+            CallEntry(
+                self._recorded[is_receive],
+                self._messages[is_receive],
+                "recv" if is_receive else "send",
+                dtype_name(tensor.dtype),
+                (tensor.shape,),
+                self.description.peer,
+                timeout=self.description.timeout,
+                has_ended=partial(_has_ended, weakref.ref(work)),
+            )
+        )
+
     @contextmanager
     def timed_wait(self) -> Iterator[None]:
-        """Count the time of the body as wait time."""
+        """Count the time of the body as wait time, and show it in this rank's record."""
         begin = time.perf_counter()
+        self._recorder.begin_wait(self)
         try:
             yield
         finally:
+            self._recorder.end_wait()
             self.counters.wait_seconds += time.perf_counter() - begin
+
+    def state(self) -> LinkState | None:
+        """The counters, for this rank's record; None once closed. Never blocks; any thread."""
+        if self._closed:
+            return None
+        counters = self.counters
+        return LinkState(
+            peer=self.description.peer,
+            transport=self.transport,
+            is_boundary=self.description.is_boundary,
+            bytes_sent=counters.bytes_sent,
+            bytes_received=counters.bytes_received,
+            messages_sent=counters.messages_sent,
+            messages_received=counters.messages_received,
+            wait_seconds=round(counters.wait_seconds, 6),
+            timeout=self.description.timeout,
+        )
+
+    def as_wait(self, seconds: float) -> Wait:
+        """What a caller of `wait()` waits for, for this rank's record."""
+        state, about = self.state(), self.description
+        oldest = state.oldest if state is not None and state.oldest else "receive a message"
+        verb, _, message = oldest.partition(" ")
+        is_receive = verb == "receive"
+        if about.stage is not None and about.peer_stage is not None:
+            # With two stages and several chunks both kinds go both ways.
+            is_forward = (about.peer_stage < about.stage) == is_receive
+            message += f" ({'activations' if is_forward else 'gradients'})"
+        way = "from" if is_receive else "to"
+        number = oldest.rpartition(" ")[2]
+        return Wait(
+            what=f"{message} {way} rank {about.peer}",
+            seconds=seconds,
+            peers=(about.peer,),
+            message=int(number) if is_receive and number.isdecimal() else None,
+        )
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in 'float32'."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_ended(reference: weakref.ref[Work]) -> bool:
+    # A link keeps what is under way. The record must not: it would keep the tensors too.
+    work = reference()
+    return work is None or work.is_completed()
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
-import json
 import logging
 import os
 import secrets
-import select
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,26 +27,37 @@ from typing import Any
 from hetero.device.device import Device
 from hetero.errors import LinkError
 from hetero.link.base import start_thread
-from hetero.link.handshake import Rendezvous, send_json
+from hetero.link.control import Control, PathsLost, PathsReset
+from hetero.link.handshake import Rendezvous
+from hetero.link.lossy_rails import LossyRails, RailPackets
 from hetero.link.nics import Port
+from hetero.link.redial import Place, Redial, Reopened
 from hetero.link.ring import (
     CONTROL_BYTES,
     Direction,
     EndState,
+    Rails,
     RingEnds,
     RingOptions,
     SharedMemory,
     make_memory,
     pin,
 )
-from hetero.native.binding import TEXT_BYTES, EngineOptions, VerbsEnd, VerbsRoute, checked, native
-from hetero.startup.addresses import is_unreachable, keep_alive
+from hetero.link.slow_rails import RailSpeed, SlowRails
+from hetero.native.binding import (
+    TEXT_BYTES,
+    EngineOptions,
+    RailCounters,
+    VerbsEnd,
+    VerbsRoute,
+    checked,
+    native,
+)
+from hetero.observe import record
+from hetero.observe.record import recorder
 from hetero.text import counted
 
 _MAX_PSN = 1 << 24
-_LENGTH = struct.Struct("<I")
-_SEND_TIMEOUT = struct.pack("ll", 5, 0)
-"""A `struct timeval`. With a timeout of Python's, `recv` would time out too."""
 _JOIN_SECONDS = 15.0
 """Longer than the longest step of a monitor's thread: what that uses is freed after the join."""
 _DRAIN_SECONDS = 10.0
@@ -59,6 +67,15 @@ _ANSWER_SECONDS = 5.0
 """The time for a peer to report that it has stopped a rail too or, if the rail was lost by that,
 that it has closed the link."""
 _SLICE_SECONDS = 0.1
+_FIRST_WAIT_SECONDS = 1.0
+"""From the loss of a rail to the first attempt to open it again; doubled from one to the next."""
+_MAX_WAIT_SECONDS = 60.0
+_LASTING_SECONDS = 60.0
+"""A rail that is lost sooner after it was opened again waits on, as after a failed attempt."""
+_REFUSED_SECONDS = 3.0
+"""Without any connection, and where all that answers refuses, the peer's process has ended: longer
+than a firewall takes to load its rules."""
+_REOPEN_TICK_SECONDS = 0.25
 _CREDIT_SECONDS = 5.0
 """The time that closing waits for the last credits to be sent."""
 
@@ -94,6 +111,10 @@ class Carrier:
         self._library = native()
         self._memory = memory
         self._ports: list[Port] = []
+        self._connections: list[socket.socket] = []
+        self._counting = threading.RLock()
+        """Held while the counters are read, so that `close` does not free them meanwhile. The
+        handler of a signal may read them in a thread that does so already."""
         self._handle: int | None = checked(
             self._library.carrier_new,
             byref(
@@ -147,12 +168,26 @@ class Carrier:
             ) from error
 
     def add_tcp_rail(self, connection: socket.socket) -> None:
-        """Make a rail of a connection. Close that after the carrier. Raises LinkError."""
+        """Make a rail of a connection, which the carrier closes. Raises LinkError."""
         checked(self._library.carrier_add_tcp, self._handle, connection.fileno())
+        self._connections.append(connection)
 
     def start(self) -> None:
         """Start the thread. Raises LinkError."""
         checked(self._library.carrier_start, self._handle)
+
+    def reopen_tcp_rail(self, index: int, connection: socket.socket) -> None:
+        """Put a new connection in the place of one that both ends have stopped.
+
+        Call it after `retransmit`. The carrier closes the connection. Raises LinkError.
+        """
+        lost, self._connections[index] = self._connections[index], connection
+        checked(self._library.carrier_reopen_tcp, self._handle, index, connection.fileno())
+        lost.close()
+
+    def cut_tcp_rail(self, index: int) -> None:
+        """End a rail's connection, as a pulled cable does."""
+        self._connections[index].shutdown(socket.SHUT_RDWR)
 
     @property
     def loss_fd(self) -> int:
@@ -174,6 +209,26 @@ class Carrier:
         """Retransmit a rail's unfinished entries over others, after both ends have stopped it."""
         return int(self._library.carrier_retransmit(self._handle, index))
 
+    def counters(self, count: int) -> tuple[list[RailSpeed], int]:
+        """Of `count` rails, in order; how many entries were retransmitted. Empty once closed."""
+        counters = (RailCounters * count)()
+        with self._counting:
+            if self._handle is None:
+                return [], 0
+            again = self._library.carrier_rail_counters(self._handle, byref(counters), count)
+        speeds = [
+            RailSpeed(bytes_per_second=one.bytes_per_second, bytes_sent=one.bytes_sent)
+            for one in counters
+        ]
+        return speeds, int(again)
+
+    def packets(self) -> list[RailPackets]:
+        """Of each rail that is a connection, in order; empty once closed."""
+        with self._counting, contextlib.suppress(OSError):
+            if self._handle is not None:
+                return [RailPackets.of(connection) for connection in self._connections]
+        return []
+
     def drain(self, seconds: float) -> bool:
         """Handle everything that has arrived; False if that took too long."""
         return bool(self._library.carrier_drain(self._handle, seconds))
@@ -183,10 +238,13 @@ class Carrier:
         return bool(self._library.carrier_flush_credits(self._handle, seconds))
 
     def close(self) -> None:
-        """End the thread and close the rails. No other method may be running."""
-        if self._handle is not None:
+        """End the thread and close the rails. No method but `counters` may be running."""
+        with self._counting:
             handle, self._handle = self._handle, None
+        if handle is not None:
             self._library.carrier_free(handle)
+            for connection in self._connections:
+                connection.close()
 
 
 def _registration_remedy(*, is_gpu_memory: bool) -> str:
@@ -216,112 +274,6 @@ def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:
     return buffer.value.decode(errors="replace")
 
 
-class PathsLost(ConnectionError):
-    """The peer's host is unreachable over every path; the peer itself may still run."""
-
-
-class Control:
-    """JSON messages to and from the peer, over one authenticated connection for each network path.
-
-    Each message is sent over every connection that is left, and duplicates are dropped, so that it
-    arrives even if a path is lost. The peer has ended when it says so, or when no connection is
-    left. Reading never blocks.
-    """
-
-    def __init__(self, *connections: socket.socket, ack_timeout: float | None = None) -> None:
-        """`ack_timeout`: seconds without a TCP acknowledgement that end a connection."""
-        self._connections = list(connections)
-        self._peers = [str(connection.getpeername()[0]) for connection in connections]
-        self._unread = {connection: bytearray() for connection in connections}
-        self._sent = 0
-        self._last_received = 0
-        for connection in connections:
-            connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-            keep_alive(connection, ack_timeout=ack_timeout)
-
-    def filenos(self) -> list[int]:
-        return [connection.fileno() for connection in self._connections]
-
-    def readable(self, seconds: float) -> list[int]:
-        """Wait up to `seconds` for data; returns the descriptors that can be read."""
-        poller = select.poll()  # select() refuses descriptors above 1023
-        for descriptor in self.filenos():
-            poller.register(descriptor, select.POLLIN)
-        return [descriptor for descriptor, _ in poller.poll(1000 * seconds)]
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError when no connection accepts it."""
-        self._sent += 1
-        sent = False
-        for connection in list(self._connections):
-            try:
-                send_json(connection, {"number": self._sent, **message})
-                sent = True
-            except OSError:
-                # It may be cut short, so send nothing after it. `receive` drops the connection.
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        if not sent:
-            raise ConnectionError("no path to the peer is left")
-
-    def receive(self, descriptor: int) -> list[dict[str, Any]]:
-        """The new messages that are complete on one connection.
-
-        Drops a connection that has ended, which is closed only with the others. Raises PathsLost
-        if the last one has because the peer's host does not answer, and ConnectionError if it has
-        because the peer has ended.
-        """
-        connection = next(c for c in self._connections if c.fileno() == descriptor)
-        try:
-            data = connection.recv(1 << 16, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            self._drop(connection, error if is_unreachable(error) else None)
-            return []
-        if not data:
-            self._drop(connection, None)
-            return []
-        return [m for m in self._complete(connection, data) if self._is_new(m)]
-
-    def _drop(self, connection: socket.socket, unreachable: OSError | None) -> None:
-        self._connections.remove(connection)
-        if not self._connections and unreachable is not None:
-            raise PathsLost(
-                f"nothing answers at {', '.join(self._peers)} ({unreachable.strerror}); see "
-                "whether its host runs, and the network between"
-            )
-        if not self._connections:
-            raise ConnectionError("the peer has ended")
-
-    def _is_new(self, message: dict[str, Any]) -> bool:
-        if message["number"] <= self._last_received:
-            return False
-        self._last_received = message["number"]
-        return True
-
-    def _complete(self, connection: socket.socket, data: bytes) -> list[dict[str, Any]]:
-        unread = self._unread[connection]
-        unread += data
-        messages = []
-        while len(unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(unread)
-            end = _LENGTH.size + length
-            if len(unread) < end:
-                break
-            messages.append(dict(json.loads(unread[_LENGTH.size : end])))
-            del unread[:end]
-        return messages
-
-    def close(self) -> None:
-        """Say that this end is closing, and close."""
-        with suppress(OSError):
-            self.send({"closed": True})
-        for connection in self._unread:
-            connection.close()
-
-
 @dataclass
 class RailState:
     """The state of a rail, as both ends have reported it."""
@@ -331,15 +283,37 @@ class RailState:
     peer_has_stopped: bool = False
     loss: str = ""
     """Why the rail was lost."""
+    lost_at: float = 0.0
     is_reported: bool = False
     """True if the loss is certain, rather than the end of the peer."""
+    is_silent: bool = False
+    """True if it was lost because nothing was answered for long."""
+    opening: int = 0
+    """The number of times that it was opened again."""
+
+    @property
+    def may_reopen(self) -> bool:
+        """True if both ends have stopped it, and have marked its entries to be sent again."""
+        return not self.live and self.is_reported and self.peer_has_stopped
+
+
+@dataclass
+class _Attempts:
+    """When a connection may be dialed again, and how long to wait after the next failure."""
+
+    due: float
+    wait: float = _FIRST_WAIT_SECONDS
+    opened_at: float | None = None
+    """Of one that is open again; None while it is lost."""
 
 
 class RailMonitor:
     """A thread that handles lost rails and the peer's control messages.
 
     A lost rail's unfinished entries are retransmitted only when both ends have stopped it: until
-    then a late packet could overwrite a slot that is in use again.
+    then a late packet could overwrite a slot that is in use again. After that, with a `redial`, its
+    connection is opened again, and so are those of the control messages. Where none is left of
+    either, the link waits for that as long as for a peer that is silent, and then fails.
     """
 
     def __init__(
@@ -352,20 +326,31 @@ class RailMonitor:
         remote: EndState,
         name: str,
         peer: int,
+        redial: Redial | None = None,
     ) -> None:
-        """`remote` is this end's copy of the peer's state; its error flag fails the link."""
+        """`remote` is this end's copy of the peer's state; its error flag fails the link.
+
+        Owns `redial`.
+        """
         self._carrier = carrier
         self._control = control
         self._rails = [RailState(name) for name in rails]
         self._local, self._remote = local, remote
         self._name = name
         self._peer = peer
+        self._recorder = recorder()
+        self._redial = redial
+        self._attempts: dict[Place, _Attempts] = {}
+        self._cut_at: float | None = None
+        self._slow, self._lossy, self._judging = SlowRails(), LossyRails(), threading.RLock()
         self._sending = threading.Lock()
         self._peer_has_ended = self._stopping = False
         self._handlers = selectors.DefaultSelector()
         for descriptor in control.filenos():
             self._register(descriptor, partial(self._handle_control, descriptor))
         self._register(carrier.loss_fd, self._handle_losses)
+        if redial is not None:
+            self._register(redial.fileno(), self._handle_redial)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -389,7 +374,52 @@ class RailMonitor:
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
         self._control.close()
+        if self._redial is not None:
+            self._redial.close()
         self._handlers.close()
+
+    def states(self) -> Rails:
+        """Each pair of NICs with the connections over it as one. From any thread."""
+        speeds, retransmitted = self._carrier.counters(len(self._rails))
+        by_name: dict[str, list[tuple[RailState, RailSpeed]]] = {}
+        for rail, speed in zip(self._rails, speeds, strict=False):
+            by_name.setdefault(rail.name, []).append((rail, speed))
+        live = {
+            name: RailSpeed(
+                bytes_per_second=sum(s.bytes_per_second for rail, s in parts if rail.live),
+                bytes_sent=sum(s.bytes_sent for _, s in parts),
+            )
+            for name, parts in by_name.items()
+            if any(rail.live for rail, _ in parts)
+        }
+        packets: dict[str, RailPackets] = {}
+        for rail, count in zip(self._rails, self._carrier.packets(), strict=False):
+            if rail.live:
+                packets[rail.name] = packets.get(rail.name, RailPackets()) + count
+        with self._judging:
+            changes = self._slow.update(live, time.monotonic())
+            lossy = self._lossy.update(packets, time.monotonic())
+        for name, text in lossy.items():
+            self._tell("rail loses packets", text, name)
+        for change in changes:
+            self._tell("rail slow" if change.is_slow else "rail back", str(change), change.name)
+        states = tuple(
+            record.RailState(
+                name=name,
+                bytes_sent=sum(speed.bytes_sent for _, speed in parts),
+                state=("slow" if self._slow.is_slow(name) else "up") if name in live else "lost",
+                bytes_per_second=round(live[name].bytes_per_second) if name in live else 0.0,
+            )
+            for name, parts in by_name.items()
+        )
+        return Rails(states, retransmitted)
+
+    def _tell(self, kind: str, text: str, rail: str) -> None:
+        """Log what happened to a rail, and keep it as an incident."""
+        _log.warning("%s: %s", self._name, text)
+        self._recorder.add_incident(
+            kind, f"{self._name}: {text}", peer=self._peer, rail=rail, link=self._name
+        )
 
     def _register(self, descriptor: int, handler: Callable[[], None]) -> None:
         self._handlers.register(descriptor, selectors.EVENT_READ, handler)
@@ -400,12 +430,13 @@ class RailMonitor:
 
     def _run(self) -> None:
         while not self._stopping:
-            ready = self._handlers.select()
+            ready = self._handlers.select(_REOPEN_TICK_SECONDS if self._is_reopening() else None)
             try:
                 for key, _ in ready:
                     # An earlier handler may have unregistered it.
                     if key.fd in self._handlers.get_map() and not self._stopping:
                         key.data()
+                self._reopen()
             except Exception as error:  # whatever it is, fail the link
                 self._fail(f"the link's watch failed ({error})")
                 _log.exception("%s: the watch failed", self._name)
@@ -414,7 +445,7 @@ class RailMonitor:
     def _handle_losses(self) -> None:
         while (loss := self._carrier.next_loss()) is not None:
             index, reason, may_have_ended = loss
-            self._lose(index, reason, may_have_ended=may_have_ended)
+            self._lose(index, reason, may_have_ended=may_have_ended, is_silent=not may_have_ended)
 
     def _await_answer(self, rail: RailState) -> None:
         """Wait until the peer has stopped a rail too, or has ended.
@@ -423,7 +454,7 @@ class RailMonitor:
         """
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not (rail.peer_has_stopped or self._peer_has_ended or self._stopping):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._control.is_cut():
                 return
             for descriptor in self._control.readable(_SLICE_SECONDS):
                 self._handle_control(descriptor)
@@ -441,6 +472,9 @@ class RailMonitor:
         try:
             messages = self._control.receive(descriptor)
         except ConnectionError as ended:
+            if isinstance(ended, PathsReset) and self._redial is not None:
+                self._unregister(descriptor)
+                return
             if isinstance(ended, PathsLost):
                 self._fail(f"rank {self._peer} cannot be reached any more: {ended}")
             self._end_with_peer(descriptor)
@@ -451,28 +485,38 @@ class RailMonitor:
             if "fault" in message:
                 self._fail(str(message["fault"]))
             if "lost" in message:
-                self._handle_peer_loss(int(message["lost"]), str(message["reason"]))
+                self._handle_peer_loss(
+                    int(message["lost"]), str(message["reason"]), int(message.get("opening", 0))
+                )
             if "closed" in message:
                 self._end_with_peer(descriptor)
 
-    def _end_with_peer(self, descriptor: int) -> None:
-        for known in (descriptor, *self._control.filenos()):
+    def _end_with_peer(self, *descriptors: int) -> None:
+        for known in (*descriptors, *self._control.filenos()):
             self._unregister(known)
         self._drain()
         self._peer_has_ended = True
         self._local.ring()
 
-    def _handle_peer_loss(self, index: int, reason: str) -> None:
+    def _handle_peer_loss(self, index: int, reason: str, opening: int) -> None:
         rail = self._rails[index]
+        if opening < rail.opening:
+            return  # of a connection that has been replaced
         rail.peer_has_stopped = True
-        if rail.live:
+        if opening > rail.opening:
+            # The peer had opened it again, and this end has not heard of that.
+            rail.opening = opening
+            self._send_loss(index)
+        elif rail.live:
             self._lose(index, f"rank {self._peer} says: {reason}")
         elif rail.is_reported:
             self._retransmit(index)
         else:
             self._report(index)
 
-    def _lose(self, index: int, reason: str, *, may_have_ended: bool = False) -> None:
+    def _lose(
+        self, index: int, reason: str, *, may_have_ended: bool = False, is_silent: bool = False
+    ) -> None:
         """Stop a rail at this end and have the peer stop it too.
 
         `may_have_ended`: the reason may be that the peer has ended or closed the link.
@@ -480,13 +524,12 @@ class RailMonitor:
         rail = self._rails[index]
         if not rail.live:
             return
-        rail.live, rail.loss = False, reason
+        rail.live, rail.loss, rail.is_silent = False, reason, is_silent
+        rail.lost_at = time.monotonic()
         self._carrier.stop_rail(index)
         if self._peer_has_ended:
             return
-        # If it fails the control connections have ended, and the answer is that the peer has.
-        with contextlib.suppress(OSError):
-            self._send({"lost": index, "reason": reason})
+        self._send_loss(index)
         if may_have_ended:
             self._await_answer(rail)
         self._report(index)
@@ -498,29 +541,39 @@ class RailMonitor:
         if rail.is_reported or self._peer_has_ended or self._stopping:
             return
         rail.is_reported = True
-        left = sum(other.live for other in self._rails)
-        _log.warning("%s: %s", self._name, self._loss(index))
-        if left == 0:
-            self._fail(f"the last rail, {rail.name}, is lost: {rail.loss}")
+        what, left = self._describe(index)
+        self._tell("rail lost", f"{what} is lost: {rail.loss}; {left}", rail.name)
+        if not self._has_rail() and (self._redial is None or rail.is_silent):
+            self._fail(self._last_loss())
         if rail.peer_has_stopped:
             self._retransmit(index)
 
-    def _loss(self, index: int) -> str:
-        """Describe what was lost and what is left. To users a rail is a pair of NICs."""
+    def _has_rail(self) -> bool:
+        return any(rail.live for rail in self._rails)
+
+    def _send_loss(self, index: int) -> None:
+        rail = self._rails[index]
+        opening = {"opening": rail.opening} if rail.opening else {}
+        # If it fails no control connection is left: the peer has ended, or hears it over a new one.
+        with contextlib.suppress(OSError):
+            self._send({"lost": index, "reason": rail.loss, **opening})
+
+    def _describe(self, index: int) -> tuple[str, str]:
+        """Name a rail, and say what is left. To users a rail is a pair of NICs."""
         lost = self._rails[index]
         names = list(dict.fromkeys(rail.name for rail in self._rails))
         live = {rail.name for rail in self._rails if rail.live}
         what = f"rail {names.index(lost.name)} ({lost.name})"
         left = f"{len(live)} of {len(names)} rails"
         if len(names) == len(self._rails):
-            return f"{what} is lost: {lost.loss}; {left} go on"
+            return what, f"{left} go on"
         count = sum(rail.name == lost.name for rail in self._rails)
         number = sum(rail.name == lost.name for rail in self._rails[:index])
         live_count = sum(rail.live for rail in self._rails)
         connections = f"{live_count} of {counted(len(self._rails), 'connection')}"
         return (
-            f"connection {number + 1} of the {count} of {what} is lost: {lost.loss}; "
-            f"{connections} go on, over {left}"
+            f"connection {number + 1} of the {count} of {what}",
+            f"{connections} go on, over {left}",
         )
 
     def _retransmit(self, index: int) -> None:
@@ -528,6 +581,107 @@ class RailMonitor:
         if count:
             entries = f"{counted(count, 'entry', 'entries')} of rail {index}"
             _log.warning("%s: %s sent again", self._name, entries)
+
+    def _is_reopening(self) -> bool:
+        """Returns whether something is lost that a link between two live ends opens again."""
+        if self._redial is None or self._peer_has_ended or self._remote.has_failed:
+            return False
+        return bool(self._control.lost_paths()) or not all(rail.live for rail in self._rails)
+
+    def _reopen(self) -> None:
+        """Dial what is missing; fail a link of which nothing is left for too long."""
+        redial, now = self._redial, time.monotonic()
+        if redial is None or not self._is_reopening():
+            self._cut_at = None
+            return
+        if not self._control.is_cut() and self._has_rail():
+            self._cut_at = None
+        elif self._cut_at is None:
+            self._cut_at = now
+        elif self._control.is_cut() and redial.refused_seconds() > _REFUSED_SECONDS:
+            self._end_with_peer()
+            return
+        elif now - self._cut_at > redial.patience:
+            self._fail(
+                f"{self._last_loss()}; none could be opened again for {redial.patience:g} s "
+                f"({redial.failure}); see what breaks connections between the two hosts"
+            )
+            return
+        if not redial.dials:
+            return
+        for path in self._control.lost_paths():
+            self._dial(redial, Place("control", path), 0)
+        for index, rail in enumerate(self._rails):
+            if rail.may_reopen:
+                self._dial(redial, Place("rail", index), rail.opening + 1)
+
+    def _last_loss(self) -> str:
+        if self._has_rail():
+            return "every connection beside the rails broke"
+        lost = max(self._rails, key=lambda rail: rail.lost_at)
+        return f"the last rail, {lost.name}, is lost: {lost.loss}"
+
+    def _dial(self, redial: Redial, place: Place, opening: int) -> None:
+        """Dial unless that is under way, or it is too early."""
+        now = time.monotonic()
+        attempts = self._attempts.setdefault(place, _Attempts(now + _FIRST_WAIT_SECONDS))
+        if attempts.opened_at is not None:
+            # It has been lost again.
+            if now - attempts.opened_at > _LASTING_SECONDS:
+                attempts.wait = _FIRST_WAIT_SECONDS
+            attempts.due, attempts.opened_at = now + attempts.wait, None
+        if self._cut_at is not None:
+            attempts.due = min(attempts.due, now + _FIRST_WAIT_SECONDS)
+        if now < attempts.due or redial.is_dialing(place):
+            return
+        attempts.wait = min(2 * attempts.wait, _MAX_WAIT_SECONDS)
+        attempts.due = now + attempts.wait
+        redial.dial(place, opening)
+
+    def _handle_redial(self) -> None:
+        assert self._redial is not None
+        for reopened in self._redial.progress(self._admits):
+            if not self._admits(reopened.place, reopened.opening):
+                reopened.connection.close()
+                continue
+            self._take(reopened)
+
+    def _admits(self, place: Place, opening: int) -> bool:
+        """Returns whether a connection may take its place."""
+        if self._peer_has_ended or self._stopping:
+            return False
+        if place.kind == "control":
+            return self._control.is_path(place.index)
+        if self._remote.has_failed or not 0 <= place.index < len(self._rails):
+            return False
+        rail = self._rails[place.index]
+        if rail.live and opening == rail.opening:
+            # The peer has lost it before it heard that it was open.
+            self._lose(place.index, f"rank {self._peer} opens it again")
+        return rail.may_reopen and opening == rail.opening + 1
+
+    def _take(self, reopened: Reopened) -> None:
+        index, connection = reopened.place.index, reopened.connection
+        attempts = self._attempts.setdefault(reopened.place, _Attempts(0.0))
+        attempts.opened_at = time.monotonic()
+        if reopened.place.kind == "control":
+            self._unregister(self._control.descriptor(index))
+            with self._sending:
+                self._control.replace(index, connection)
+            descriptor = connection.fileno()
+            self._register(descriptor, partial(self._handle_control, descriptor))
+            # What was said last may have gone with the connection that it was sent over.
+            for number, rail in enumerate(self._rails):
+                if not rail.live:
+                    self._send_loss(number)
+            if (fault := self._local.fault) is not None:
+                self.send_fault(fault)
+            return
+        rail = self._rails[index]
+        self._carrier.reopen_tcp_rail(index, connection)
+        self._rails[index] = RailState(rail.name, opening=reopened.opening)
+        what, left = self._describe(index)
+        self._tell("rail back", f"{what} is open again; {left}", rail.name)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:
@@ -561,8 +715,12 @@ def make_ends(
     *,
     rails: Sequence[str],
     stack: ExitStack,
+    redial: Redial | None = None,
 ) -> RingEnds:
-    """The ends of a link, which own what is on the stack from here on. Start the carrier first."""
+    """The ends of a link, which own what is on the stack from here on. Start the carrier first.
+
+    Without `redial` a connection that is lost stays lost.
+    """
     side, description = rendezvous.side, rendezvous.description
     local = EndState(memory.control, side)
     # The peer's state is a copy here: waking the peer means waking the carrier that sends to it.
@@ -575,6 +733,7 @@ def make_ends(
         remote=remote,
         name=f"{options.transport} {description.rank}-{description.peer}",
         peer=description.peer,
+        redial=redial,
     )
     stack.callback(monitor.close)
     monitor.start()
@@ -588,6 +747,7 @@ def make_ends(
         outgoing_ring=memory.rings_on_device,
         incoming_ring=memory.rings_on_device + options.ring_bytes,
         peer_has_ended=monitor.peer_has_ended,
+        rails=monitor.states,
         close=stack.pop_all().close,
     )
 

@@ -104,6 +104,7 @@ class GlooLink(Link):
         self._count(source.nbytes, is_receive=False)
         self._under_way.add(transfer)
         self._outgoing.put(transfer)
+        self._record(source, transfer, is_receive=False)
         return transfer
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -120,6 +121,7 @@ class GlooLink(Link):
         self._count(target.nbytes, is_receive=True)
         self._under_way.add(transfer)
         self._incoming.put(transfer)
+        self._record(target, transfer, is_receive=True)
         return transfer
 
     def close(self) -> None:
@@ -165,14 +167,20 @@ class GlooLink(Link):
                     raise self._broken
                 move(transfer, sequence)
             except LinkError as error:
-                self._broken = error
+                self._break(error)
                 transfer.fail(error)
             except Exception as error:
-                self._broken = self._explain(transfer, error)
-                transfer.fail(self._broken)
+                explained = self._explain(transfer, error)
+                self._break(explained)
+                transfer.fail(explained)
             sequence += 1
             transfer.ended.set()
             self._under_way.discard(transfer)
+
+    def _break(self, error: LinkError) -> None:
+        if self._broken is None and not self._closed:
+            self._recorder.report_failure(str(error))
+        self._broken = error
 
     def _explain(self, transfer: _Transfer, error: Exception) -> LinkError:
         verb = "receiving" if transfer.is_receive else "sending"

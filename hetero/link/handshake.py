@@ -27,9 +27,9 @@ from hetero.startup.addresses import family_of
 from hetero.startup.process import close_in_children
 from hetero.startup.store import BoundedStore, as_link_error
 
-_TOKEN_BYTES = 32
+TOKEN_BYTES = 32
 _CONFIRMATION = b"\0"
-_TOKEN_SECONDS = 10.0
+TOKEN_SECONDS = 10.0
 """The time for one attempt to connect, and for the token of either side to arrive."""
 _LENGTH = struct.Struct("<I")
 _MAX_JSON_BYTES = 1 << 20
@@ -106,7 +106,7 @@ def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
     """
     if not rendezvous.listens:
         connection.sendall(_token(rendezvous, of_listener=False))
-    theirs = receive_exactly(connection, _TOKEN_BYTES)
+    theirs = receive_exactly(connection, TOKEN_BYTES)
     if not hmac.compare_digest(theirs, _token(rendezvous, of_listener=not rendezvous.listens)):
         raise AuthenticationError("the other side does not belong to this job")
     if rendezvous.listens:
@@ -134,7 +134,7 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
                     continue
                 connection = pending.enter_context(listener.accept()[0])
                 # Readable once its whole token has come, or its end.
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _TOKEN_BYTES)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, TOKEN_BYTES)
                 selector.register(connection, selectors.EVENT_READ, connection)
     raise rendezvous.failure(
         f"rank {rendezvous.description.peer} did not connect within {rendezvous.timeout:g} s",
@@ -145,7 +145,7 @@ def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:
 def _authenticates(connection: socket.socket, rendezvous: Rendezvous) -> bool:
     """Returns whether a connection is the peer's."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-    connection.settimeout(_TOKEN_SECONDS)
+    connection.settimeout(TOKEN_SECONDS)
     try:
         exchange_tokens(connection, rendezvous)
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ def connect(
         try:
             if source is not None:
                 connection.bind(source)
-            connection.settimeout(max(0.1, min(_TOKEN_SECONDS, deadline - time.monotonic())))
+            connection.settimeout(max(0.1, min(TOKEN_SECONDS, deadline - time.monotonic())))
             connection.connect(address)
             exchange_tokens(connection, rendezvous)
             return close_in_children(connection)

@@ -29,6 +29,7 @@ from hetero.native.binding import (
     acquire_fence,
     native,
 )
+from hetero.observe.record import RailState
 from hetero.version import PROTOCOL_VERSION
 
 PAGE = 4096
@@ -214,6 +215,15 @@ class EndState:
 
 
 @dataclass(frozen=True)
+class Rails:
+    """The rails of a link, for this rank's record."""
+
+    states: tuple[RailState, ...] = ()
+    retransmitted: int = 0
+    """Entries of lost rails that were sent again over others."""
+
+
+@dataclass(frozen=True)
 class RingEnds:
     """The memory of both ends as one of them has it mapped, and its cleanup."""
 
@@ -226,6 +236,8 @@ class RingEnds:
     """Addresses for this end's device."""
     peer_has_ended: Callable[[], bool]
     close: Callable[[], None]
+    rails: Callable[[], Rails] = Rails
+    """The state of its rails, of which a ring in shared memory has none. From any thread."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -43,6 +43,7 @@ from hetero.native.binding import (
     acquire_fence,
     native,
 )
+from hetero.observe.record import LinkState, copied
 from hetero.startup.process import call_in_children
 
 WATCH_SECONDS = 0.1
@@ -191,6 +192,15 @@ class Flow:
 
     def transfers(self) -> list[RingTransfer]:
         return [*self.in_flight, *self.waiting]
+
+    def pending(self) -> list[RingTransfer]:
+        """The transfers that are not complete. Needs no lock, and requests no progress."""
+        return [
+            transfer
+            for transfer in (*copied(self.in_flight), *copied(self.waiting))
+            if (end := transfer.end_count) is None
+            or not self.has_completed(end, consumed=transfer.state.completes_at_receiver)
+        ]
 
     def is_next(self, started: Sequence[RingTransfer]) -> bool:
         """Returns whether this flow's share of `started` is at the head of its queue."""
@@ -368,17 +378,17 @@ class RingLink(Link):
 
     def __init__(self, description: LinkDescription, options: RingOptions, ends: RingEnds) -> None:
         """Owns the ends from here on, also on failure."""
-        super().__init__(description)
-        self._ends = ends
+        self._ends, self.transport = ends, options.transport
         try:
             self._out = Flow(options, ends, is_outgoing=True)
             self._in = Flow(options, ends, is_outgoing=False)
         except BaseException:
             ends.close()
             raise
+        # From here on this rank's record asks for its state, in another thread.
+        super().__init__(description)
         self._lock = threading.Lock()
         """Guards the flows."""
-        self.transport = options.transport
         self._device = options.device
         self._ring_bytes = options.ring_bytes
         self._progress_requested = threading.Event()
@@ -426,6 +436,7 @@ class RingLink(Link):
             self._release_completed()
         if transfer.end_count is None:
             self._progress_requested.set()
+        self._record(source, transfer, is_receive=False)
         return transfer
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -450,6 +461,7 @@ class RingLink(Link):
         is_large = nbytes > self._ring_bytes // 2
         if self._is_asleep or (is_large and transfer.end_count is None):
             self._progress_requested.set()
+        self._record(tensor, transfer, is_receive=True)
         return transfer
 
     def check(self) -> None:
@@ -577,6 +589,33 @@ class RingLink(Link):
         if self._is_asleep or (not caller_waits and any(is_left)):
             self._progress_requested.set()
         self._release_completed()
+
+    def state(self) -> LinkState | None:
+        state = super().state()
+        if state is None:
+            return None
+        rails = self._ends.rails()
+        state = replace(state, rails=rails.states, retransmitted=rails.retransmitted)
+        if self._broken is not None:
+            return state
+        sends = self._out.pending()
+        pending = sends + self._in.pending()
+        if not pending:
+            return state
+        oldest = min(pending, key=lambda transfer: transfer.begun_at)
+        verb = "receive" if oldest.flow is self._in else "send"
+        return replace(
+            state,
+            queued=len(pending),
+            sends_queued=sum(self._is_here(transfer) for transfer in sends),
+            oldest=f"{verb} message {Header.unpack(oldest.header).sequence}",
+            oldest_seconds=round(time.monotonic() - oldest.begun_at, 3),
+        )
+
+    def _is_here(self, transfer: RingTransfer) -> bool:
+        """Whether what is sent may wait for this rank: for its ring, or on a GPU for a stream."""
+        is_cpu = self.device is not None and self.device.type == "cpu"
+        return not is_cpu or transfer.end_count is None
 
     def wait_value(self, stream: CurrentStream, word: Word) -> None:
         """Make a caller's stream wait for a word of the link."""
@@ -770,6 +809,10 @@ class RingLink(Link):
 
     def _set_error_flag(self, error: LinkError) -> None:
         """Have later calls raise an error, and notify the peer. May be called without the lock."""
+        if self._broken is None:
+            self._recorder.report_failure(str(error))
+            peer = self.description.peer
+            self._recorder.add_incident("link failed", str(error), peer=peer)
         self._broken = error
         if not self._ends.local.has_failed:
             self._ends.local.fail(f"rank {self.description.rank} aborted the link: {error}")

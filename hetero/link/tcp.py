@@ -13,11 +13,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from hetero.errors import LinkError
-from hetero.link.carrier import Carrier, Control, host_rings, make_ends
+from hetero.link.carrier import Carrier, host_rings, make_ends
+from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, accept, connect, listen_at, look_up, publish
+from hetero.link.redial import Place, Redial, Route
 from hetero.link.ring import RingOptions
 from hetero.link.ring_link import RingLink
 from hetero.startup.addresses import PORT_RANGE, family_of, interface_with, keep_alive
+from hetero.startup.process import close_in_children
 
 _MAX_STALL_SECONDS = 5.0
 """Seconds without an acknowledgement after which a rail is lost while another is acknowledged. The
@@ -59,9 +62,25 @@ def open_tcp(
             carrier.add_tcp_rail(connection)
         carrier.start()
         control = Control(*connections.control, ack_timeout=silence)
-        ends = make_ends(rendezvous, options, memory, carrier, control, rails=names, stack=stack)
+        redial = Redial(
+            rendezvous,
+            patience=silence,
+            tune=tune,
+            listeners=connections.listeners,
+            routes=connections.routes,
+        )
+        ends = make_ends(
+            rendezvous,
+            options,
+            memory,
+            carrier,
+            control,
+            rails=names,
+            stack=stack,
+            redial=redial,
+        )
     link = RingLink(rendezvous.description, options, ends)
-    link.cut_rail = lambda index: connections.rails[index].shutdown(socket.SHUT_RDWR)
+    link.cut_rail = carrier.cut_tcp_rail
     return link
 
 
@@ -91,6 +110,10 @@ class Connections:
 
     control: list[socket.socket]
     rails: list[socket.socket]
+    listeners: list[socket.socket]
+    """Where the listener can be dialed again; of the caller, none."""
+    routes: dict[Place, Route]
+    """By which the caller opened each; of the listener, none."""
 
 
 def open_connections(
@@ -116,7 +139,9 @@ def _listen(
     rendezvous: Rendezvous, addresses: Sequence[str], rails: int, stack: ExitStack
 ) -> Connections:
     with ExitStack() as listening:
-        listeners = [listening.enter_context(listen_at(address)) for address in addresses]
+        listeners = [
+            listening.enter_context(close_in_children(listen_at(address))) for address in addresses
+        ]
         publish(
             rendezvous,
             "addresses",
@@ -133,14 +158,18 @@ def _listen(
             raise _no_path(rendezvous, f"rank {rendezvous.description.peer} says: {answer['why']}")
         _warn_unreachable(rendezvous, addresses, reached)
         listeners = [listeners[index] for index in reached]
-        control = [stack.enter_context(accept(one, rendezvous)) for one in listeners]
-        return Connections(
-            control,
+        opened = Connections(
+            [stack.enter_context(accept(one, rendezvous)) for one in listeners],
             [
                 stack.enter_context(accept(listeners[index % len(listeners)], rendezvous))
                 for index in range(_rail_count(rails, listeners))
             ],
+            listeners if rails else [],
+            {},
         )
+        if rails:
+            stack.enter_context(listening.pop_all())
+        return opened
 
 
 def _connect(rendezvous: Rendezvous, own: Sequence[str], stack: ExitStack) -> Connections:
@@ -152,10 +181,13 @@ def _connect(rendezvous: Rendezvous, own: Sequence[str], stack: ExitStack) -> Co
         raise _no_path(rendezvous, why)
     _warn_unreachable(rendezvous, [host for host, _ in addresses], reached)
 
-    def open_one(number: int) -> socket.socket:
+    routes: dict[Place, Route] = {}
+
+    def open_one(kind: str, number: int) -> socket.socket:
         index = reached[number % len(reached)]
         # Rails may share a remote address; still use each local address in turn.
         source = own[(index + number // len(reached) * len(addresses)) % len(own)]
+        routes[Place(kind, number)] = Route(source, addresses[index])
         return stack.enter_context(
             connect(
                 addresses[index],
@@ -165,9 +197,10 @@ def _connect(rendezvous: Rendezvous, own: Sequence[str], stack: ExitStack) -> Co
             )
         )
 
-    control = [open_one(number) for number in range(len(reached))]
-    rails = [open_one(number) for number in range(_rail_count(int(remote["connections"]), reached))]
-    return Connections(control, rails)
+    count = _rail_count(int(remote["connections"]), reached)
+    control = [open_one("control", number) for number in range(len(reached))]
+    rails = [open_one("rail", number) for number in range(count)]
+    return Connections(control, rails, [], routes)
 
 
 def _reachable(

@@ -16,7 +16,8 @@ from hetero.device.driver import GpuDriver, driver_for
 from hetero.device.gpu import index_of
 from hetero.device.topology import pci_device
 from hetero.errors import LinkError
-from hetero.link.carrier import Carrier, Control, RingMemory, host_memory, host_rings, make_ends
+from hetero.link.carrier import Carrier, RingMemory, host_memory, host_rings, make_ends
+from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.nics import Nics, Port, find_ports, nearest_devices, pair_ports
 from hetero.link.ring import CONTROL_BYTES, RingOptions

@@ -43,11 +43,13 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "carrier_connect_verbs": (c_bool, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_char_p),
     "carrier_add_tcp": (c_bool, c_void_p, c_int, c_char_p),
     "carrier_start": (c_bool, c_void_p, c_char_p),
+    "carrier_reopen_tcp": (c_bool, c_void_p, c_int, c_int, c_char_p),
     "carrier_progress": (None, c_void_p),
     "carrier_loss_fd": (c_int, c_void_p),
     "carrier_next_loss": (c_int, c_void_p, c_char_p, c_void_p),
     "carrier_stop_rail": (None, c_void_p, c_int),
     "carrier_retransmit": (c_int, c_void_p, c_int),
+    "carrier_rail_counters": (c_uint64, c_void_p, c_void_p, c_int),
     "carrier_drain": (c_bool, c_void_p, c_double),
     "carrier_flush_credits": (c_bool, c_void_p, c_double),
     "carrier_free": (None, c_void_p),
@@ -188,6 +190,7 @@ EntryPoints = _structure["entry_points"]
 Flow = _structure["flow"]
 HostGpu = _structure["host_gpu"]
 MessageHeader = _structure["message_header"]
+RailCounters = _structure["rail_counters"]
 RingControl = _structure["ring_control"]
 RingDirection = _structure["ring_direction"]
 RingEnd = _structure["ring_end"]

@@ -35,7 +35,7 @@ static void sleep_for(long nanoseconds)
 /* An error without data would leave the descriptor ready, and this thread without sleep, for ever. */
 static void take_event(struct carrier *carrier, struct rail *rail, short events)
 {
-    if (events == 0 || (events & POLLIN && rail->operations->acknowledge(rail)))
+    if (events & POLLIN && rail->operations->acknowledge(rail))
         return;
     engine_lock(&carrier->engine);
     engine_lose_rail(&carrier->engine, rail, "its completion channel failed");
@@ -66,7 +66,8 @@ static void sleep_until_event(struct carrier *carrier)
     if (polled[0].revents & POLLIN)
         eventfd_read(engine->wake_fd, &value);
     for (int index = 0; index < engine->rail_count; index++)
-        take_event(carrier, engine->rails[index], polled[1 + index].revents);
+        if (polled[1 + index].revents != 0)
+            take_event(carrier, engine->rails[index], polled[1 + index].revents);
 }
 
 static void back_off(double idle_seconds)
@@ -172,14 +173,22 @@ bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
     return has_room(carrier, error) && add_rail(carrier, tcp_open(&carrier->engine, fd, error));
 }
 
+/* Block signals in the threads that are started next: one delivered there would not interrupt Python's main
+ * thread. */
+static void block_signals(sigset_t *before)
+{
+    sigset_t all;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, before);
+}
+
 bool carrier_start(struct carrier *carrier, char *error)
 {
-    sigset_t all, before;
+    sigset_t before;
     int code = 0;
 
-    /* Block signals in these threads: one delivered here would not interrupt Python's main thread. */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    block_signals(&before);
     for (int index = 0; index < carrier->engine.rail_count && code == 0; index++) {
         struct rail *rail = carrier->engine.rails[index];
 
@@ -190,6 +199,34 @@ bool carrier_start(struct carrier *carrier, char *error)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     carrier->is_running = code == 0;
     return code == 0 || set_reason(error, "a link's thread cannot be started (%s)", strerror(code));
+}
+
+bool carrier_reopen_tcp(struct carrier *carrier, int index, int fd, char *error)
+{
+    struct engine *engine = &carrier->engine;
+    struct rail *opened = tcp_open(engine, fd, error), *lost = engine->rails[index];
+    sigset_t before;
+    int code;
+
+    if (opened == NULL)
+        return false;
+    engine_lock(engine);
+    opened->index = lost->index;
+    opened->bytes_sent = lost->bytes_sent;
+    engine->rails[index] = opened;
+    engine_unlock(engine);
+    /* No thread has kept a pointer to it: its own have ended, and others look rails up with the lock. */
+    lost->operations->close(lost);
+    block_signals(&before);
+    code = opened->operations->start(opened);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code != 0) {
+        carrier_stop_rail(carrier, index);
+        return set_reason(error, "a rail's threads cannot be started (%s)", strerror(code));
+    }
+    /* The carrier's thread checks rails only while one is live. */
+    eventfd_write(engine->wake_fd, 1);
+    return true;
 }
 
 void carrier_progress(struct carrier *carrier)
@@ -247,9 +284,26 @@ int carrier_retransmit(struct carrier *carrier, int index)
     count = outgoing_retransmit(&engine->outgoing, rail->index, !rail->confirms_delivery,
                                 !rail->confirms_delivery || rail->peer_reads_back);
     engine->incoming.credit_lost = true;
+    engine->retransmitted += (uint64_t)count;
     engine_unlock(engine);
     carrier_progress(carrier);
     return count;
+}
+
+uint64_t carrier_rail_counters(struct carrier *carrier, struct rail_counters *counters, int count)
+{
+    struct engine *engine = &carrier->engine;
+    uint64_t retransmitted;
+
+    engine_lock(engine);
+    for (int index = 0; index < engine->rail_count && index < count; index++)
+        counters[index] = (struct rail_counters){
+            .bytes_sent = engine->rails[index]->bytes_sent,
+            .bytes_per_second = engine->rails[index]->bytes_per_second,
+        };
+    retransmitted = engine->retransmitted;
+    engine_unlock(engine);
+    return retransmitted;
 }
 
 static bool has_flushed_credits(struct engine *engine)

@@ -15,6 +15,12 @@ struct carrier {
     pthread_t thread;
 };
 
+/* What a rail has done since the link was opened. */
+struct rail_counters {
+    uint64_t bytes_sent;     /* of entries' data, retransmissions and checksums included */
+    double bytes_per_second; /* as measured when data were last sent; 0 while unknown */
+};
+
 struct carrier *carrier_new(const struct engine_options *options, char *error);
 /* As verbs_open and verbs_connect; the peer's rail has the same index. */
 bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
@@ -25,6 +31,10 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
 /* `fd` is connected and blocking. Close it after carrier_free. */
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error);
 bool carrier_start(struct carrier *carrier, char *error);
+/* Put a new connection in the place of a rail that both ends have stopped, after carrier_retransmit, and
+ * start it. The counter of its bytes goes on. `fd` as before; the lost one may be closed after the call. If
+ * it fails the rail is as it was before, or lost again without a report. */
+bool carrier_reopen_tcp(struct carrier *carrier, int index, int fd, char *error);
 
 /* engine_drive, as a function that a device calls. */
 void carrier_progress(struct carrier *carrier);
@@ -38,6 +48,9 @@ int carrier_next_loss(struct carrier *carrier, char *reason, bool *may_have_ende
 void carrier_stop_rail(struct carrier *carrier, int index);
 /* Retransmit a rail's unfinished entries over the others. Only after both ends have stopped it. */
 int carrier_retransmit(struct carrier *carrier, int index);
+/* Copy the counters of at most `count` rails, in the order in which they were added. Returns how many
+ * entries have been retransmitted. */
+uint64_t carrier_rail_counters(struct carrier *carrier, struct rail_counters *counters, int count);
 /* Handle everything that has arrived, up to `seconds`; false if some may be missing. */
 bool carrier_drain(struct carrier *carrier, double seconds);
 /* Wait up to `seconds` until the peer has all credits. */

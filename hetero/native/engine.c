@@ -148,6 +148,7 @@ void engine_send_completed(struct engine *engine, struct rail *rail, enum messag
     if (message != MESSAGE_DATA)
         return;
     nbytes = entry_span(engine, engine->out, number, &slot);
+    rail->bytes_sent += nbytes;
     speed_completed(rail, nbytes, engine->posted_at[number % RING_ENTRIES], engine_now());
     sequence_complete(&engine->outgoing.data, number, rail->index);
 }

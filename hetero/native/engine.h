@@ -36,6 +36,7 @@ struct engine {
     struct incoming incoming;
     struct rail *rails[ENGINE_RAILS];
     int rail_count;
+    uint64_t retransmitted; /* entries of lost rails */
     double last_checked;            /* when late rails were looked for */
     double posted_at[RING_ENTRIES]; /* an outgoing entry's data */
     int wake_fd;                    /* eventfd, wakes the carrier's thread */

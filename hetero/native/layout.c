@@ -68,6 +68,7 @@ const struct layout_member native_members[] = {
     OF(engine_options, stall_seconds), OF(engine_options, device_notifies),
     OF(engine_options, reads_back), OF(engine_options, dmabuf), OF(engine_options, dmabuf_offset),
     END(engine_options),
+    OF(rail_counters, bytes_sent), OF(rail_counters, bytes_per_second), END(rail_counters),
     OF(verbs_end, qp), OF(verbs_end, psn), OF(verbs_end, receiving), OF(verbs_end, receiving_key),
     OF(verbs_end, control), OF(verbs_end, control_key), OF(verbs_end, reads_back), END(verbs_end),
     OF(verbs_route, mtu), OF(verbs_route, lid), OF(verbs_route, gid), OF(verbs_route, gid_index),

@@ -82,6 +82,7 @@ struct rail {
     uint64_t bytes_in_flight;
     double bytes_per_second; /* 0 while unknown */
     double last_completion;
+    uint64_t bytes_sent; /* of entries' data, retransmissions included */
     double suspected_since; /* kept by check_rails: late while another rail is acknowledged; else 0 */
     char loss[RAIL_TEXT_BYTES]; /* why it was lost, until that is reported */
     bool may_have_ended; /* its loss is what the end of the peer looks like */

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from hetero.collectives.backend import register
 from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.link.base import Link
+from hetero.observe.record import GroupEntry, recorder
 from hetero.plan import Plan
 
 CROSSING_BACKEND = "hetero"
@@ -264,6 +265,9 @@ def create_group(
         backend_options=vendor if backend == "hetero" else None,
         timeout=timeout,
         group_desc=name,
+    )
+    recorder().add_group(
+        GroupEntry(name=unique, ranks=tuple(ranks), backend=backend, description=name)
     )
     c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     if backend == "gloo":

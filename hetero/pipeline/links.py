@@ -57,12 +57,12 @@ class PipelineLinks:
 
     def choices(self) -> list[Link]:
         """This rank's downstream links whose path was chosen from a family; peers chose alike."""
-        return [link for link in _links_of(self.downstream) if link.passed_over is not None]
+        return [link for link in links_of(self.downstream) if link.passed_over is not None]
 
     def by_side(self) -> dict[str, list[Link]]:
         """The "upstream" and the "downstream" links."""
         sides = {"upstream": self.upstream, "downstream": self.downstream}
-        return {name: _links_of(neighbour) for name, neighbour in sides.items()}
+        return {name: links_of(neighbour) for name, neighbour in sides.items()}
 
     def all(self) -> list[Link]:
         return [link for links in self.by_side().values() for link in links]
@@ -81,7 +81,8 @@ class PipelineLinks:
             link.close()
 
 
-def _links_of(neighbour: Neighbour | None) -> list[Link]:
+def links_of(neighbour: Neighbour | None) -> list[Link]:
+    """The links to the ranks of a neighbouring stage."""
     if neighbour is None:
         return []
     return neighbour.links if isinstance(neighbour, ReshardedEdge) else [neighbour]
@@ -131,6 +132,15 @@ class _Opener:
         return ReshardedEdge(end, links, tensor_group=self._options.tensor_group)
 
     def _open_link(self, edge: Edge, side: str, peer: int, channel: ChannelOptions) -> Link:
+        link = self._open(edge, side, peer, channel)
+        forward, backward = "activations", "gradients"
+        if side == "downstream":
+            link.record_messages(sends=forward, receives=backward)
+        else:
+            link.record_messages(sends=backward, receives=forward)
+        return link
+
+    def _open(self, edge: Edge, side: str, peer: int, channel: ChannelOptions) -> Link:
         options, is_source = self._options, side == "downstream"
         description = LinkDescription(
             rank=self._rank,

@@ -68,6 +68,7 @@ class VendorLink(Link):
         transfer = self._transfer(work, source)
         self._in_flight.append(transfer)
         self._count(source.nbytes, is_receive=False)
+        self._record(source, transfer, is_receive=False)
         return transfer
 
     def recv(self, tensor: torch.Tensor, *, tag: int = 0) -> Work:
@@ -76,7 +77,9 @@ class VendorLink(Link):
         target = tensor.detach()
         work = dist.irecv(as_bytes(target), self.description.peer, group=self._recv_group)
         self._count(target.nbytes, is_receive=True)
-        return self._transfer(work, target)
+        transfer = self._transfer(work, target)
+        self._record(target, transfer, is_receive=True)
+        return transfer
 
     def close(self) -> None:
         self._closed = True

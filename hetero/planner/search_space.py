@@ -44,6 +44,8 @@ class SearchSpace:
     distributed_optimizer: bool = True
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks shard the sequence between layers."""
+    whole_nodes: bool = False
+    """Whether a mesh has all GPUs of each of its nodes, as where a launcher starts them all."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,9 @@ def mesh_candidates(
             range(1, max_stages + 1), max_layers, transfers, busy, strict=True
         )
         if layers >= stages * chunks
+        and not (
+            problem.space.whole_nodes and stages * shape.stage.ranks % shape.kind.gpus_per_node
+        )
     ]
 
 

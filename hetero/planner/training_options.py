@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +30,18 @@ class TrainingOptions:
     sharded activations that receivers all-gather, and blocking sends of what NCCL cannot buffer."""
     reserved_bytes: float = 1.5 * 2**30
     """Memory of each GPU that is not available to the model: driver context, libraries."""
+
+    @classmethod
+    def of_flags(cls, flags: Mapping[str, Any]) -> TrainingOptions:
+        """What Megatron's flags say. Names have no leading dashes."""
+        given = {name.replace("_", "-"): value for name, value in flags.items()}
+        in_half = bool(given.get("bf16") or given.get("fp16"))
+        weight = 2 if in_half else 4
+        sums_in_fp32 = given.get("bf16") and not given.get("grad-reduce-in-bf16")
+        return cls(
+            activation_bytes=weight,
+            parameter_bytes=weight,
+            gradient_bytes=4 if sums_in_fp32 else weight,
+            state_bytes=12 if in_half else 8,
+            delay_weight_gradients=bool(given.get("delay-wgrad-compute")),
+        )

@@ -50,6 +50,11 @@ class RankIdentity:
         return self.vendor != self.actual_vendor
 
 
+def built_vendor() -> str:
+    """The vendor that the running PyTorch is built for. Never initializes a GPU's driver."""
+    return "amd" if torch.version.hip else ("nvidia" if torch.version.cuda else "cpu")
+
+
 def running_vendor() -> str:
     """The vendor of the running PyTorch build and the accelerator it can see."""
     if torch.cuda.is_available():

@@ -2,7 +2,8 @@
 
 The kernel closes a process's connection whenever the process ends, so rank 0 knows at once, and
 nobody has to guess from what fails afterwards. Over the same connection each rank sends heartbeats,
-which show whether a process that exists also responds. The connection also shows which of its
+which show whether a process that exists also responds, and carry its record (`share_record`). A
+rank can also ask something of all others (`request`). The connection also shows which of its
 addresses a rank reaches the others by.
 
 A rank that has not connected yet is looked for among the processes of its host (`LocalRanks`).
@@ -11,12 +12,16 @@ A rank that has not connected yet is looked for among the processes of its host 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import json
+import logging
 import os
 import secrets
 import selectors
 import socket
+import sys
+import termios
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -52,9 +57,16 @@ _CONNECT_SECONDS = 20.0
 _CONNECTED_SECONDS = 60.0
 """After which a rank that has opened the store should have connected to rank 0."""
 _HEARTBEAT = b"\n"
-_HEARTBEAT_SECONDS = 2.0
-_HEARTBEATS_A_SECOND = 256
+_RECORD = b"="
+"""Begins a heartbeat that carries a record; every other message is a JSON object."""
+_HEARTBEAT_SECONDS = 1.0
+_HEARTBEATS_A_SECOND = 1024
 """The most that rank 0 reads, from all others together."""
+_SHORTEST_TIMEOUT_SECONDS = 6.0
+"""Before a rank without a heartbeat counts as silent."""
+_LATE_SECONDS = 5.0
+"""By which a heartbeat may be late without being shown as missing."""
+_LARGEST_RECORD = 1 << 16
 _HEARTBEAT_TIMEOUT_SECONDS = 15.0
 """After which a rank that is waited for, or its host, hangs."""
 _GRACE_SECONDS = 5.0
@@ -72,6 +84,8 @@ _JOB = (
 """The variables that the processes of one job have in common."""
 _LOOK_SECONDS = 2.0
 """Between two looks at all processes, of which a host may have thousands."""
+
+_log = logging.getLogger(__name__)
 
 
 def open_liveness(
@@ -103,19 +117,18 @@ def open_liveness(
         return {int(rank): host for rank, host in (line.split(" ", 1) for line in lines)}
 
     if rank == 0:
-        token = secrets.token_hex(16)
         server = LivenessServer(
-            world_size=world_size, token=token, present=present, local_ranks=local_ranks
+            world_size=world_size,
+            token=secrets.token_hex(16),
+            present=present,
+            local_ranks=local_ranks,
         )
-        host = address_leading_to(master) or ""
-        address = ServerAddress(host, server.port, token)
-        store.set(_ADDRESS_KEY, json.dumps(asdict(address)))
+        store.set(_ADDRESS_KEY, json.dumps(server.address_for(master)))
         return server
 
     def find_server() -> ServerAddress:
         own.wait([_ADDRESS_KEY], _NO_TIMEOUT)
-        address = json.loads(own.get(_ADDRESS_KEY))
-        return ServerAddress(address["host"] or master, address["port"], address["token"])
+        return ServerAddress.read(json.loads(own.get(_ADDRESS_KEY)), master=master)
 
     return LivenessClient(find_server, rank=rank, world_size=world_size, local_ranks=local_ranks)
 
@@ -164,6 +177,11 @@ class ServerAddress:
     port: int
     token: str
 
+    @classmethod
+    def read(cls, told: Mapping[str, Any], *, master: str) -> ServerAddress:
+        """What `LivenessServer.address_for` has made; `master`: where this rank has the store."""
+        return cls(told["host"] or master, told["port"], told["token"])
+
 
 class Liveness(ABC):
     """One rank's side: rank 0's is a LivenessServer, the others' are LivenessClients."""
@@ -179,12 +197,56 @@ class Liveness(ABC):
     def __init__(self, world_size: int, local_ranks: LocalRanks | None) -> None:
         """`local_ranks` finds a rank of this host that has exited before it connected."""
         self._local_ranks = local_ranks
-        self._interval = _heartbeat_interval(world_size)
-        self._shortest_timeout = 3 * self._interval
+        self._interval = heartbeat_interval(world_size)
+        self._shortest_timeout = max(_SHORTEST_TIMEOUT_SECONDS, 3 * self._interval)
         self._names: Mapping[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._failure: RankFailure | None = None
         self._failed, self._closed = threading.Event(), threading.Event()
+        self._take_record: Callable[[], bytes] | None = None
+        self._lacks_record = False
+        """True once a record could not be sent."""
+        self._handle_report: Callable[[RankFailure], None] | None = None
+        self._handle_request: Callable[[Mapping[str, Any]], Mapping[str, Any] | None] | None = None
+
+    def share_record(self, take: Callable[[], bytes]) -> None:
+        """From now on, have heartbeats carry what `take` returns: one line, without its end.
+
+        `take` is called in liveness's thread, about once a second, and must not block. If it fails,
+        or returns more than 64 KiB, the heartbeat goes without it, and that is logged once.
+        """
+        self._take_record = take
+
+    def on_report(self, handle: Callable[[RankFailure], None]) -> None:
+        """Call `handle`, in a thread of liveness, with the first failure of a rank, at once."""
+        self._handle_report = handle
+
+    def _record(self) -> bytes:
+        """What a heartbeat carries."""
+        if self._take_record is None:
+            return b""
+        try:
+            record = _RECORD + self._take_record()
+            if len(record) < _LARGEST_RECORD:
+                return record
+            problem = f"it has {len(record)} bytes"
+        except Exception as error:  # what is only shown must end no run
+            problem = f"{type(error).__name__}: {error}"
+        if not self._lacks_record:
+            self._lacks_record = True
+            _log.warning("this rank's record cannot be sent to rank 0 (%s)", problem)
+        return b""
+
+    def on_request(self, handle: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> None:
+        """Call `handle`, in a thread, with each request; its answer, if any, goes to rank 0."""
+        self._handle_request = handle
+
+    @abstractmethod
+    def request(self, what: Mapping[str, Any], *, ranks: Collection[int] | None = None) -> None:
+        """Send a request, a JSON mapping, to `ranks`, by default to all, this one included.
+
+        Never waits for an answer. Only rank 0 may name `ranks`.
+        """
 
     def set_names(self, names: Mapping[int, str]) -> None:
         """Set how errors name ranks, as 'rank 3 on b (stage 1)'; by default by rank and host."""
@@ -309,6 +371,16 @@ class Liveness(ABC):
     def _query_silent(self) -> dict[int, float]:
         """The ranks that rank 0 has not heard for too long, and for how many seconds."""
 
+    def _serve_request(self, what: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The answer of this rank; None if it has none, or cannot give it."""
+        if self._handle_request is None:
+            return None
+        try:
+            return self._handle_request(what)
+        except Exception as error:  # what is asked for is a convenience, and must end no run
+            _log.warning("a request of liveness failed: %s", error)
+            return None
+
     def _report(self, failure: RankFailure) -> None:
         """Keep the first failure. After the end of the run, nothing counts as a failure."""
         if self._closed.is_set():
@@ -316,6 +388,8 @@ class Liveness(ABC):
         if self._failure is None:
             self._hosts.setdefault(failure.rank, failure.host)
             self._failure = failure
+            if self._handle_report is not None:
+                self._handle_report(failure)
         self._failed.set()
 
     def _report_end(self, rank: int, last_heard: float, *, is_unreachable: bool) -> None:
@@ -345,6 +419,8 @@ class LivenessClient(Liveness):
         self._last_poll = 0.0
         self._connect_tried, self._replied = threading.Event(), threading.Event()
         self._silent: dict[int, float] = {}
+        self._sending = threading.Lock()
+        """Held for each message: two threads' must not mix."""
         self._thread = threading.Thread(
             target=self._run, args=(find_server,), name="liveness", daemon=True
         )
@@ -379,9 +455,14 @@ class LivenessClient(Liveness):
         self._replied.wait(1.0)
         return self._silent
 
+    def request(self, what: Mapping[str, Any], *, ranks: Collection[int] | None = None) -> None:
+        if ranks is not None:
+            raise ValueError("only rank 0 may ask single ranks")
+        self._send({"request": dict(what)})
+
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._connection is not None:
-            with suppress(OSError):
+            with suppress(OSError), self._sending:
                 self._connection.sendall(_encode(message))
 
     def _run(self, find_server: Callable[[], ServerAddress]) -> None:
@@ -439,7 +520,9 @@ class LivenessClient(Liveness):
                 else:
                     self._last_poll = time.monotonic()
                     self._unanswered_since = self._unanswered_since or self._last_poll
-                    connection.sendall(_HEARTBEAT)
+                    record = self._record()
+                    with self._sending:
+                        connection.sendall(record + _HEARTBEAT)
             except (OSError, ValueError) as error:
                 unreachable = isinstance(error, OSError) and is_unreachable(error)
                 break
@@ -453,6 +536,10 @@ class LivenessClient(Liveness):
         elif "silent" in message:
             self._silent = {int(rank): float(age) for rank, age in message["silent"].items()}
             self._replied.set()
+        elif "request" in message:
+            answer = self._serve_request(message["request"])
+            if answer is not None:
+                self._send({"answer": dict(answer)})
 
 
 @dataclass(eq=False)
@@ -490,6 +577,10 @@ class LivenessServer(Liveness):
         self._clients: set[_Client] = set()
         self._last_poll = time.monotonic()
         self._lock = threading.Lock()
+        self._handle_record: Callable[[int, bytes], None] | None = None
+        self._unread_records: set[int] = set()
+        """The ranks of which one could not be read, which has been logged."""
+        self._handle_answer: Callable[[int, Mapping[str, Any]], None] | None = None
         self._listener = listen_everywhere(backlog=min(world_size, 4096))
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
@@ -497,8 +588,49 @@ class LivenessServer(Liveness):
         call_in_children(self, LivenessServer._close_all)
         threading.Thread(target=self._run, name="liveness", daemon=True).start()
 
+    def address_for(self, master: str) -> dict[str, Any]:
+        """Where the others find this server, as JSON; `master`: the host of their store.
+
+        Its host is empty if that is the store's.
+        """
+        return asdict(ServerAddress(address_leading_to(master) or "", self.port, self._token))
+
     def fail(self, reason: str) -> None:
         self._report(RankFailure(0, self._host, reason, _clock(), 0.0))
+
+    def on_record(self, handle: Callable[[int, bytes], None]) -> None:
+        """Call `handle`, in liveness's thread, with each record that arrives, and its rank.
+
+        It must take microseconds: there are up to 1,024 records a second.
+        """
+        self._handle_record = handle
+
+    def on_answer(self, handle: Callable[[int, Mapping[str, Any]], None]) -> None:
+        """Call `handle`, in liveness's thread, with each answer to a request, and its rank."""
+        self._handle_answer = handle
+
+    def request(self, what: Mapping[str, Any], *, ranks: Collection[int] | None = None) -> None:
+        self._broadcast({"request": dict(what)}, ranks=ranks)
+        if ranks is None or 0 in ranks:
+            answer = self._serve_request(what)
+            if answer is not None and self._handle_answer is not None:
+                self._handle_answer(0, answer)
+
+    def probe(self, ranks: Collection[int]) -> None:
+        """Send each of these ranks a byte, which the kernel of its host acknowledges."""
+        with self._lock:
+            for client in self._clients:
+                if client.rank in ranks:
+                    _try_send(client.connection, _HEARTBEAT)
+
+    def unacknowledged(self, ranks: Collection[int]) -> set[int]:
+        """Those of these ranks whose host has not acknowledged all that was sent to them.
+
+        The kernel does that for a process that hangs or is stopped, too.
+        """
+        with self._lock:
+            clients = [client for client in self._clients if client.rank in ranks]
+            return {c.rank for c in clients if c.rank is not None and _unsent(c.connection)}
 
     def leave(self, seconds: float = 0.0) -> None:
         self._closed.set()
@@ -556,7 +688,7 @@ class LivenessServer(Liveness):
 
     def _receive(self, client: _Client) -> None:
         try:
-            data = client.connection.recv(1 << 12)
+            data = client.connection.recv(1 << 14)
         except BlockingIOError:
             return
         except OSError as error:
@@ -570,12 +702,17 @@ class LivenessServer(Liveness):
         for message in messages:
             if client.connection.fileno() >= 0:
                 self._handle(client, message)
-        if client.rank is None and len(client.unread) > _LONGEST_GREETING:
+        longest = _LONGEST_GREETING if client.rank is None else _LARGEST_RECORD
+        if len(client.unread) > longest:
             self._drop(client)
 
     def _handle(self, client: _Client, data: bytes) -> None:
         if not data:
             _try_send(client.connection, _HEARTBEAT)
+            return
+        if data.startswith(_RECORD) and client.rank is not None:
+            _try_send(client.connection, _HEARTBEAT)
+            self._take_in(client.rank, data[len(_RECORD) :])
             return
         try:
             message = json.loads(data)
@@ -589,9 +726,23 @@ class LivenessServer(Liveness):
             elif "ask" in message:
                 ages = {str(rank): age for rank, age in self._query_silent().items()}
                 _try_send(client.connection, _encode({"silent": ages}))
+            elif "request" in message:
+                self.request(message["request"])
+            elif "answer" in message and self._handle_answer is not None:
+                self._handle_answer(client.rank, message["answer"])
         except (ValueError, KeyError, TypeError, RecursionError):
             # Not a rank of this job, but for example a port scanner.
             self._drop(client)
+
+    def _take_in(self, rank: int, record: bytes) -> None:
+        if self._handle_record is None:
+            return
+        try:
+            self._handle_record(rank, record)
+        except Exception as error:  # what is only shown must end no run
+            if rank not in self._unread_records:
+                self._unread_records.add(rank)
+                _log.warning("the record of %s cannot be read: %s", self.name([rank]), error)
 
     def _admit(self, client: _Client, greeting: Mapping[str, Any]) -> None:
         if not hmac.compare_digest(str(greeting["token"]), self._token):
@@ -629,11 +780,15 @@ class LivenessServer(Liveness):
         if not self._closed.is_set():
             self._broadcast({"failure": asdict(failure)})
 
-    def _broadcast(self, message: Mapping[str, Any]) -> None:
+    def _broadcast(
+        self, message: Mapping[str, Any], *, ranks: Collection[int] | None = None
+    ) -> None:
+        """Send a message to `ranks`, by default to all that have connected."""
+        line = _encode(message)
         with self._lock:
             for client in self._clients:
-                if client.rank is not None:
-                    _try_send(client.connection, _encode(message))
+                if client.rank is not None and (ranks is None or client.rank in ranks):
+                    _try_send(client.connection, line)
 
     def _close_all(self) -> None:
         for connection in (self._listener, *(c.connection for c in self._clients)):
@@ -686,9 +841,14 @@ class LocalRanks:
         return found
 
 
-def _heartbeat_interval(world_size: int) -> float:
+def heartbeat_interval(world_size: int) -> float:
     """Seconds between two heartbeats of a rank."""
     return max(_HEARTBEAT_SECONDS, world_size / _HEARTBEATS_A_SECOND)
+
+
+def silent_after(world_size: int) -> float:
+    """Seconds after which the last record of a rank is too old: the rank is silent."""
+    return heartbeat_interval(world_size) + _LATE_SECONDS
 
 
 def _encode(message: Mapping[str, Any]) -> bytes:
@@ -699,6 +859,14 @@ def _try_send(connection: socket.socket, data: bytes) -> None:
     """Send without blocking. A closed connection, or a peer that does not read, shows elsewhere."""
     with suppress(OSError):
         connection.send(data)
+
+
+def _unsent(connection: socket.socket) -> int:
+    """Bytes that the peer's kernel has not acknowledged."""
+    with suppress(OSError):
+        answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(answer, sys.byteorder)
+    return 0
 
 
 def _clock(seconds_ago: float = 0.0) -> str:

@@ -24,6 +24,8 @@ from hetero.errors import HeteroError, first_line, kind_and_first_line, write_er
 
 LAUNCHER_VARIABLE = "HETERO_LAUNCHER_PID"
 """Set by `hetero.run` for the processes that it starts."""
+RANK_VARIABLE = "HETERO_RANK_PID"
+"""Set by `hetero.run` where it becomes the script that another launcher wants: this process's."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _IN_A_CALLBACK = "Got the following error when running the callback: "
 """PyTorch's words before the error of a future, such as that of one of DDP's buckets: only the text
@@ -134,8 +136,19 @@ NAMES = (
     "HETERO_HIP_LIBRARY",
     "HETERO_IBVERBS_LIBRARY",
     "HETERO_LAUNCHER_PID",
+    "HETERO_RANK_PID",
+    "HETERO_NAMES_FOLDER",
+    "HETERO_FLIGHT_RECORDER",
+    "HETERO_RECORD_STACKS",
+    "HETERO_METRICS_PORT",
+    "HETERO_METRICS_ADDRESS",
+    "HETERO_STALL_WARNING",
     "HETERO_OVERLAP_MEASURED",
     "HETERO_OVERLAP_PHASES",
+    "HETERO_STATE_FOLDER",
+    "HETERO_RESUME_FOLDER",
+    "HETERO_STATE_COPIES",
+    "HETERO_JOB_ID",
 )
 _BACKENDS = ("nccl", "gloo", "mpi", "ucc", "xccl")
 """Of torch.distributed, of which HETERO_INSTEAD_OF names some."""

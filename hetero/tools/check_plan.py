@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_vendor_value,
         default=[],
         metavar="VENDOR=N",
-        help="GPUs of a node, such as nvidia=8 amd=4; left out: 8",
+        help="GPUs of a node, such as nvidia=8 amd=4; default: 8",
     )
     parser.add_argument(
         "--gpu-memory",
@@ -154,16 +154,7 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
             faults.sentences.append(f"{name} is {value!r}; it must be a whole number of at least 1")
             value = None
         sizes[name] = value
-    in_half = bool(flags.get("bf16") or flags.get("fp16"))
-    weight = 2 if in_half else 4
-    gradient = 4 if flags.get("bf16") and not flags.get("grad-reduce-in-bf16") else weight
-    costs = TrainingOptions(
-        activation_bytes=weight,
-        parameter_bytes=weight,
-        gradient_bytes=gradient,
-        state_bytes=12 if in_half else 8,
-        delay_weight_gradients=bool(flags.get("delay-wgrad-compute")),
-    )
+    costs = TrainingOptions.of_flags(flags)
     micro, total = sizes.values()
     return _TrainingRun(flags, model, costs, micro_batch=micro, global_batch=total)
 

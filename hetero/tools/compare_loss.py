@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--criteria",
         nargs="+",
         metavar="NAME[=BOUND]",
-        help=f"of {', '.join(_with_bound(name) for name in RULES)}; left out: "
+        help=f"of {', '.join(_with_bound(name) for name in RULES)}; default: "
         f"{', '.join(DEFAULT_CRITERIA)}, as far as the files allow",
     )
     parser.add_argument("--identical", action="store_true", help="the same as --criteria identical")
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     relation.add_argument(
         "--same-seed",
         action="store_true",
-        help="candidates ran with the reference's seed; left out: seen from the first loss",
+        help="candidates ran with the reference's seed; default: seen from the first loss",
     )
     relation.add_argument(
         "--other-seed", action="store_true", help="candidates ran with a seed of their own"
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--smooth",
         type=integer(1),
-        help="iterations of a smoothed point; left out: a tenth of them, at most 200",
+        help="iterations of a smoothed point; default: a tenth of them, at most 200",
     )
     parser.add_argument(
         "--from-iteration", type=integer(1), metavar="N", help="leave out those before"

@@ -5,6 +5,7 @@
     hetero compare-ops run --out nvidia.dump ...    # on one machine
     hetero compare-ops run --out amd.dump ...       # the same on the other
     hetero compare-ops compare nvidia.dump amd.dump # anywhere
+    hetero compare-ops case operator_cases/...      # what a run's --hetero-check-operators kept
 
 Flags that are not its own are those of pretrain_gpt.py. Exit code 0: all operators agree within
 rounding; 1: one does not; 2: the comparison could not be made.
@@ -60,9 +61,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         _add_run_flags(command, reference=command is runs)
     compares = commands.add_parser("compare", help="compare two dumps")
     compares.add_argument("dumps", nargs=2, type=Path, metavar="FILE", help="what `run` wrote")
+    cases = commands.add_parser(
+        "case", help="look at an operator that a run's --hetero-check-operators found wrong"
+    )
+    cases.add_argument("case", type=Path, metavar="FILE", help="what the run wrote")
     options, rest = parser.parse_known_args(argv)
-    if rest and options.command == "compare":
-        parser.error(f"compare takes two files and no {rest[0]}")
+    if rest and options.command in ("compare", "case"):
+        files = "two files" if options.command == "compare" else "one file"
+        parser.error(f"{options.command} takes {files} and no {rest[0]}")
     options.flags = rest
     return options
 
@@ -81,7 +87,7 @@ def _add_run_flags(parser: argparse.ArgumentParser, *, reference: bool) -> None:
         "--device",
         choices=devices,
         default=argparse.SUPPRESS,
-        help="cuda is any GPU, AMD's too; reference is float64 on the CPU; left out: cuda, or cpu "
+        help="cuda is any GPU, AMD's too; reference is float64 on the CPU; default: cuda, or cpu "
         "where there is no GPU",
     )
     parser.add_argument(
@@ -136,10 +142,24 @@ def _compare(options: argparse.Namespace) -> tuple[str, bool]:
     return _report(compare(left, right))
 
 
+def _case(options: argparse.Namespace) -> tuple[str, bool]:
+    import torch
+
+    from hetero.observe.operators.case import again, judge, read
+    from hetero.tools.operators.operator_table import case_lines
+
+    case = read(options.case)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = again(case, device)
+    recorded = judge(case)
+    lines = case_lines(case, recorded, None if here is None else judge(here), device=device.type)
+    return "\n".join(lines), all(each.difference.passed for each in recorded)
+
+
 def _report(comparison: Comparison) -> tuple[str, bool]:
     from hetero.tools.operators.operator_table import lines
 
     return "\n".join(lines(comparison)), comparison.passed
 
 
-_COMMANDS = {"run": _run, "check": _check, "compare": _compare}
+_COMMANDS = {"run": _run, "check": _check, "compare": _compare, "case": _case}

@@ -56,7 +56,7 @@ def _add_huggingface(directions: argparse._SubParsersAction[Parser]) -> None:
     inward.add_argument(
         "--make-vocab-size-divisible-by",
         type=integer(1),
-        help="pad the vocabulary with rows of zeros; left out: as many rows as the model has",
+        help="pad the vocabulary with rows of zeros; default: as many rows as the model has",
     )
     outward = directions.add_parser(
         "megatron-to-hf", description="Make a model's folder for transformers from a checkpoint."
@@ -64,18 +64,18 @@ def _add_huggingface(directions: argparse._SubParsersAction[Parser]) -> None:
     outward.set_defaults(convert=_to_huggingface)
     outward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named")
     outward.add_argument("target", type=Path, metavar="DST", help="new folder")
-    outward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    outward.add_argument("--ckpt-step", type=integer(0), help="step to read; default: the latest")
     outward.add_argument(
         "--vocab-size",
         type=integer(1),
-        help="rows of the vocabulary to keep; left out: as many as the tokenizer had, or the "
+        help="rows of the vocabulary to keep; default: as many as the tokenizer had, or the "
         "model that was converted",
     )
     outward.add_argument(
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="folder of a Hugging Face tokenizer, or a SentencePiece model; left out: the "
+        help="folder of a Hugging Face tokenizer, or a SentencePiece model; default: the "
         "checkpoint's",
     )
 
@@ -89,7 +89,7 @@ def _add_megatron_lm(directions: argparse._SubParsersAction[Parser]) -> None:
     inward.set_defaults(convert=_from_megatron_lm)
     inward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named there")
     inward.add_argument("target", type=Path, metavar="DST", help="new folder, for --load")
-    inward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    inward.add_argument("--ckpt-step", type=integer(0), help="step to read; default: the latest")
     inward.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer's state behind"
     )
@@ -100,7 +100,7 @@ def _add_megatron_lm(directions: argparse._SubParsersAction[Parser]) -> None:
     outward.set_defaults(convert=_for_megatron_lm)
     outward.add_argument("source", type=Path, metavar="SRC", help="folder that --save named")
     outward.add_argument("target", type=Path, metavar="DST", help="new folder, for --load there")
-    outward.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    outward.add_argument("--ckpt-step", type=integer(0), help="step to read; default: the latest")
     outward.add_argument(
         "--tensor-model-parallel-size",
         type=integer(1),
@@ -113,13 +113,13 @@ def _add_megatron_lm(directions: argparse._SubParsersAction[Parser]) -> None:
         "--make-vocab-size-divisible-by",
         type=integer(1),
         help="give the vocabulary as many rows as Megatron-LM computes from this and the "
-        "tensor-parallel size; left out: as many as it has",
+        "tensor-parallel size; default: as many as it has",
     )
     outward.add_argument(
         "--use-distributed-optimizer",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="whose state to write; left out: what the run used",
+        help="whose state to write; default: what the run used",
     )
     outward.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer's state behind"

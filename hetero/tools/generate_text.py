@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser("Complete a prompt with the model of a checkpoint, whatever its layout.")
     parser.add_argument("--load", type=Path, required=True, help="folder that --save named")
-    parser.add_argument("--ckpt-step", type=integer(0), help="step to read; left out: the latest")
+    parser.add_argument("--ckpt-step", type=integer(0), help="step to read; default: the latest")
     parser.add_argument("--prompt", required=True, help="text to go on from")
     parser.add_argument("--max-new-tokens", type=integer(1), default=64, help="tokens to add")
     parser.add_argument(
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights; left out: as they are stored",
+        help="of the weights; default: as they are stored",
     )
     add_tokenizer_flags(parser.add_argument_group("tokenizer, where it is not the checkpoint's"))
     return parser

@@ -116,7 +116,7 @@ def _add_link_flags(parser: Parser) -> None:
         "--ring", type=parse_size, default=default.ring_bytes, help="bytes of a link's rings"
     )
     parser.add_argument(
-        "--chunk", type=parse_size, help="bytes of a slot; left out: what suits each transport"
+        "--chunk", type=parse_size, help="bytes of a slot; default: what suits each transport"
     )
     parser.add_argument(
         "--connections",

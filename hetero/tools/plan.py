@@ -52,7 +52,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seq-length",
         type=integer(1),
-        help="left out: the model file's; for a config.json, 4096 or what the model can process",
+        help="default: the model file's; for a config.json, 4096 or what the model can process",
     )
     parser.add_argument(
         "--profile",

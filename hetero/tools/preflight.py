@@ -71,7 +71,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NIC",
-        help="NICs to try between nodes, as training would be given; left out: those recommended",
+        help="NICs to try between nodes, as training would be given; default: those recommended",
     )
     parser.add_argument(
         "--no-bandwidth", action="store_true", help="measure no links and no copies"

@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--accelerator",
         metavar="NAME",
-        help="what the cluster file calls this GPU; left out: a built-in name that occurs in what "
+        help="what the cluster file calls this GPU; default: a built-in name that occurs in what "
         "the driver calls it, or `cpu`",
     )
     for flag, what, default in (
@@ -79,7 +79,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--sequence",
         nargs="+",
         type=integer(1),
-        help="sequence lengths; left out: that of --seq-length",
+        help="sequence lengths; default: that of --seq-length",
     )
     parser.add_argument(
         "--recompute",
@@ -95,7 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="seconds for one stage at one point",
     )
     parser.add_argument(
-        "--threads", type=integer(1), help="threads of a CPU; left out: OMP_NUM_THREADS, or 1"
+        "--threads", type=integer(1), help="threads of a CPU; default: OMP_NUM_THREADS, or 1"
     )
     parser.add_argument(
         "--links",

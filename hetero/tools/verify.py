@@ -72,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
         nargs="+",
         default=[],
         metavar="NIC",
-        help="this node's NICs for links; left out: those that reach the other vendor's node",
+        help="this node's NICs for links; default: those that reach the other vendor's node",
     )
     parser.add_argument(
         "--vendors",
@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
         choices=[vendor for vendor in VENDORS if vendor != "cpu"],
         default=[],
         metavar="VENDOR",
-        help="the real vendor of each node, by --node-rank; left out: whatever they are",
+        help="the real vendor of each node, by --node-rank; default: whatever they are",
     )
     for flag, what in (("--only", "steps to run"), ("--skip", "steps to leave out")):
         parser.add_argument(flag, nargs="+", choices=NAMES, default=[], metavar="STEP", help=what)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -23,22 +25,39 @@ from hetero.collectives.links import NICS_VARIABLE
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.device.choose_device import choose_device
 from hetero.errors import (
+    CorruptionError,
     ExchangeError,
     HeteroError,
     LinkError,
     UserError,
     print_error,
+    print_line,
+    stamped,
     write_error_file,
+    write_name_file,
 )
 from hetero.link.nics import Nics, find_nics
 from hetero.link.open import ChannelOptions
+from hetero.observe.collect import Collector
+from hetero.observe.flight_recorder import active_library_calls, flight_recorder
+from hetero.observe.options import Endpoint, requested_endpoint, stall_warning_seconds
+from hetero.observe.record import recorder
+from hetero.observe.state import RunDescription
+from hetero.observe.throttling import ThrottleWatch, reader_for
+from hetero.observe.watch import StallWatch, serve_request
 from hetero.pipeline.groups import CROSSING_BACKEND, build_groups, joins_meshes, open_world
 from hetero.pipeline.links import LinkOptions, open_links
 from hetero.plan import Coordinate, Plan
 from hetero.startup.addresses import family_of
 from hetero.startup.exchange import JobExchanges
 from hetero.startup.identity import PLAN, RankIdentity, check_identities, identify, running_vendor
-from hetero.startup.liveness import Liveness, LocalRanks, open_liveness
+from hetero.startup.liveness import (
+    Liveness,
+    LivenessServer,
+    LocalRanks,
+    RankFailure,
+    open_liveness,
+)
 from hetero.startup.process import is_launched
 from megatron.hetero.arguments import Configuration
 from megatron.hetero.arguments.batch import steps_of
@@ -54,6 +73,7 @@ from megatron.hetero.checkpoint.find_checkpoint import (
 from megatron.hetero.checkpoint.folder import check_save_folder
 from megatron.hetero.checkpoint.lock import SaveLock
 from megatron.hetero.checkpoint.save_folder import take_save_folder
+from megatron.hetero.checkpoint.state_in_memory import require_state_folder
 from megatron.hetero.core_private import disable_coalescing, register_groups
 from megatron.hetero.data import Datasets, agree_on_datasets, agree_on_tokenizer
 from megatron.hetero.job import Job
@@ -66,6 +86,11 @@ from megatron.hetero.rendezvous import (
     open_store,
     store_endpoint,
 )
+from megatron.hetero.run_description import describe_run, surroundings
+from megatron.hetero.telemetry import require_exporter
+
+if TYPE_CHECKING:
+    from hetero.observe.server import MetricsServer
 
 # Flags that may differ between ranks: they do not change what is computed, and none may decide
 # whether a rank takes part in a collective.
@@ -76,6 +101,8 @@ _LOCAL_FLAGS = frozenset(
     | {"data_args_path", "per_split_data_args_path"}
     | {"train_data_path", "valid_data_path", "test_data_path", "vocab_file", "merge_file"}
     | {"metrics_file", "hetero_report", "tensorboard_dir", "wandb_save_dir", "hetero_plan"}
+    | {"hetero_stall_warning", "hetero_flight_recorder", "hetero_operator_cases"}
+    | {"hetero_metrics_port", "hetero_metrics_address"}
     | {"num_workers", "hetero_nics"}
     # Each vendor may use kernels of its own.
     | {"transformer_impl", "attention_backend", "bias_swiglu_fusion"}
@@ -106,8 +133,12 @@ def check_host(args: argparse.Namespace, plan: Plan, rank: int) -> Plan:
                 f"TransformerEngine is installed and cannot be imported ({error}); install it with "
                 "pip install '.[te]' or use --transformer-impl local"
             ) from error
+    if args.otel_enabled:
+        require_exporter()
     if args.hetero_nics:
         find_rails(args, own="")
+    if args.hetero_memory_checkpoint_interval and not args.skip_train:
+        require_state_folder()
     if rank == 0 and args.save is not None and not args.skip_train:
         check_save_folder(Path(args.save))
     return plan
@@ -136,12 +167,21 @@ class Initializer:
     def __init__(self, local_ranks: LocalRanks) -> None:
         self._local_ranks = local_ranks
         self.rank, self.world_size, self.local_rank = 0, 1, 0
+        self.name = "this rank"
+        """As in 'rank 5 on b (stage 1, amd)', once that is known."""
         self._exchanges: JobExchanges  # since `initialize`
         self.liveness: Liveness | None = None
+        self._collector: Collector | None = None
+        self._watch: StallWatch | None = None
+        self._throttle_watch: ThrottleWatch | None = None
+        self._live_view: MetricsServer | None = None
+        self._description = RunDescription(world_size=1)
         self._lock: SaveLock | None = None
         self._own_address = "127.0.0.1"
         self._is_exiting = False
         self._printed: str | None = None
+        self.on_failure: Callable[[str], None] | None = None
+        """Called once, with the cause, when the run fails on this rank; from any thread."""
 
     def initialize(
         self, configuration: Configuration | None, refused: UserError | None, *, printed: bool
@@ -155,11 +195,16 @@ class Initializer:
         """
         self._printed = str(refused) if printed else None
         self.rank, self.world_size, self.local_rank = environment_rank()
+        recorder().rank = self.rank
+        self._description = RunDescription(world_size=self.world_size)
+        if self.rank == 0:
+            self._collector = Collector(recorder())
         args, plan, problem = None, None, refused
         if configuration is not None:
             args = configuration.args
             try:
                 plan = check_host(args, configuration.plan, self.rank)
+                self._open_live_view(args)
             except UserError as error:
                 problem = error
         if problem is not None and self.world_size == 1:
@@ -175,6 +220,14 @@ class Initializer:
                 local_ranks=self._local_ranks,
             )
             self.liveness.on_failure(self._exit_on_remote_failure)
+            self.liveness.share_record(self._record)
+            self.liveness.on_request(partial(serve_request, rank=self.rank))
+            flight_recorder().ask_all = partial(
+                self.liveness.request, {"dump": True, "by": self.rank}
+            )
+        if self._collector is not None and isinstance(self.liveness, LivenessServer):
+            self.liveness.on_record(self._collector.add)
+            self.liveness.on_report(self._add_lost_rank)
         self._exchanges = JobExchanges(
             store,
             rank=self.rank,
@@ -184,10 +237,15 @@ class Initializer:
             endpoint=store_endpoint(),
         )
         identities, device = self._exchange_identities(args, plan, problem)
+        if (read := reader_for(device)) is not None:
+            self._throttle_watch = ThrottleWatch(recorder(), read)
         if args is None or plan is None:
             raise RuntimeError("the ranks agreed although this one's command line was refused")
         if joins_meshes(plan):
             apply_mesh(args, plan.meshes[plan.coordinate(self.rank).mesh])
+        self._description = describe_run(args, plan, identities)
+        self.name = surroundings(plan, identities).name(self.rank)
+        write_name_file(self.rank, self.name)
         if self.liveness is not None:
             self.liveness.set_names(_rank_names(identities, plan))
             self._own_address = agree_on_addresses(self._exchanges, self.liveness)
@@ -219,6 +277,30 @@ class Initializer:
         return self._connect(
             args, plan, identities, device, datasets, checkpoint, outputs, store, timeout
         )
+
+    def _open_live_view(self, args: argparse.Namespace) -> None:
+        """On rank 0, where --hetero-metrics-port or else `hetero.run --metrics-port` asks for it.
+
+        Raises UserError if it cannot listen there.
+        """
+        endpoint = (
+            requested_endpoint(os.environ)
+            if args.hetero_metrics_port is None
+            else Endpoint(args.hetero_metrics_port, args.hetero_metrics_address or Endpoint.address)
+        )
+        if self._collector is None or endpoint is None:
+            return
+        # Not needed by runs without it.
+        from hetero.observe.server import MetricsServer
+
+        self._live_view = MetricsServer(
+            self._collector,
+            describe=lambda: self._description,
+            address=endpoint.address,
+            port=endpoint.port,
+        )
+        with contextlib.suppress(BrokenPipeError):
+            print(stamped(f"live view: {self._live_view.url}"), flush=True)
 
     def _exchange_identities(
         self, args: argparse.Namespace | None, plan: Plan | None, problem: UserError | None
@@ -256,14 +338,35 @@ class Initializer:
             raise UserError(str(error), known_to_all=True) from error
         return identities, device
 
+    def _record(self) -> bytes:
+        """Liveness callback, once a second: this rank's record."""
+        if self._throttle_watch is not None:
+            self._throttle_watch.look()
+        return recorder().snapshot().to_json()
+
     def _exit_on_remote_failure(self, error: HeteroError) -> None:
         """Liveness callback: exit because another rank ended. The main thread may be blocked."""
         if not self._is_exiting:
             self.report(error)
             os._exit(error.exit_code)
 
+    def _add_lost_rank(self, failure: RankFailure) -> None:
+        """Liveness callback on rank 0."""
+        who = f"rank {failure.rank} on {failure.host}"
+        recorder().add_incident("rank lost", failure.sentence(who), lost=failure.rank)
+
+    def end_failed(self, cause: str) -> None:
+        """Call `on_failure` once."""
+        handle, self.on_failure = self.on_failure, None
+        if handle is not None:
+            handle(cause)
+
     def close(self) -> None:
-        """Release the lock on --save. Call last, also after a failure."""
+        """Release the lock on --save, end the live view. Call last, also after a failure."""
+        if self._live_view is not None:
+            self._live_view.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -310,8 +413,9 @@ class Initializer:
             disable_coalescing()
         coordinate = plan.coordinate(self.rank)
         seed_everything(args, coordinate)
-        name = {"name": uuid.uuid4().hex} if self.rank == 0 else None
-        secret = self._exchanges.exchange("names of the job", payload=name)[0]["name"]
+        names = {"name": uuid.uuid4().hex, "run": uuid.uuid4().hex} if self.rank == 0 else None
+        agreed = self._exchanges.exchange("names of the job", payload=names)[0]
+        secret = agreed["name"]
         links = None
         if args.hetero_pipeline:
             with self._exchanges.section("links", on_failure=self._exit_on_remote_failure):
@@ -330,6 +434,19 @@ class Initializer:
                         tensor_group=groups.tensor,
                     ),
                 )
+        recorder().library_calls = active_library_calls
+        if isinstance(self.liveness, LivenessServer) and self._collector is not None:
+            self._watch = StallWatch(
+                self._collector,
+                self.liveness,
+                surroundings=surroundings(plan, identities),
+                warn_after=(
+                    stall_warning_seconds(os.environ)
+                    if args.hetero_stall_warning is None
+                    else args.hetero_stall_warning
+                ),
+                tell=print_line,
+            )
         if self.liveness is not None:
             longest = args.hetero_timeout if _crosses_vendors(args) else timeout
             self.liveness.set_heartbeat_timeout(min(longest, timeout))
@@ -347,7 +464,9 @@ class Initializer:
             lock=self._lock,
             outputs=outputs,
             vendor_backend=vendor_backend,
+            run_id=agreed["run"],
             liveness=self.liveness,
+            collector=self._collector,
         )
 
     def remote_cause(self) -> str | None:
@@ -375,6 +494,7 @@ class Initializer:
         if printed:
             print_error(reason if self.world_size == 1 else f"rank {self.rank}: {reason}")
         write_error_file(reason, printed=printed, consequence=consequence)
+        self.end_failed(reason)
         self.close()
 
     def announce_failure(self, reason: str) -> None:
@@ -389,6 +509,13 @@ class Initializer:
         of its own.
         """
         self._is_exiting = True
+        if isinstance(error, LinkError):
+            flight_recorder().dump_failure(str(error))
+        else:
+            flight_recorder().flush()
+        words = self._watch.last_words() if self._watch is not None else ""
+        if isinstance(error, LinkError) and words:
+            error = LinkError(f"{error}; {words}", known_to_all=error.known_to_all)
         of_others = isinstance(error, ExchangeError) and error.exit_code != UserError.exit_code
         is_cut_off = isinstance(error, ExchangeError) and error.store_lost
         may_follow = isinstance(error, LinkError) or is_cut_off
@@ -406,7 +533,9 @@ class Initializer:
             printed=is_logger,
             known_to_all=error.known_to_all,
             consequence=isinstance(error, LinkError) or of_others,
+            corrupt=error.ranks if isinstance(error, CorruptionError) else (),
         )
+        self.end_failed(str(error))
         if error.known_to_all and self.liveness is not None:
             # A rank that hangs never leaves.
             self.liveness.leave(seconds=3.0 if of_others else 10.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hetero.observe.collect import Collector
 from hetero.pipeline.groups import Groups
 from hetero.pipeline.links import PipelineLinks
 from hetero.plan import Coordinate, Plan
@@ -38,7 +39,11 @@ class Job:
     """The lock on --save; rank 0 only."""
     outputs: Outputs
     vendor_backend: str
+    run_id: str
+    """Of this launch, equal on all ranks; no secret."""
     liveness: Liveness | None
+    collector: Collector | None = None
+    """The records of all ranks; on rank 0."""
 
     @property
     def rank(self) -> int:

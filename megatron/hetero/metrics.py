@@ -136,7 +136,20 @@ class IterationRecord:
     """Time for which rank 0 was blocked on its data loader in this iteration."""
     link_bytes: int
     """Tensor bytes sent so far over links that cross a boundary, summed over all ranks."""
+    goodput: float
+    """Share of the job's wall time that went into steps which were kept, of 1."""
     simulated: bool
+
+    def scalars(self) -> dict[str, float]:
+        """What the live view shows of an iteration; values that are not finite are left out."""
+        names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_gpu")
+        more = ("iteration", "loss_scale", "batch_size", "goodput")
+        values = {name: getattr(self, name) for name in (*names, *more)}
+        return {
+            name: float(value)
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
 
     def as_json(self) -> dict[str, Any]:
         """The record, with None for values that are not finite, which JSON cannot represent."""
@@ -170,6 +183,8 @@ def check_outputs(args: argparse.Namespace, written: frozenset[str], *, is_rank_
                 f"{flag} {path}: its folder cannot be made ({error.strerror}); name another file"
             ) from error
         _check_file(flag, path)
+    if is_rank_0 and args.hetero_trace is not None:
+        _check_folder("--hetero-trace", Path(args.hetero_trace))
     if "tensorboard_dir" in written:
         _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
     if logs_to_wandb and args.wandb_save_dir:
@@ -380,6 +395,7 @@ class MetricsLogger:
             "throughput": record.tflops_per_gpu,
             "tokens-per-second": record.tokens_per_s,
             "link-bytes": record.link_bytes,
+            "goodput": record.goodput,
         }
         if self._args.log_loss_scale_to_tensorboard:
             values["loss-scale"] = record.loss_scale

@@ -46,6 +46,9 @@ class StepResult:
         return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
+_TEXT_BYTES = 256
+
+
 class RankStatistics:
     """All-gathers a few numbers per rank, in rank order.
 
@@ -74,6 +77,16 @@ class RankStatistics:
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
         return [row.tolist() for row in torch.stack(everyone).cpu()]
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def gather_texts(self, text: str) -> list[str]:
+        """A short text of every rank, by rank, cut after 256 bytes. Collective."""
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        rows = self.gather([float(byte) for byte in data])
+        return [bytes(map(int, row)).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def optimizer_config(args: argparse.Namespace, timers: Timers | None = None) -> OptimizerConfig:
@@ -119,7 +132,7 @@ class TrainingOptimizer:
         device: torch.device,
         timers: Timers,
     ) -> None:
-        self.config = optimizer_config(args, timers if timers.level else None)
+        self.config = optimizer_config(args, timers)
         self._timers = timers
         self.inner = get_megatron_optimizer(
             self.config,

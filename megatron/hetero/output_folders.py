@@ -77,7 +77,7 @@ def remove_unused_folders(args: Namespace | None) -> Iterator[None]:
 
 
 def _output_folders(args: Namespace) -> list[Path]:
-    folders = [args.save, args.tensorboard_dir, args.wandb_save_dir]
+    folders = [args.save, args.tensorboard_dir, args.wandb_save_dir, args.hetero_trace]
     files = [getattr(args, flag) for flag in FILES]
     return [
         *(Path(folder).absolute() for folder in folders if folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import torch
 import torch.distributed as dist
 
 from hetero.device.choose_device import sharing_warning
+from hetero.observe.record import recorder
 from hetero.plan import Edge
+from hetero.startup.identity import RankIdentity
 from hetero.text import counted, size_text
 from megatron.hetero import weights
-from megatron.hetero.checkpoint.checkpointer import SaveTimings
+from megatron.hetero.checkpoint.save_timing import SaveTimings
 from megatron.hetero.console import Console, format_table
+from megatron.hetero.goodput import Goodput
 from megatron.hetero.job import Job
 from megatron.hetero.metrics import (
     DataWaitTimes,
@@ -27,6 +31,8 @@ from megatron.hetero.metrics import (
 )
 from megatron.hetero.model import StageModel
 
+_MOST_LAST_INCIDENTS = 64
+"""Of each rank, gathered for the report: those before have come with heartbeats."""
 # Appended to a stage's transformer_impl where TransformerEngine was asked for but is missing.
 FALLBACK = " (TransformerEngine is not installed)"
 
@@ -45,6 +51,7 @@ class RunResult:
     """None if this launch had no iterations."""
     data_wait_times: DataWaitTimes
     save_timings: SaveTimings
+    goodput: Goodput
 
 
 def _all_gather(value: Any) -> list[Any]:
@@ -251,6 +258,7 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
     for part in _all_gather(local):
         sums |= part
     links = [entry for part in _all_gather(_link_entries(job)) for entry in part]
+    incidents = _all_incidents(job)
     costs = _all_gather(
         {
             "peak_memory_bytes": measured_peak_bytes(job.device),
@@ -265,13 +273,7 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
         "device": job.device.type,
         "plan": job.plan.to_mapping(),
         "stages": rows,
-        "ranks": [
-            {k: v for k, v in asdict(identity).items() if k not in ("flags", "typed")}
-            | {"simulated": identity.simulated}
-            | {"stage": job.plan.coordinate(identity.rank).stage}
-            | costs[identity.rank]
-            for identity in job.identities
-        ],
+        "ranks": [_rank_entry(job, identity) | costs[identity.rank] for identity in job.identities],
         "links": links,
         "transport": _reported_transport(job, links),
         "boundary_bytes": sum(e["bytes_sent"] for e in links if e["is_boundary"]),
@@ -279,18 +281,71 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
         "consumed_samples": result.consumed_samples,
         "skipped_iterations": result.skipped,
         "final_loss": result.last_loss,
+        "ended": None,
+        "goodput": result.goodput.as_json(),
+        "incidents": incidents,
         "weights": {"sha256": weights.combine_digests(sums), "parameters": sums},
         "torch": str(torch.__version__),
     }
-    target = Path(job.args.hetero_report)
+    try:
+        _write(Path(job.args.hetero_report), report)
+    except OSError as error:
+        console.warning(
+            f"warning: --hetero-report {job.args.hetero_report} could not be written "
+            f"({error.strerror}); the run itself ended well"
+        )
+
+
+def write_failed_report(job: Job, cause: str) -> None:
+    """Write --hetero-report for a run that has failed: its setup, `cause` and the incidents.
+
+    Rank 0 alone writes it, if it writes the report. Not collective; never raises.
+    """
+    if job.rank != 0 or "hetero_report" not in job.outputs.written:
+        return
+    report = {
+        "simulated": job.simulated,
+        "device": job.device.type,
+        "plan": job.plan.to_mapping(),
+        "ranks": [_rank_entry(job, identity) for identity in job.identities],
+        "iterations": recorder().iteration,
+        "ended": cause,
+        "incidents": _known_incidents(job),
+        "torch": str(torch.__version__),
+    }
+    with contextlib.suppress(Exception):  # the failure itself is told in any case
+        _write(Path(job.args.hetero_report), report)
+
+
+def _write(target: Path, report: dict[str, Any]) -> None:
+    """Raises OSError."""
     temporary = target.with_name(target.name + f".{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(report, indent=1))
         temporary.rename(target)
-    except OSError as error:
-        console.warning(
-            f"warning: --hetero-report {target} could not be written ({error.strerror}); the run "
-            "itself ended well"
-        )
+    except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        raise
+
+
+def _rank_entry(job: Job, identity: RankIdentity) -> dict[str, Any]:
+    return {
+        **{k: v for k, v in asdict(identity).items() if k not in ("flags", "typed")},
+        "simulated": identity.simulated,
+        "stage": job.plan.coordinate(identity.rank).stage,
+    }
+
+
+def _all_incidents(job: Job) -> list[Mapping[str, Any]]:
+    """Those of all ranks, also what no heartbeat has brought to rank 0 yet. Collective."""
+    for incidents in _all_gather(recorder().incidents(most=_MOST_LAST_INCIDENTS)):
+        if job.collector is not None:
+            job.collector.add_incidents(incidents)
+    return _known_incidents(job)
+
+
+def _known_incidents(job: Job) -> list[Mapping[str, Any]]:
+    """In the order of their times, by the clock of each rank."""
+    known = recorder().incidents() if job.collector is None else job.collector.incidents()
+    return sorted(known, key=lambda incident: incident["time"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -11,6 +12,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.errors import (
@@ -20,6 +23,7 @@ from hetero.errors import (
     print_error,
     write_error_file,
 )
+from hetero.observe.flight_recorder import flight_recorder, set_buffer_size
 from hetero.startup.liveness import LocalRanks
 from hetero.startup.process import end_with_parent, is_launched
 from hetero.version import exit_if_other_megatron, exit_unless_installed
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 _LOADER_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
 )
+_OUT_OF_MEMORY = re.compile(r"out of memory|[Cc]an('|no)t allocate memory")
 _SHARED_MEMORY = re.compile(r"unable to \w+ shared memory.*: (.*) \(\d+\)$", re.MULTILINE)
 _IN_WORKER = re.compile(r"Caught \w+ (in DataLoader worker process \d+)\.\nOriginal Traceback")
 
@@ -116,6 +121,7 @@ def _initialize_and_run(
         args = configuration.args if configuration is not None else None
         chosen = args.exit_signal if args is not None and args.exit_signal_handler else None
         signals.serve(chosen=chosen, end=end, unresponsive=unresponsive)
+        _start_flight_recorder(args, chosen)
         # Before torch is imported, which takes seconds in which a rank may be killed.
         local_ranks = LocalRanks()
         local_ranks.look()
@@ -140,6 +146,17 @@ def _initialize_and_run(
     return 0
 
 
+def _start_flight_recorder(args: argparse.Namespace | None, chosen: str | None) -> None:
+    """Before torch is imported, which has a recorder of its own."""
+    set_buffer_size()
+    if args is not None and args.hetero_flight_recorder is not None:
+        flight_recorder().folder = Path(args.hetero_flight_recorder)
+    with contextlib.suppress(ValueError, OSError):  # a thread runs it, or no file can be opened
+        flight_recorder().answer_signals(
+            except_for=() if chosen is None else (signal.Signals[chosen],)
+        )
+
+
 def _run(
     initializer: Initializer,
     configuration: Configuration | None,
@@ -150,11 +167,13 @@ def _run(
     start_time: float,
 ) -> None:
     from megatron.hetero.cpu_shim import cpu_shim
+    from megatron.hetero.overview import write_failed_report
     from megatron.hetero.trainer import Trainer
 
     args = configuration.args if configuration is not None else None
     with cpu_shim(), remove_unused_folders(args), contextlib.closing(initializer):
         job = initializer.initialize(configuration, refused, printed=printed)
+        initializer.on_failure = partial(write_failed_report, job)
         trainer = Trainer(job, start_time=start_time, signals=signals)
         with contextlib.closing(trainer):
             trainer.run()
@@ -177,6 +196,7 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
     if isinstance(error, BrokenPipeError):
         return
     if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
+        flight_recorder().dump_failure(text)
         cause = initializer.remote_cause() or (
             "another rank has probably ended: its own message says why"
         )
@@ -184,6 +204,7 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
         initializer.announce_failure(sentence)
         print_error(f"rank {rank}: {sentence}")
         write_error_file(sentence, printed=True, consequence=True)
+        initializer.end_failed(sentence)
         return
     if worker := _LOADER_WORKER.search(text):
         initializer.report(
@@ -205,7 +226,14 @@ def _report_exception(initializer: Initializer, error: Exception) -> None:
     initializer.announce_failure(summary)
     trace = "".join(traceback.format_exception(error)).rstrip("\n")
     print_error(f"rank {rank} failed:\n{trace}")
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
+        # The traceback names neither the rank's host nor what can be done.
+        print_error(
+            f"{initializer.name} ran out of memory ({kind_and_first_line(error)[:200]}); make "
+            "--micro-batch-size smaller, or give its stage fewer layers"
+        )
     write_error_file(summary, printed=True)
+    initializer.end_failed(summary)
 
 
 def _summary(error: Exception) -> str:

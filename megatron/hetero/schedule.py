@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import (
+    get_forward_backward_func,
+    get_schedule_table,
+)
 
+from hetero.link.base import Link
+from hetero.observe.record import recorder
+from hetero.observe.trace import Neighbour
 from hetero.pipeline.communicator import PipelineCommunicator
+from hetero.pipeline.links import links_of
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.timers import Timers
 
 Batch = dict[str, torch.Tensor]
+_NOTHING = nullcontext()
 
 
 def loss_func(
@@ -44,16 +54,19 @@ def forward_step(
     *,
     timers: Timers,
     weight: float,
+    around_batch: AbstractContextManager[None] = _NOTHING,
+    around_model: AbstractContextManager[None] = _NOTHING,
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
     """Run one micro-batch through one model chunk. Middle chunks get an empty batch."""
-    with timers("batch-generator"):
+    with timers("batch-generator"), around_batch:
         batch = next(batches)
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-    )
+    with around_model:
+        output = model(
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch.get("labels"),
+        )
     mask = batch.get("loss_mask")
     return output, None if mask is None else partial(loss_func, mask, weight=weight)
 
@@ -70,7 +83,16 @@ def loss_weight(shares: Sequence[int], share: int) -> float:
 class Schedule:
     """Runs the micro-batches of a step through megatron-core's pipeline schedule."""
 
-    def __init__(self, job: Job, model: StageModel, timers: Timers) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: StageModel,
+        timers: Timers,
+        *,
+        around_batch: AbstractContextManager[None] = _NOTHING,
+        around_model: AbstractContextManager[None] = _NOTHING,
+    ) -> None:
+        """`around_batch` and `around_model` are entered again for each micro-batch."""
         self._args = job.args
         self._model, self._timers = model, timers
         self._device = job.device
@@ -81,7 +103,13 @@ class Schedule:
         if job.args.calculate_per_token_loss:
             # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
-        self._forward_step = partial(forward_step, timers=timers, weight=weight)
+        self._forward_step = partial(
+            forward_step,
+            timers=timers,
+            weight=weight,
+            around_batch=around_batch,
+            around_model=around_model,
+        )
         self._run = get_forward_backward_func(
             pp_size=plan.stages, vp_size=plan.chunks if plan.chunks > 1 else None
         )
@@ -98,8 +126,10 @@ class Schedule:
         elif plan.stages > 1:
             # Homogeneous runs use megatron-core's own p2p on the vendor's library.
             self._communicator = FinishingCommunicator(job.groups.pipeline, model.config)
-        if self._communicator is not None and timers.level > 1:
+        if self._communicator is not None:
             time_by_neighbour(self._communicator, timers)
+        self._stages = plan.stages
+        self._links = job.links
         self._is_interleaved = plan.chunks > 1
         self._is_first, self._is_last = job.coordinate.stage == 0, job.is_last_stage
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
@@ -146,6 +176,42 @@ class Schedule:
         if not results or not self._counts_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
+
+    def neighbours(self) -> tuple[Neighbour, Neighbour]:
+        """The previous and the next stage: its ranks, and how many messages have gone over.
+
+        The messages are a link's, where one link alone carries what two ranks exchange.
+        """
+        if self._communicator is None:
+            return Neighbour(), Neighbour()
+        if self._links is None:
+            group: Any = self._communicator.pp_group  # a real one: the stages are of one mesh
+            ranks = dist.get_process_group_ranks(group)
+            own, size = ranks.index(dist.get_rank()), len(ranks)
+            return Neighbour((ranks[own - 1],)), Neighbour((ranks[(own + 1) % size],))
+        upstream, downstream = (
+            Neighbour()
+            if side is None
+            else Neighbour(
+                tuple(link.description.peer for link in links_of(side)),
+                sent=side.counters.messages_sent if isinstance(side, Link) else 0,
+                received=side.counters.messages_received if isinstance(side, Link) else 0,
+            )
+            for side in (self._links.upstream, self._links.downstream)
+        )
+        return upstream, downstream
+
+    def passes(self, count: int) -> list[tuple[int, int]]:
+        """The (micro-batch, chunk) of a step's first `count` forward passes here, from 0.
+
+        Backward passes are in the same order, with the chunks counted from the last.
+        """
+        chunks = len(self._model.chunks)
+        micro_batches = -(-count // chunks)
+        if chunks == 1:
+            return [(number, 0) for number in range(micro_batches)]
+        group = self._args.microbatch_group_size_per_vp_stage or self._stages
+        return list(get_schedule_table(micro_batches, chunks, group))
 
     def _compute_delayed(self) -> None:
         """Compute the weight gradients that waited until the gradient of the input was sent."""
@@ -201,29 +267,52 @@ _WAITS = {
 
 
 class TimedWork:
-    """An asynchronous transfer whose `wait()` is timed."""
+    """An asynchronous transfer whose `wait()` is timed, and told to the record if it receives."""
 
-    def __init__(self, work: Any, timers: Timers, name: str) -> None:
-        self._work, self._timers, self._name = work, timers, name
+    def __init__(self, work: Any, timers: Timers, key: str) -> None:
+        self._work, self._timers, self._key = work, timers, key
+        self._is_untold = key in _RECEIVES
 
     def wait(self) -> None:
-        with self._timers(self._name):
+        with self._timers(_WAITS[self._key]):
             self._work.wait()
+            if self._is_untold:
+                self._is_untold = False
+                _tell_received([self._key])
+
+
+_SENDS = {"tensor_send_next": True, "tensor_send_prev": False}
+_RECEIVES = {"recv_prev": True, "recv_next": False}
+"""The arguments of a call, and whether they are messages that go forward."""
+
+
+def _tell_received(keys: Iterable[str]) -> None:
+    if (tell := recorder().on_message) is not None:
+        for key in keys:
+            tell(True, _RECEIVES[key])
 
 
 def time_by_neighbour(communicator: P2PCommunicator, timers: Timers) -> None:
     """Add to megatron-core's own timers, of each call: which neighbour it waits for.
 
-    Unlike megatron-core's, they then also cover the `wait()` of overlapped transfers.
+    Unlike megatron-core's, they then also cover the `wait()` of overlapped transfers. Messages are
+    told to the record where it listens.
     """
     communicate = communicator._communicate
+    record = recorder()
 
     def timed(**call: Any) -> tuple[Any, Any, Any]:
         if part := _part(**call):
             timers.attribute(part)
+        if (tell := record.on_message) is not None:
+            for key, is_forward in _SENDS.items():
+                if call[key] is not None:
+                    tell(False, is_forward)
         *received, handles = communicate(**call)
-        if handles and not call.get("wait_on_reqs", True):
-            handles = {key: TimedWork(work, timers, _WAITS[key]) for key, work in handles.items()}
+        if call.get("wait_on_reqs", True):
+            _tell_received(key for key in _RECEIVES if call[key])
+        elif handles:
+            handles = {key: TimedWork(work, timers, key) for key, work in handles.items()}
         return (*received, handles)
 
     communicator._communicate = timed

@@ -6,6 +6,7 @@ Without it they end this rank, which tells the others. Data workers leave them t
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 from hetero.startup.process import call_in_children
 
 _ALWAYS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_NOT_IN_WORKERS = {*_ALWAYS, signal.SIGUSR1, signal.SIGUSR2}
+_NOT_IN_WORKERS = {*_ALWAYS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 _SAME_SECONDS = 3.0
 """A signal that comes again within so long is the same one. Schedulers send it to every process of
 a job, and the launcher passes on its own."""
@@ -29,13 +30,15 @@ _UNRESPONSIVE_SECONDS = 5.0
 _UNWINDING_SECONDS = 3.0
 """For the main thread to end the run in order."""
 _POLL_SECONDS = 1.0
+_LAUNCHER_SECONDS = 0.1
+"""For a launcher that is killed to be gone."""
 
 
 class SignalEnd(BaseException):
     """A signal ends this rank: as KeyboardInterrupt does, and no `except Exception` catches it."""
 
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"ended by {number.name}")
+    def __init__(self, number: signal.Signals, text: str) -> None:
+        super().__init__(text)
         self.number = number
 
 
@@ -55,6 +58,8 @@ class StopSignals:
         """True if the run saves on a signal; None until `serve`."""
         self._early: signal.Signals | None = None
         self._is_ending = False
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        """Whose end the kernel tells this process with SIGTERM."""
         self._end: Callable[[signal.Signals, str], object]  # since `serve`
         self._unresponsive: Callable[[], str | None]
         self._unresponsive_since: float | None = None
@@ -119,7 +124,26 @@ class StopSignals:
             self._early = self._early or signal.Signals(number)
         elif not (self._saves or self._is_ending):
             self._is_ending = True
-            raise SignalEnd(signal.Signals(number))
+            raise SignalEnd(signal.Signals(number), self._ended_by(signal.Signals(number)))
+
+    def _ended_by(self, number: signal.Signals) -> str:
+        """The reason for an end: the kernel sends SIGTERM when a launcher ends before its ranks."""
+        if number == signal.SIGTERM and self._has_lost_launcher():
+            return (
+                f"ended because its launcher, process {self._launcher} on "
+                f"{socket.gethostname()}, was killed or ended before it"
+            )
+        return f"ended by {number.name}"
+
+    def _has_lost_launcher(self) -> bool:
+        if self._launcher is None:
+            return False
+        # The kernel sends the signal when the launcher's thread that started this process ends; its
+        # other threads, and so the process, may be there a moment longer.
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
+        while os.getppid() == self._launcher and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return os.getppid() != self._launcher
 
     def _leave_to_parent(self) -> None:
         """In a forked process, such as a data worker: its parent ends it, and may need it first.
@@ -150,7 +174,7 @@ class StopSignals:
         if not self._saves:
             # The main thread raises SignalEnd as soon as it runs Python.
             if not self._closed.wait(_UNWINDING_SECONDS):
-                self._end(number, f"ended by {number.name}")
+                self._end(number, self._ended_by(number))
         elif self.seen is None:
             self.seen = number
         elif now - first >= _SAME_SECONDS:
@@ -163,7 +187,7 @@ class StopSignals:
             if now - self._came[number] >= _START_UP_SECONDS:
                 self._end(
                     number,
-                    f"ended by {number.name} before the first step, which did not begin within "
+                    f"{self._ended_by(number)} before the first step, which did not begin within "
                     f"{_START_UP_SECONDS:.0f} s of it; there is nothing to save",
                 )
             return
@@ -173,7 +197,7 @@ class StopSignals:
             return
         self._unresponsive_since = self._unresponsive_since or now
         if now - self._unresponsive_since >= _UNRESPONSIVE_SECONDS:
-            self._end(number, f"ended by {number.name}; nothing was saved, because {who}")
+            self._end(number, f"{self._ended_by(number)}; nothing was saved, because {who}")
 
 
 class StopCheck:

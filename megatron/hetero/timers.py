@@ -3,6 +3,8 @@
 megatron-core's synchronise the GPU at every start and stop, and at some also all ranks. Here both
 only record a mark, by the host's clock or as a CUDA event on the compute stream; times are computed
 after the iteration, so that measuring does not change the execution.
+
+At every level they also tell this rank's record (`hetero.observe.record`) its phase.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from hetero.observe.record import WAITING, Phase, Recorder, recorder
 
 
 class Clock(Protocol):
@@ -85,6 +89,8 @@ def clock_of(device: torch.device) -> Clock:
     return StreamClock() if device.type == "cuda" else HostClock()
 
 
+# Plain words: looking an enumeration's member up takes longer than what is compared.
+_BACKWARD, _DATA = str(Phase.BACKWARD), str(Phase.DATA)
 FORWARD_BACKWARD = "forward-backward"
 OTHER = "other"
 
@@ -132,16 +138,22 @@ class Timer:
     `barrier` is ignored: timing must not make ranks wait for each other.
     """
 
-    __slots__ = ("_name", "_part", "_timers")
+    __slots__ = ("_counted", "_leave", "_name", "_part", "_timers")
 
-    def __init__(self, timers: Timers, name: str, part: str) -> None:
-        self._timers, self._name, self._part = timers, name, part
+    def __init__(self, timers: Timers, name: str, part: str, *, counted: bool) -> None:
+        """`counted`: whether its time is measured, not only shown in the record."""
+        self._timers, self._name, self._part, self._counted = timers, name, part, counted
+        self._leave = recorder().leave
 
     def start(self, barrier: bool = False) -> None:
-        self._timers.note(self._name, self._part)
+        self._timers.enter(self._part)
+        if self._counted:
+            self._timers.note(self._name, self._part)
 
     def stop(self, barrier: bool = False) -> None:
-        self._timers.note(self._name, None)
+        self._leave()
+        if self._counted:
+            self._timers.note(self._name, None)
 
     def __enter__(self) -> None:
         self.start()
@@ -151,7 +163,7 @@ class Timer:
 
 
 class NoTimer(Timer):
-    """Null timer: for names above the timing level, and outside of iterations."""
+    """Null timer: for unknown names."""
 
     __slots__ = ()
 
@@ -211,19 +223,17 @@ class Times:
 class Timers:
     """The timers of one rank, for megatron-core's `config.timers`.
 
-    Counts training iterations only, not evaluation. At level 0 it does nothing.
+    Counts training iterations only, not evaluation, and at level 0 nothing.
     """
 
     def __init__(self, *, level: int, clock: Clock) -> None:
         self.level = level
         self._clock = clock
-        self._enabled = {
-            name: Timer(self, name, self._part(name))
+        self._recorder: Recorder = recorder()
+        self._timers = {
+            name: Timer(self, name, self._part(name), counted=needed <= level)
             for name, (needed, _) in TIMERS.items()
-            if needed <= level
         }
-        self._running: dict[str, Timer] = {}
-        """The enabled timers during an iteration; empty outside."""
         self._current: _Iteration | None = None
         self._ended: list[_Iteration] = []
         self._times = Times()
@@ -238,11 +248,22 @@ class Timers:
 
         `log_level` is ignored: TIMERS has the levels.
         """
-        return self._running.get(name, NO_TIMER)
+        return self._timers.get(name, NO_TIMER)
+
+    def enter(self, part: str) -> None:
+        """A timer starts: begin its phase."""
+        recorder = self._recorder
+        # In a wait: delayed weight gradients, which belong to the pass before.
+        if part == _BACKWARD and recorder.phase not in WAITING:
+            recorder.gradients += 1
+        elif part == _DATA:
+            recorder.micro_batch += 1
+        recorder.enter(part)
 
     def attribute(self, part: str) -> None:
         """Count the timer that was just started under this part, instead of that of TIMERS."""
-        if self._current is not None:
+        self._recorder.rename(part)
+        if self._current is not None and self.level > 1:
             name, _, mark = self._current.entries[-1]
             self._current.entries[-1] = name, part, mark
 
@@ -255,14 +276,13 @@ class Timers:
         """Start an iteration."""
         if self.level:
             self._current = _Iteration(begin=self._clock.mark())
-            self._running = self._enabled
 
     def end(self) -> None:
         """End the iteration, once all its work has been enqueued."""
         if self._current is not None:
             self._current.end = self._clock.mark()
             self._ended.append(self._current)
-            self._current, self._running = None, {}
+            self._current = None
 
     def count_completed(self) -> None:
         """Count iterations that have completed. Never blocks; call it while the GPU is busy."""

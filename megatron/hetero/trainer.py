@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slow_down
 from hetero.errors import HeteroError
+from hetero.observe.record import Phase, recorder
 from hetero.plan import VENDOR_VARIABLE
-from megatron.hetero import weights
 from megatron.hetero.arguments.batch import batch_size_at
 from megatron.hetero.arguments.flags_hetero import MEASURED
 from megatron.hetero.auto_data_shares import measure_data_shares
@@ -26,6 +27,7 @@ from megatron.hetero.checkpoint.index import TrainState
 from megatron.hetero.console import Console
 from megatron.hetero.core_private import gather_parameters
 from megatron.hetero.data import MicroBatches, build_data_iterators
+from megatron.hetero.goodput import GoodputMeter
 from megatron.hetero.job import Job
 from megatron.hetero.metrics import (
     DataWaitTimes,
@@ -36,6 +38,8 @@ from megatron.hetero.metrics import (
     tflops_per_gpu,
 )
 from megatron.hetero.model import build_model, return_freed_memory
+from megatron.hetero.not_finite import NotFinite, find_not_finite
+from megatron.hetero.operator_watch import OperatorWatch
 from megatron.hetero.optimizer import StepResult, TrainingOptimizer, build_scheduler
 from megatron.hetero.overview import (
     RunResult,
@@ -44,8 +48,13 @@ from megatron.hetero.overview import (
     stage_rows,
     write_report,
 )
+from megatron.hetero.replicas import compare_replicas
+from megatron.hetero.run_description import rank_names
 from megatron.hetero.schedule import Schedule
+from megatron.hetero.step_trace import StepTrace
 from megatron.hetero.stop_signals import StopCheck, StopSignals
+from megatron.hetero.straggler import StragglerLog
+from megatron.hetero.telemetry import open_telemetry
 from megatron.hetero.timers import Timers, clock_of
 from megatron.hetero.timing_log import TimingLog
 
@@ -81,8 +90,13 @@ class Trainer:
                 job, measured = measure_data_shares(job, self.model)
                 self.console.line(measured)
             self.job = job
+            self._telemetry = open_telemetry(job, warn=self.console.warning)
+            if self._telemetry is not None:
+                on_close.callback(self._telemetry.close)
             self._timers = Timers(level=self.args.timing_log_level, clock=clock_of(job.device))
-            self.model.config.timers = self._timers if self._timers.level else None
+            self.model.config.timers = self._timers
+            self._recorder = recorder()
+            self._recorder.memory = partial(measured_peak_bytes, job.device)
             self.optimizer = TrainingOptimizer(
                 self.args,
                 model=self.model,
@@ -92,7 +106,17 @@ class Trainer:
                 device=job.device,
                 timers=self._timers,
             )
-            self.schedule = Schedule(job, self.model, self._timers)
+            self._stragglers = StragglerLog(job, self.console)
+            on_close.callback(self._stragglers.close)
+            self.schedule = Schedule(
+                job,
+                self.model,
+                self._timers,
+                around_batch=self._stragglers.batch,
+                around_model=self._stragglers.forward,
+            )
+            self._trace = StepTrace(job, self.schedule, self.console)
+            self._operators = OperatorWatch(job, self.model, self.console)
             self.metrics_logger = MetricsLogger(
                 self.args,
                 written=job.outputs.written,
@@ -114,11 +138,23 @@ class Trainer:
                 console=self.console,
             )
             on_close.callback(self.checkpointer.close)
-            progress = self.checkpointer.resume()
+            load_began = time.monotonic()
+            with self._recorder.during(Phase.LOAD):
+                progress = self.checkpointer.resume()
+            self._goodput = GoodputMeter(
+                self._recorder,
+                checkpoint=job.checkpoint,
+                start_time=start_time,
+                load_seconds=time.monotonic() - load_began,
+                say=self.console.line,
+            )
+            on_close.callback(self._goodput.close)
             self.iteration = progress.iteration
             self.consumed_samples = progress.consumed_train_samples
             self.consumed_valid_samples = progress.consumed_valid_samples
             self.skipped = progress.skipped_iterations
+            self._last_loss_scale: float | None = None
+            self._last_was_skipped = False
             self.steps = 0
             """Iterations of this launch."""
             self.last_record: IterationRecord | None = None
@@ -157,6 +193,7 @@ class Trainer:
             self.validate(" on validation set")
             if self._stop.reason is None:
                 self._test()
+        self._goodput.finish()
         # Collective: not decided by this rank's own flag, which nodes may lack.
         if "hetero_report" in self.job.outputs.named:
             gather_parameters(self.model.chunks)
@@ -168,6 +205,7 @@ class Trainer:
                 last_loss=self.last_record.loss if self.last_record else None,
                 data_wait_times=self.data_wait_times,
                 save_timings=self.checkpointer.timings,
+                goodput=self._goodput.goodput(),
             )
             write_report(self.job, result, self._stage_rows, self.console)
 
@@ -182,6 +220,7 @@ class Trainer:
         self.model.train()
         while not self._is_finished():
             self._profiler.before_step(self.iteration)
+            self._trace.before_step(self.iteration + 1)
             self.train_step(batches)
             self._profiler.after_step(self.iteration)
             if self.steps == 1:
@@ -193,6 +232,7 @@ class Trainer:
                 self.validate()
             stops = self._should_stop(agree=bool(self.args.exit_duration_in_mins))
             saved = self._save_if_due(last=stops or self._is_finished())
+            self._trace.after_step(self.iteration)
             # Ask again after a save: another step and another save may take too long.
             if stops or (saved and self._should_stop(agree=True)):
                 break
@@ -200,6 +240,7 @@ class Trainer:
             # No iterations left: save the loaded checkpoint in this run's layout.
             self._save_if_due(last=True)
         self._profiler.close()
+        self._trace.close()
         if self._unlogged:
             self._log_pending()
             if (timing := self._timing.rest(self.iteration)) is not None:
@@ -209,18 +250,26 @@ class Trainer:
     def train_step(self, batches: list[Iterator[Any]]) -> None:
         """One iteration: forward, backward, update, record."""
         began = time.perf_counter()
+        self._goodput.begin_step()
+        self._recorder.begin_iteration(self.iteration + 1)
+        self._trace.begin_step()
+        if self._telemetry is not None:
+            self._telemetry.begin_step(self.iteration + 1)
         self._timers.begin()
         batch_size = batch_size_at(self.args, self.consumed_samples)
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_sum, tokens = self.schedule.run(
-            batches, batch_size=batch_size, micro_batch_size=self.args.micro_batch_size
-        )
+        with self._operators.during(self.iteration + 1):
+            loss_sum, tokens = self.schedule.run(
+                batches, batch_size=batch_size, micro_batch_size=self.args.micro_batch_size
+            )
+        self._operators.compare()
         # The GPU is busy with this iteration, so the host has time for the previous ones.
         self._timers.count_completed()
         data_wait = sum((b.pop_wait_seconds() for b in batches if isinstance(b, MicroBatches)), 0.0)
         self.data_wait_times.add(data_wait)
+        self._recorder.data_wait_seconds += data_wait
         self.checkpointer.before_optimizer_step()
         with self._timers("optimizer"):
             outcome = self.optimizer.step(
@@ -233,7 +282,11 @@ class Trainer:
         self._stop.accept_signal(outcome.stop_signal)
         self.iteration += 1
         self.consumed_samples += batch_size
-        self._require_finite(outcome, batch_size)
+        if not outcome.updated:
+            cause = self._find_not_finite(outcome)
+            self._tell_skipped(outcome, cause)
+            self._require_finite(outcome, batch_size, cause)
+        self._last_was_skipped = not outcome.updated
         if outcome.updated:
             self.scheduler.step(increment=batch_size)
             self.checkpointer.after_optimizer_step()
@@ -244,7 +297,9 @@ class Trainer:
         self._timers.end()
         # Synchronises with the device, so that the update counts towards this iteration's time.
         loss_scale = self.optimizer.loss_scale
+        self._tell_loss_scale(loss_scale)
         seconds = time.perf_counter() - began
+        self._trace.end_step(iteration=self.iteration, seconds=seconds)
         self._release_cache()
         if self._is_multiple(self.args.check_weight_hash_across_dp_replicas_interval):
             self._compare_replicas()
@@ -277,6 +332,14 @@ class Trainer:
 
         A signal, or the end of the run's time, ends it without a result.
         """
+        with self._recorder.during(Phase.EVALUATION):
+            self._recorder.is_evaluating = True
+            try:
+                self._run_evaluation(batches, name=name, when=when)
+            finally:
+                self._recorder.is_evaluating = False
+
+    def _run_evaluation(self, batches: list[Iterator[Any]], *, name: str, when: str) -> None:
         args = self.args
         self.model.train(False)
         total = torch.zeros(2, dtype=torch.float64, device=self.job.device)
@@ -301,6 +364,13 @@ class Trainer:
         # Megatron's words, which call the test set's loss one of validation too.
         self.console.line(
             f" validation loss {when} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+        )
+        self._add_incident(
+            "evaluation",
+            f"{name} loss {loss:.6f}, {when}",
+            split=name,
+            loss=_or_none(loss),
+            perplexity=_or_none(perplexity),
         )
         self.metrics_logger.evaluation(
             name, loss=loss, perplexity=perplexity, iteration=self.iteration
@@ -385,15 +455,25 @@ class Trainer:
         """Save if that is due, or if this is the `last` chance. Returns whether it saved."""
         self.checkpointer.poll()
         due = last or self.checkpointer.due(self.iteration)
-        if due:
-            self.checkpointer.save(
-                TrainState(
-                    iteration=self.iteration,
-                    consumed_train_samples=self.consumed_samples,
-                    consumed_valid_samples=self.consumed_valid_samples,
-                    skipped_iterations=self.skipped,
-                )
+        # What ends now is not resumed from memory.
+        in_memory = not last and self.checkpointer.due_in_memory(self.iteration)
+        if in_memory or (due and self.args.save is not None):
+            state = TrainState(
+                iteration=self.iteration,
+                consumed_train_samples=self.consumed_samples,
+                consumed_valid_samples=self.consumed_valid_samples,
+                skipped_iterations=self.skipped,
+                step_seconds=self._goodput.kept_seconds,
             )
+            interval = self.args.check_weight_hash_across_dp_replicas_interval
+            if interval and not self._is_multiple(interval):
+                # What is resumed from is to be of before any corruption that is found later.
+                self._compare_replicas()
+            with self._recorder.during(Phase.SAVE):
+                if due:
+                    self.checkpointer.save(state)
+                if in_memory:
+                    self.checkpointer.save_in_memory(state)
         return due
 
     def _should_stop(self, *, agree: bool) -> bool:
@@ -417,9 +497,52 @@ class Trainer:
             links = links + self.job.links.boundary()
         return sum(link.counters.bytes_sent for link in links)
 
-    def _require_finite(self, outcome: StepResult, batch_size: int) -> None:
+    def _add_incident(self, kind: str, text: str, **more: Any) -> None:
+        """What all ranks know, from one of them."""
+        if self.job.rank == 0:
+            self._recorder.add_incident(kind, text, **more)
+
+    def _find_not_finite(self, outcome: StepResult) -> NotFinite | None:
+        """Collective. Of the first of several in a row; none of an overflow of fp16."""
+        if outcome.grad_norm is None or self._last_was_skipped:
+            return None
+        return find_not_finite(
+            self.model.named_parameters(),
+            plan=self.job.plan,
+            statistics=self.job.statistics,
+            names=rank_names(self.job.plan, self.job.identities),
+        )
+
+    def _tell_skipped(self, outcome: StepResult, cause: NotFinite | None) -> None:
+        """An incident; and a line for the first of several in a row that is no overflow of fp16."""
+        norm = "inf" if outcome.grad_norm is None else f"{outcome.grad_norm:g}"
+        if not math.isfinite(outcome.loss):
+            kind, what = "nan", f"the loss of iteration {self.iteration} is {outcome.loss}"
+        elif outcome.grad_norm is not None and math.isnan(outcome.grad_norm):
+            kind, what = "nan", f"the gradient norm of iteration {self.iteration} is nan"
+        else:
+            kind, what = "skipped", f"the gradient norm of iteration {self.iteration} is {norm}"
+        text = f"{what}; its weights were not updated"
+        more: dict[str, Any] = {}
+        if cause is not None:
+            text, more = f"{text}; {cause.text}", {"ranks": list(cause.ranks)}
+        self._add_incident(
+            kind, text, loss=_or_none(outcome.loss), loss_scale=self._last_loss_scale, **more
+        )
+        goes_on = not self.args.check_for_nan_in_loss_and_grad
+        if kind == "nan" and goes_on and not self._last_was_skipped:
+            self.console.line(f"warning: {text}, and training goes on")
+
+    def _tell_loss_scale(self, scale: float) -> None:
+        before, self._last_loss_scale = self._last_loss_scale, scale
+        if before is not None and before != scale:
+            self._add_incident("loss scale", f"from {before:g} to {scale:g}", loss_scale=scale)
+
+    def _require_finite(
+        self, outcome: StepResult, batch_size: int, cause: NotFinite | None
+    ) -> None:
         """Raise HeteroError for a skipped update. A dynamic loss scale turns this check off."""
-        if outcome.updated or not self.args.check_for_nan_in_loss_and_grad:
+        if not self.args.check_for_nan_in_loss_and_grad:
             return
         loss_is_finite = math.isfinite(outcome.loss)
         what = "gradient norm" if loss_is_finite else "loss"
@@ -427,7 +550,8 @@ class Trainer:
         scale = "" if self.args.loss_scale is None else " or --loss-scale"
         raise HeteroError(
             f"the {what} of iteration {self.iteration} is {'inf' if value is None else value}; its "
-            f"weights were not updated: lower --lr{scale}, look at the data of these samples "
+            f"weights were not updated{'' if cause is None else f'; {cause.text}'}: lower "
+            f"--lr{scale}, look at the data of these samples "
             f"({self.consumed_samples - batch_size} to {self.consumed_samples - 1}), or pass "
             "--no-check-for-nan-in-loss-and-grad to skip such iterations",
             known_to_all=True,
@@ -443,6 +567,7 @@ class Trainer:
         data_wait: float,
     ) -> None:
         tokens = batch_size * self.args.seq_length
+        goodput = self._goodput.end_step(self.iteration, seconds=seconds)
         record = IterationRecord(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
@@ -465,10 +590,15 @@ class Trainer:
             peak_memory_bytes=measured_peak_bytes(self.job.device),
             data_wait_ms=data_wait * 1000,
             link_bytes=outcome.link_bytes,
+            goodput=goodput,
             simulated=self.job.simulated,
         )
         self.steps += 1
         self.last_record = record
+        scalars = record.scalars()
+        self._recorder.end_iteration(seconds=seconds, tokens=record.consumed_tokens, values=scalars)
+        if self._telemetry is not None:
+            self._telemetry.end_step({f"megatron.{name}": value for name, value in scalars.items()})
         logged = self._is_multiple(self.args.log_interval)
         timing = self._timing.after(self.iteration, logged=logged)
         self.metrics_logger.iteration(
@@ -478,16 +608,21 @@ class Trainer:
         self._unlogged.append(record)
         if logged:
             self._log_pending()
+        self._stragglers.after(tokens=tokens, logged=logged)
+        self._operators.tell(self.iteration)
         if timing is not None:
             self._timing.show(timing)
 
     def _compare_replicas(self) -> None:
         gather_parameters(self.model.chunks)
-        weights.compare_replicas(
+        coordinate = self.job.coordinate
+        compare_replicas(
             self.model.named_parameters(),
-            plan=self.job.plan,
-            hosts=[identity.host for identity in self.job.identities],
-            gather=self.job.statistics.gather,
+            tp_rank=coordinate.tensor,
+            tp_size=self.job.plan.meshes[coordinate.mesh].tensor,
+            has_tied_copy=self.model.has_tied_copy,
+            statistics=self.job.statistics,
+            names=rank_names(self.job.plan, self.job.identities),
             iteration=self.iteration,
         )
 
@@ -508,6 +643,11 @@ class Trainer:
     def _log_pending(self) -> None:
         self.console.iteration(self._unlogged)
         self._unlogged = []
+
+
+def _or_none(value: float) -> float | None:
+    """None for a value that JSON lacks."""
+    return value if math.isfinite(value) else None
 
 
 def _freeze_gc() -> None:

@@ -1,4 +1,4 @@
-"""Layout-independent weight initialisation, digests of weights, and comparison of replicas.
+"""Layout-independent weight initialisation, and digests of weights.
 
 Every parameter is sampled on the CPU as a whole tensor, from a generator seeded by the run's seed
 and the parameter's global name (with its global layer number); a tensor-parallel rank keeps its
@@ -10,19 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from hetero.errors import HeteroError
-from hetero.plan import Plan
-
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
-_TIED_COPY = "output_layer.weight"
-_EMBEDDING = "embedding.word_embeddings.weight"
+TIED_COPY = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class InitialWeights:
         return self._shard(name, whole, dim, tp_rank, tp_size) if split else whole
 
     def _fill(self, name: str, whole: torch.Tensor) -> None:
-        drawn_name = _EMBEDDING if self.tied_embeddings and name == _TIED_COPY else name
+        drawn_name = EMBEDDING if self.tied_embeddings and name == TIED_COPY else name
         digest = hashlib.sha256(f"{self.seed}/{drawn_name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         if self.xavier_uniform:
@@ -145,43 +142,3 @@ def combine_digests(sums: dict[str, str]) -> str:
     for name in sorted(sums):
         whole.update(f"{name} {sums[name]}\n".encode())
     return whole.hexdigest()
-
-
-# Digests are gathered as float64, which represents integers of up to 53 bits: 12 hex digits each.
-_PARTS, _HEX_DIGITS = 4, 12
-
-
-def compare_replicas(
-    parameters: Sequence[tuple[str, torch.nn.Parameter]],
-    *,
-    plan: Plan,
-    hosts: Sequence[str],
-    gather: Callable[[Sequence[float]], list[list[float]]],
-    iteration: int,
-) -> None:
-    """--check-weight-hash-across-dp-replicas-interval: compare the weights of replicas, bit by bit.
-
-    Raises HeteroError on every rank if they differ. Collective. Copies all weights to the host.
-
-    Args:
-        parameters: this rank's, by global name.
-        plan: says which ranks hold the same weights.
-        hosts: by rank.
-        gather: all-gathers a few numbers per rank, in rank order.
-        iteration: the last one, as the error names it.
-    """
-    text = combine_digests(digest(parameters, tp_rank=0, tp_size=1))
-    rows = gather([int(text[i * _HEX_DIGITS :][:_HEX_DIGITS], 16) for i in range(_PARTS)])
-    mismatches: list[str] = []
-    for rank, row in enumerate(rows):
-        coordinate = plan.coordinate(rank)
-        first = plan.rank_at(coordinate.stage, tensor=coordinate.tensor)
-        if row != rows[first]:
-            mismatches.append(f"rank {rank} on {hosts[rank]} and rank {first}")
-    if mismatches:
-        raise HeteroError(
-            f"the weights of data-parallel ranks differ after iteration {iteration}: "
-            f"{'; '.join(mismatches)}; look at the memory and the links of these hosts, and "
-            "continue from the last checkpoint",
-            known_to_all=True,
-        )

@@ -57,6 +57,11 @@ _TOKENIZER = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {tokeniz
 _DATA = "--split 90,10,0 --data-path {data}"
 TABLE = [
     _flag("hetero_report", "--hetero-report {folder}/report.json", files=("report.json",)),
+    _flag("hetero_flight_recorder", "--hetero-flight-recorder {folder}/dumps"),
+    _flag("hetero_operator_cases", "--hetero-operator-cases {folder}/cases"),
+    _flag("hetero_metrics_port", "--hetero-metrics-port 0"),
+    _flag("hetero_metrics_address", "--hetero-metrics-address 127.0.0.2"),
+    _flag("hetero_stall_warning", "--hetero-stall-warning 30"),
     _flag("metrics_file", "--metrics-file {folder}/m.jsonl", files=("m.jsonl",)),
     _flag("tensorboard_dir", "--tensorboard-dir {folder}/board", files=("board",)),
     _flag("wandb_save_dir", "--wandb-save-dir {folder}/wandb"),
@@ -169,6 +174,8 @@ def test_outputs_that_nodes_name_differently_are_all_written(tmp_path: Path) -> 
     }
     assert [outcome.code for outcome in _launch(flags)] == [0, 0]
     first, second = (json.loads((tmp_path / f"{node}.json").read_text()) for node in (0, 1))
+    # By each process's own clock.
+    assert first.pop("goodput").keys() == second.pop("goodput").keys()
     assert first == second
     assert [row["iteration"] for row in read_rows(tmp_path / "same.jsonl")] == [1, 2, 3, 4]
 

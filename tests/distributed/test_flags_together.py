@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
+
+import pytest
 
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
@@ -67,27 +71,74 @@ def test_the_weights_norm_is_of_updated_weights_where_gathering_them_waits(
 
 
 SLIP = """
+import torch
 from megatron.hetero import trainer
 
 train_step = trainer.Trainer.train_step
 
 def slipping(self, batches):
     if self.iteration == 2:
-        next(self.model.chunks[0].parameters()).data.view(-1)[0] += 1e-3
+        parameter = dict(self.model.named_parameters())[WHERE]
+        parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 12
     train_step(self, batches)
 
 trainer.Trainer.train_step = slipping
 """
 
 
-def test_weights_that_differ_between_replicas_end_the_run(corpus, tmp_path: Path) -> None:
-    """--check-weight-hash-across-dp-replicas-interval: rank 1's weights slip in its third step."""
-    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "5"]
+HOST = socket.gethostname()
+LAYER = "decoder.layers.0.self_attention.linear_qkv.weight"
+NORM = "decoder.layers.0.input_layernorm.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "where", "told"),
+    [
+        (
+            3,
+            ["--global-batch-size", "6"],
+            LAYER,
+            rf"rank 1 on {HOST} \(stage 0, cpu\) differs from most that hold the same, "
+            rf"first in {LAYER}",
+        ),
+        (
+            2,
+            ["--hetero-data-parallel", "amd:1,nvidia:1"],
+            LAYER,
+            rf"rank 0 on {HOST} \(stage 0, amd\) and rank 1 on {HOST} \(stage 0, nvidia\) differ, "
+            rf"first in {LAYER}, and which of them is wrong cannot be told",
+        ),
+        (
+            2,
+            ["--tensor-model-parallel-size", "2"],
+            NORM,
+            rf"rank 0 on {HOST} \(stage 0, cpu\) and rank 1 on {HOST} .* differ, first in ",
+        ),
+        (
+            2,
+            MIXED,
+            "output_layer.weight",
+            rf"rank 0 on {HOST} \(stage 0, amd\) and rank 1 on {HOST} \(stage 1, nvidia\) differ, "
+            rf"first in {EMBEDDING}, ",
+        ),
+    ],
+    ids=["data", "across-vendors", "tensor", "tied"],
+)
+def test_a_flipped_bit_of_what_ranks_have_in_common_ends_the_run_and_names_them(
+    corpus, tmp_path: Path, ranks: int, layout: list[str], where: str, told: str
+) -> None:
+    """--check-weight-hash-across-dp-replicas-interval: of rank 1, before its third step."""
+    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "5", *layout]
     flags += ["--check-weight-hash-across-dp-replicas-interval", "2"]
-    outcomes = launch(flags, 2, scripts={1: changed_entry(tmp_path, SLIP)})
-    assert [outcome.code for outcome in outcomes] == [1, 1]
-    spoken = outcomes[0].stderr + outcomes[1].stderr
-    assert "the weights of data-parallel ranks differ after iteration 4: rank 1 on " in spoken
+    script = changed_entry(tmp_path, SLIP.replace("WHERE", repr(where)))
+    environ = SIMULATED if "amd" in " ".join(layout) else {}
+    outcomes = launch(flags, ranks, scripts={1: script}, environ=environ)
+    assert [outcome.code for outcome in outcomes] == [1] * ranks
+    spoken = "".join(outcome.stderr for outcome in outcomes)
+    assert re.search(
+        f"parameters that ranks have in common differ after iteration 4: {told}", spoken
+    )
     assert spoken.count("error:") == 1
 
 

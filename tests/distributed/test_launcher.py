@@ -72,7 +72,8 @@ def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL, err
     last = err.splitlines()[-1]
-    assert last.startswith(f"error: rank 1 on {os.uname().nodename} was killed by SIGKILL")
+    name = f"rank 1 on {os.uname().nodename} (stage 1, nvidia)"
+    assert last.startswith(f"error: {name} was killed by SIGKILL")
     assert "Traceback" not in err
 
 

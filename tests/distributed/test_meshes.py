@@ -156,7 +156,8 @@ def test_an_overflow_on_one_mesh_skips_the_step_on_all(corpus, tmp_path: Path) -
         environ=SIMULATED,
     )
     assert mixed.skipped[0]
-    assert not mixed.skipped[-1]
+    # How often the scale is halved, and when, differs between builds of PyTorch.
+    assert mixed.skipped[5:].count(False) >= 2
     assert mixed.losses[-1] < mixed.losses[0]
 
 

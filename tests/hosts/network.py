@@ -251,6 +251,35 @@ class Network:
             self._switch.run("ip", "link", "set", port, "master", f"rail{rail}")
 
     @contextmanager
+    def losses(self, host: Host, rail: int, *, percent: int) -> Iterator[None]:
+        """A host never sees this part of the packets that come over a rail."""
+        rule = f"iifname {host.interfaces[rail]} numgen random mod 100 < {percent} drop"
+        chain = f"chain input {{\n type filter hook input priority 0\n {rule}\n}}"
+        host.run("nft", f"table inet losses {{\n{chain}\n}}")
+        try:
+            yield
+        finally:
+            host.run("nft", "delete", "table", "inet", "losses")
+
+    @contextmanager
+    def resets(self, host: Host, rails: Sequence[int]) -> Iterator[None]:
+        """What comes over these rails to a host is answered with a reset, but for new connections.
+
+        As by a firewall that has forgotten the connections it let through.
+        """
+        rules = "\n".join(
+            f" iifname {host.interfaces[rail]} meta l4proto tcp tcp flags & syn == 0x0 "
+            "counter reject with tcp reset"
+            for rail in rails
+        )
+        chain = f"chain input {{\n type filter hook input priority 0\n{rules}\n}}"
+        host.run("nft", f"table inet resets {{\n{chain}\n}}")
+        try:
+            yield
+        finally:
+            host.run("nft", "delete", "table", "inet", "resets")
+
+    @contextmanager
     def open_ports(self, host: Host, ports: str, *, otherwise: str) -> Iterator[None]:
         """A host's firewall lets calls to these ports in, as "1, 5-9"; else it drops or rejects."""
         rules = f"""

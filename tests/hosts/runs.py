@@ -105,7 +105,7 @@ class Run:
         except subprocess.TimeoutExpired as hang:
             raise AssertionError(f"it hangs:\n{self._said()}") from hang
         finally:
-            self._kill_all()
+            self.kill_all()
         for reader in self._readers:
             reader.join(60)
         pairs = zip(self._processes, self._outputs, strict=True)
@@ -113,11 +113,16 @@ class Run:
 
     def numbers(self) -> Numbers:
         """Of a run that ends well."""
+        return self.training().numbers()
+
+    def training(self) -> Training:
+        """What a run that ends well leaves behind."""
         outcomes = self.end()
         assert [outcome.code for outcome in outcomes] == [0] * len(outcomes), self._said()
-        return Training.read(self._metrics, self._report, outcomes[0].output).numbers()
+        return Training.read(self._metrics, self._report, outcomes[0].output)
 
-    def _kill_all(self) -> None:
+    def kill_all(self) -> None:
+        """End all launchers and ranks, whatever they do."""
         for process in self._processes:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):
@@ -152,13 +157,14 @@ def launch(
     *,
     master: str | None = None,
     launcher: str = "hetero.run",
-    rails: int = 0,
+    rails: int | Sequence[int] = 0,
     ranks: int = 1,
 ) -> Run:
     """Start so many ranks on each host; they meet at the first, unless a name is given.
 
-    Links take so many of a host's interfaces; with none they choose by themselves.
+    Links take so many of a host's interfaces, or these; with none they choose by themselves.
     """
+    taken = range(rails) if isinstance(rails, int) else rails
     folder.mkdir()
     metrics, report = _written_in(folder)
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
@@ -167,7 +173,7 @@ def launch(
         [
             *("-m", launcher, *rendezvous_flags(len(hosts), node, master, ranks=ranks)),
             *("pretrain_gpt.py", *flags, *written),
-            *(("--hetero-nics", *host.interfaces[:rails]) if rails else ()),
+            *(("--hetero-nics", *(host.interfaces[rail] for rail in taken)) if taken else ()),
         ]
         for node, host in enumerate(hosts)
     ]

@@ -39,6 +39,7 @@ def test_random_calls_go_on_when_a_rail_is_lost(network: Network, tmp_path: Path
     said = "".join(outcome.output for outcome in outcomes)
     assert [outcome.code for outcome in outcomes] == [0, 0], said
     digests = re.findall(r"rank \d ends with (\w+)", said)
+    assert "rank 0 has records of 4 ranks" in said
     assert len(digests) == 4
     assert len(set(digests)) == 1
 
@@ -61,6 +62,7 @@ def test_two_nodes_of_one_vendor_whose_names_lead_nowhere(network: Network, tmp_
     outcomes = Run(hosts, commands, tmp_path, environs=vendors).end()
     said = "".join(outcome.output for outcome in outcomes)
     assert [outcome.code for outcome in outcomes] == [0, 0, 0], said
+    assert "rank 0 has records of 3 ranks" in said
     assert len(set(re.findall(r"rank \d ends with (\w+)", said))) == 1
 
 

@@ -57,7 +57,7 @@ def test_three_nodes_train_and_name_the_killed_rank(network: Network, tmp_path: 
     codes, said = [outcome.code for outcome in outcomes], [outcome.output for outcome in outcomes]
     assert codes == [137, 137, 137], said
     for outcome in outcomes:
-        assert "rank 2 on hostc was killed by SIGKILL" in outcome.output
+        assert "rank 2 on hostc (stage 2, amd) was killed by SIGKILL" in outcome.output
     for outcome in outcomes[:2]:
         assert "rank 2 on hostc (stage 2) exited without reporting an error" in outcome.output
 

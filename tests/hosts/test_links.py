@@ -1,4 +1,4 @@
-"""A link over two rails: a slow one, one that loses large packets, and a peer that rests."""
+"""A link over two rails: slow, silent, reset, one that loses large packets; a peer that rests."""
 
 from __future__ import annotations
 
@@ -98,6 +98,42 @@ def test_a_slow_rail_and_a_stopped_peer_cost_no_rail_and_hold_nothing_back(
     fast, slow = (now - then for now, then in zip(after, before, strict=True))
     assert fast + slow > 60 << 20
     assert slow < fast / 4
+
+
+def test_a_link_is_used_again_after_resets_and_a_rail_that_was_down(
+    network: Network,
+) -> None:
+    hosts = network.hosts[:2]
+    with ends(network) as pair:
+        assert exchange(pair, 10) == ["whole", "whole"]
+        for host in hosts:
+            for end in pair:
+                end.exchange(200)
+            with network.resets(host, rails=(0, 1)):
+                time.sleep(1.0)
+            for end in pair:
+                told = end.hear_until("whole")
+                assert any("; 0 of 2 rails go on" in line for line in told)
+                assert any(" is open again; 2 of 2 rails go on" in line for line in told)
+
+        for end in pair:
+            end.exchange(120)
+        with network.down(hosts[1], rail=1):
+            time.sleep(4.0)
+        before = [host.bytes_sent(1) for host in hosts]
+        told = [line for end in pair for line in end.hear_until("whole")]
+        deadline = time.monotonic() + 60
+        while not any("rail 1 " in line and "is open again" in line for line in told):
+            assert time.monotonic() < deadline, told
+            for end in pair:
+                end.exchange(40)
+            told += [line for end in pair for line in end.hear_until("whole")]
+        for end in pair:
+            end.exchange(40)
+        assert [end.hear_until("whole") for end in pair] == [[], []]
+    assert all("rail 1 (10.77.1." in line for line in told if " is lost: " in line)
+    for host, sent in zip(hosts, before, strict=True):
+        assert host.bytes_sent(1) - sent > 10 << 20
 
 
 def test_a_rail_that_loses_large_packets_is_lost_with_a_word_on_mtus(network: Network) -> None:

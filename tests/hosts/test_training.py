@@ -53,7 +53,45 @@ def test_a_run_survives_its_hosts_names_and_the_loss_of_rails_to_the_last_bit(
         lost = [run.wait_for(rf"is lost: .*; {left} of 3 rails go on") for left in (2, 1)]
         named = [re.search(r"rail (\d) \(10.77.\1.[12] to 10.77.\1.[12]\)", line) for line in lost]
         assert {rail and rail[1] for rail in named} == {"1", "2"}
-        assert run.numbers() == over_ipv6
+        ended = run.training()
+    assert ended.numbers() == over_ipv6
+    reported = [one for one in ended.report["incidents"] if one["kind"] == "rail lost"]
+    assert {one["rank"] for one in reported} == {0, 1}
+    for rank in (0, 1):
+        mine = [one for one in reported if one["rank"] == rank]
+        # Of each link between the two that carried something.
+        assert {one["peer"] for one in mine} == {1 - rank}
+        assert {re.sub(r"10\.77\.(\d)\..*", r"\1", one["rail"]) for one in mine} == {"1", "2"}
+        told = " ".join(one["text"] for one in mine)
+        assert "; 2 of 3 rails go on" in told
+        assert "; 1 of 3 rails go on" in told
+
+
+@pytest.mark.slow
+def test_links_whose_connections_are_reset_and_whose_rail_comes_back_change_no_bit(
+    network: Network, tmp_path: Path
+) -> None:
+    """Of a boundary with two rails beside the interface of everything else."""
+    pair = network.hosts[:2]
+    flags = [*MODEL, "--train-iters", "400", "--hetero-transport", "tcp"]
+    flags += ["--hetero-tcp-connections", "2"]
+    expected = launch(pair, flags, tmp_path / "whole", rails=(1, 2)).numbers()
+    run = launch(pair, flags, tmp_path / "reset", rails=(1, 2))
+    run.wait_for("iteration +3/")
+    with network.resets(pair[0], rails=(1, 2)):
+        run.wait_for(r"; 0 of 2 rails go on")
+    for _ in pair:
+        run.wait_for(r"is open again; 2 of 2 rails go on")
+    with network.down(pair[1], rail=2):
+        run.wait_for(r"rail 1 \(10.77.2.[12] to .* is lost: .*; 1 of 2 rails go on")
+        sent = pair[0].bytes_sent(2)
+    run.wait_for(r"rail 1 \(10.77.2.[12] to .* is open again; 2 of 2 rails go on")
+    ended = run.training()
+    assert ended.numbers() == expected
+    assert pair[0].bytes_sent(2) > sent + (1 << 20)
+    kinds = {one["kind"] for one in ended.report["incidents"]}
+    assert {"rail lost", "rail back"} <= kinds
+    assert not {"link failed", "rank lost"} & kinds
 
 
 def test_replicas_on_two_hosts_compute_the_bits_of_one_host(
@@ -143,3 +181,34 @@ def test_a_host_that_disappears_is_named(network: Network, tmp_path: Path) -> No
         survivor = run.end()[0]
     assert survivor.code == 1
     assert re.search(r"rank 1 on hostb \(stage 1\) .*, and the network between", survivor.output)
+
+
+def test_a_partition_is_told_from_a_rank_that_hangs(network: Network, tmp_path: Path) -> None:
+    flags = ["--train-iters", "100000", "--hetero-stall-warning", "3"]
+    run = launch(network.hosts[:2], [*MODEL, *flags], tmp_path / "partition")
+    run.wait_for("iteration +20/")
+    with network.cut(network.hosts[1], rail=0):
+        told = run.wait_for("no progress for .* does not answer")
+        run.kill_all()
+    assert "rank 1 on hostb (stage 1, nvidia), which has sent no record for " in told
+    assert "its host hostb does not answer hosta, the host of rank 0; it is down, or the " in told
+
+
+@pytest.mark.slow
+def test_a_rail_that_loses_packets_is_named_with_both_its_ends(
+    network: Network, tmp_path: Path
+) -> None:
+    run = launch(
+        network.hosts[:2],
+        [
+            *(*MODEL, "--train-iters", "100000", "--hidden-size", "256"),
+            *("--hetero-transport", "tcp", "--hetero-tcp-connections", "2"),
+        ],
+        tmp_path / "losses",
+        rails=2,
+    )
+    run.wait_for("iteration +20/")
+    with network.losses(network.hosts[0], rail=1, percent=10):
+        told = run.wait_for(r"warning: between rank .* loses packets: ")
+        run.kill_all()
+    assert re.search(r"rank 1 on hostb \(stage 1, nvidia\).*: rail 10\.77\.1\.\d to ", told)

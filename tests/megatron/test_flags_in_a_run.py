@@ -217,7 +217,7 @@ def test_a_loss_that_is_no_number_ends_the_run_unless_it_may_not(
     trainer = _trainer(flags, iteration=5, consumed_samples=10)
     expected = contextlib.nullcontext()
     with pytest.raises(HeteroError, match=error) if error else expected:
-        trainer._require_finite(outcome, 2)
+        trainer._require_finite(outcome, 2, None)
 
 
 @pytest.mark.parametrize(("level", "released"), [(0, False), (1, True), (2, True)])

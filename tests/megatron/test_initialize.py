@@ -121,6 +121,25 @@ def test_other_ranks_are_told_of_an_unexpected_exception_in_a_line(
     assert other.cause(10.0) == f"rank 0 on a (stage 0) failed: {told}"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16 bytes"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+    ],
+    ids=["CPU", "GPU", "Python"],
+)
+def test_a_rank_that_runs_out_of_memory_is_named_after_its_traceback(
+    initializer: Initializer, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    initializer.name = "rank 0 on a (stage 0, amd)"
+    _report_exception(initializer, error)
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 0 on a (stage 0, amd) ran out of memory (")
+    assert line.endswith("make --micro-batch-size smaller, or give its stage fewer layers")
+
+
 def test_who_ends_because_another_has_ended_says_nothing_of_itself(
     initializer: Initializer, server: LivenessServer, other: LivenessClient
 ) -> None:

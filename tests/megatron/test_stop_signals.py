@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -180,3 +181,17 @@ def test_a_run_stops_by_the_signal_of_any_rank() -> None:
     assert stop.own_signal == 0
     assert stop.agree()
     assert stop.reason == "SIGTERM"
+
+
+def test_an_end_that_follows_from_the_launchers_names_the_launcher(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launcher = os.getppid()
+    with StopSignals() as signals:
+        signals.serve(chosen=None, end=lambda *_: None, unresponsive=lambda: None)
+        # It is still there when the signal comes, and gone a moment later.
+        parents = itertools.chain([launcher, launcher], itertools.repeat(1))
+        monkeypatch.setattr(os, "getppid", lambda: next(parents))
+        with pytest.raises(
+            SignalEnd, match=rf"its launcher, process {launcher} on \S+, was killed"
+        ):
+            signal.raise_signal(signal.SIGTERM)

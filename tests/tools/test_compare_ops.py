@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero.observe.operators.sample import Sample
 from hetero.tools.compare_ops import main
 from hetero.tools.operators import dump as dumps
-from hetero.tools.operators.sample import Sample
 from tests.commands import PRESETS
 
 TINY = ["--yaml-cfg", str(PRESETS / "tiny.yaml"), "--padded-vocab-size", "512"]

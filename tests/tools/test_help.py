@@ -126,8 +126,12 @@ TRAINS = {
     *("hetero.tools.prove_parity", "bench.reproduce_table", "bench.benchmark_parity"),
     *("hetero.tools.compare_ops", "bench.list_flags", "bench.prove_meshes"),
     *("bench.measure_overlap", "hetero.tools.check_plan"),
-    *("bench.compare_versions", "bench.signal_table"),
-    *("bench.async_save", "bench.mesh_ablation"),
+    *("bench.compare_versions", "bench.signal_table", "bench.fault_table"),
+    *("bench.async_save", "bench.mesh_ablation", "bench.record_cost"),
+    "bench.operator_watch_cost",
+    "bench.memory_checkpoint_cost",
+    "bench.random_faults",
+    *("bench.restart_times", "bench.goodput"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {
@@ -137,7 +141,20 @@ STARTS = {
         *("--workers", "--log-interval", "--vocab-size"),
     },
     "bench.run_versions": {"--junitxml"},
+    "bench.record_cost": {"--nproc-per-node"},
+    "bench.operator_watch_cost": {"--nproc-per-node"},
+    "bench.memory_checkpoint_cost": {"--nproc-per-node"},
     "bench.signal_table": {"--nproc-per-node", "--master-addr", "--master-port"},
+    "bench.random_faults": {
+        *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+        *("--standalone", "--hetero-restarts", "--rdzv-conf", "--rdzv-backend", "--rdzv-endpoint"),
+        *("--rdzv-id", "--seed", "--every", "--minutes", "--burst", "--faults", "--seconds"),
+        *("--interfaces", "--down", "--hetero-fallback"),
+    },
+    "bench.restart_times": {
+        *("--hetero-restarts", "--max-restarts", "--hetero-fallback", "--nnodes"),
+    },
+    "bench.goodput": {"--hetero-restarts", "--max-restarts"},
 }
 """Flags that a tool gives to pytest, to pip, to hetero.run or to another tool."""
 

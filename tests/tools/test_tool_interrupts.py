@@ -112,14 +112,22 @@ STARTING = {
     "count_start_up": f"--counted 8 --timed 64 {OUT}",
     "demo": OUT,
     "conversion_8b": "{folder}/out",
+    "fault_table": OUT,
+    "goodput": "--json {folder}/out.json",
     "measure_overlap": f"{TINY} {OUT}",
+    "memory_checkpoint_cost": "--pairs 2 --json {folder}/out.json",
+    "observe_rank_0": "--ranks 8 --json {folder}/out.json",
+    "operator_watch_cost": "--checks 4 --json {folder}/out.json",
     "perf": f"links --cpu --transports shm {OUT}",
     "preflight": "",
     "prove_meshes": OUT,
     "prove_parity": f"{OUT} -- --num-layers 2 --hidden-size 64 --num-attention-heads 2 "
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 "
     "--lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 100",
+    "random_faults": OUT,
+    "record_cost": "--pairs 8 --json {folder}/out.json",
     "reproduce_table": f"{TINY} {OUT}",
+    "restart_times": "--json {folder}/out.json",
     "run_versions": "--pythons python3 --folder {folder}",
     "signal_table": OUT,
     "time_preprocessing": "--out {folder}/out.json",
@@ -131,7 +139,8 @@ ALONE = {
     *("compare_ops", "convert_checkpoint", "generate_text"),
     *("inspect_data", "list_flags", "merge_datasets", "public_commands"),
     *("plan", "check_plan", "profile_layers", "validate_planner", "compare_planners"),
-    *("mesh_ablation", "search_plans", "time_kernels"),
+    *("mesh_ablation", "search_plans", "time_kernels", "top", "trace", "break_things"),
+    "rendezvous_cost",
 }
 """Tools that do their work in one process and under `run`, as compare_loss does."""
 

@@ -16,25 +16,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from hetero.errors import Faults, UserError
-from hetero.tools.operators.sample import Sample
-from hetero.tools.operators.tolerance import Rounding
+from hetero.observe.operators.case import write_tensors
+from hetero.observe.operators.operator_list import Operator
+from hetero.observe.operators.sample import Sample
+from hetero.observe.operators.tolerance import Rounding
 
 FORMAT = 1
 REFERENCE = "reference"
 ISOLATED, ACCUMULATED = "isolated", "accumulated"
 _SIZE = "#size"
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator, in the order of execution."""
-
-    name: str
-    kind: str
-    rounding: Rounding
 
 
 @dataclass(frozen=True)
@@ -99,14 +91,7 @@ def write(dump: Dump, path: Path) -> None:
         tensors[name + _SIZE] = torch.tensor([sample.rms, sample.not_finite], dtype=torch.float64)
         shapes[name] = list(sample.shape)
     header = {"format": FORMAT, **asdict(dump.header), "shapes": shapes}
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        save_file(tensors, temporary, metadata={"header": json.dumps(header)})
-        temporary.replace(path)
-    except SafetensorError as error:
-        raise OSError(0, str(error), str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_tensors(tensors, path, {"header": json.dumps(header)})
 
 
 def read(path: Path) -> Dump:

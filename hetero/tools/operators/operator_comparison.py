@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
+from hetero.observe.operators.difference import Difference, difference, incomparable
+from hetero.observe.operators.tolerance import tolerance
 from hetero.tools.operators.dump import (
     ACCUMULATED,
     ISOLATED,
@@ -15,47 +14,6 @@ from hetero.tools.operators.dump import (
     Header,
     require_comparable,
 )
-from hetero.tools.operators.sample import Sample
-from hetero.tools.operators.tolerance import Rounding, Tolerance, tolerance
-
-_TF32 = (5e-5, 2e-3)
-"""Errors of float32 results whose factors were cut to TF32's 10 bits."""
-_STRAY, _STRAY_FAR = 2e-4, 4.0
-"""Honest kernels may leave this share of the elements beyond their tolerance, and none so many
-times beyond it: where rows of very different size meet, as in attention's gradients, errors are not
-normally distributed."""
-_FEW = 0.05
-"""A difference in a smaller share of the elements than this is a matter of place."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How one tensor of one side differs from the other side's."""
-
-    max_abs: float
-    max_rel: float
-    """The largest difference of an element over its magnitude plus the root mean square."""
-    error: float
-    """Root mean square of the difference over the root mean square of the reference."""
-    factor: float
-    """The number by which the reference would have to be multiplied to come closest."""
-    beyond: float
-    """Share of the elements that lie beyond their tolerance."""
-    worst: float
-    """The largest difference of an element over that element's tolerance."""
-    problem: str
-    """Why the two cannot be compared element by element; empty where they can."""
-    limits: Tolerance
-
-    @property
-    def passed(self) -> bool:
-        return (
-            not self.problem
-            and self.beyond <= _STRAY
-            and self.worst <= _STRAY_FAR
-            and self.error <= self.limits.error
-            and abs(self.factor - 1.0) <= self.limits.drift
-        )
 
 
 @dataclass(frozen=True)
@@ -124,117 +82,9 @@ def _rows(left: Dump, right: Dump, mode: str) -> Iterator[Row]:
             else:
                 present = ours.get(name) or theirs[name]
                 limits = tolerance(present.dtype, operator.rounding, elements=1)
-                found = _incomparable("only one of the sides has computed it", limits)
+                found = incomparable("only one of the sides has computed it", limits)
             yield Row(operator.name, name, found)
 
 
 def _is_gradient(tensor: str) -> bool:
     return tensor.startswith("grad ")
-
-
-def difference(
-    left: Sample,
-    right: Sample,
-    *,
-    rounding: Rounding,
-    is_gradient: bool = False,
-    sides: int = 1,
-) -> Difference:
-    """How `left` differs from `right`; where `sides` is 1, `right` was not rounded to a dtype."""
-    rounded = [left.dtype] if sides == 1 else [left.dtype, right.dtype]
-    # A weight's gradient is float32 where a fused kernel adds it to its buffer, and else rounded.
-    coarsest = max(rounded, key=lambda dtype: torch.finfo(dtype).eps)
-    limits = tolerance(
-        coarsest,
-        rounding,
-        elements=left.values.numel(),
-        is_gradient=is_gradient,
-        sides=sides,
-    )
-    if left.shape != right.shape or left.values.numel() != right.values.numel():
-        return _incomparable(f"its shape is {_shape(left)} and {_shape(right)}", limits)
-    if left.not_finite or right.not_finite:
-        return _incomparable(
-            f"{left.not_finite} and {right.not_finite} of its elements are not finite", limits
-        )
-    measured = _measure(left.values.double(), right.values.double(), limits)
-    whole = _relative(max(0.0, abs(left.rms - right.rms) - limits.floor), right.rms)
-    if whole > limits.error and measured.passed:
-        return _incomparable(
-            f"its sampled elements agree, but the root mean square of the whole is {left.rms:.6g} "
-            f"and {right.rms:.6g}",
-            limits,
-        )
-    return measured
-
-
-def _measure(left: torch.Tensor, right: torch.Tensor, limits: Tolerance) -> Difference:
-    apart = (left - right).abs()
-    rms = float(right.square().mean().sqrt())
-    allowed = limits.atol * rms + limits.rtol * right.abs() + limits.floor
-    # What lies below the dtype's smallest numbers is nobody's error.
-    error = max(0.0, float(apart.square().mean().sqrt()) - limits.floor)
-    energy = float(right.square().sum())
-    return Difference(
-        max_abs=float(apart.max()),
-        max_rel=float((apart / (right.abs() + rms).clamp_min(limits.floor)).max()),
-        error=_relative(error, rms),
-        factor=float((left * right).sum()) / energy if energy and error else 1.0,
-        beyond=float((apart > allowed).double().mean()),
-        worst=float((apart / allowed).max()),
-        problem="",
-        limits=limits,
-    )
-
-
-def _relative(error: float, size: float) -> float:
-    if not error:
-        return 0.0
-    return error / size if size else math.inf
-
-
-def _incomparable(problem: str, limits: Tolerance) -> Difference:
-    nan = math.nan
-    return Difference(nan, nan, nan, nan, 1.0, nan, problem=problem, limits=limits)
-
-
-def _shape(sample: Sample) -> str:
-    return "x".join(map(str, sample.shape)) or "one number"
-
-
-def hint(found: Difference) -> str:
-    """What a difference beyond its tolerance looks like, for whoever has to find its cause."""
-    if found.problem:
-        return found.problem
-    ulps = found.error / found.limits.eps
-    apart = abs(found.factor - 1.0)
-    # What would be left if the one side were divided by the factor.
-    rest = math.sqrt(max(0.0, found.error**2 - apart**2))
-    if apart > found.limits.drift and rest <= max(found.limits.error, 0.1 * apart):
-        return (
-            f"it is {found.factor:.6g} times the other side's, which rounding does not do: a wrong "
-            "scale, or results that are cut off instead of rounded"
-            if found.error <= 4 * found.limits.error
-            else f"it is {found.factor:.6g} times the other side's: a wrong scale"
-        )
-    if found.limits.eps < 1e-6 and _TF32[0] < found.error < _TF32[1]:
-        return (
-            f"it differs by {found.error:.1e}, as float32 products do whose factors were cut to "
-            "TF32 or bfloat16"
-        )
-    if 0.0 < found.beyond < _FEW and found.worst > _STRAY_FAR:
-        return (
-            f"it differs by far more than rounding in {found.beyond:.2%} of its elements, and not "
-            "in the others: a bug in a part of it, such as a tile, a head or a mask"
-        )
-    if found.error <= 4 * found.limits.error:
-        return (
-            f"it differs like rounding ({ulps:.2g} ulp), but more than expected: a kernel that "
-            "accumulates or rounds in a lower precision"
-        )
-    if found.error <= found.limits.summed_in_dtype:
-        return (
-            f"it differs by more than rounding ({ulps:.3g} ulp), as much as sums would that are "
-            "accumulated in its own dtype instead of in float32"
-        )
-    return f"it differs by far more than rounding ({ulps:.3g} ulp): a bug or another formula"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from hetero.tools.operators.operator_comparison import Comparison, Difference, Row, hint
+from hetero.observe.operators.case import Case, Verdict
+from hetero.observe.operators.difference import Difference, hint
+from hetero.tools.operators.operator_comparison import Comparison, Row
 
 _HEAD = (
     f"{'operator':<30}{'tensor':<28}{'max abs':>10}{'max rel':>10}{'rms error':>11}{'allowed':>10}"
@@ -27,6 +29,43 @@ def lines(comparison: Comparison) -> Iterator[str]:
         yield from _table(comparison.accumulated, judged=False)
     yield ""
     yield verdict(comparison)
+
+
+def case_lines(
+    case: Case, recorded: Sequence[Verdict], here: Sequence[Verdict] | None, *, device: str
+) -> Iterator[str]:
+    """What a run kept of one operator: its outputs, and this device's, beside float64."""
+    where = case.where
+    vendor = f"{where['vendor']}{' (simulated)' * bool(where['simulated'])}"
+    shapes = ", ".join(
+        f"{name} {'x'.join(map(str, tensor.shape))}"
+        for name, tensor in (case.inputs | case.parameters).items()
+    )
+    yield (
+        f"{case.operator} of rank {where['rank']} on {where['host']}, iteration "
+        f"{where['iteration']}"
+    )
+    yield f"from {shapes}"
+    yield ""
+    yield _HEAD
+    sides = [(f"the run: {vendor}", recorded), (f"here: {device}", here or [])]
+    for side, verdicts in sides:
+        for each in verdicts:
+            numbers = _numbers(each.difference, judged=True)
+            word = "pass" if each.difference.passed else "FAIL"
+            yield f"{side:<30}{each.tensor:<28}{numbers}  {word}"
+    yield ""
+    wrong = [each for each in recorded if not each.difference.passed]
+    if not wrong:
+        yield "What the run computed agrees with float64 within rounding."
+        return
+    yield f"What the run computed is wrong ({wrong[0].tensor}): {hint(wrong[0].difference)}."
+    if here is None:
+        yield "PyTorch has no kernel of its own for this operator to try here."
+    elif all(each.difference.passed for each in here):
+        yield f"PyTorch's kernel on this {device} computes it right."
+    else:
+        yield f"PyTorch's kernel on this {device} computes it wrong too."
 
 
 def _table(rows: tuple[Row, ...], *, judged: bool) -> Iterator[str]:

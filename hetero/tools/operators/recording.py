@@ -11,19 +11,19 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.errors import UserError
+from hetero.observe.operators import operator_list
+from hetero.observe.operators.operator_list import Operator
+from hetero.observe.operators.tape import Tape
 from hetero.plan import Plan
 from hetero.startup.identity import running_vendor
-from hetero.tools.operators import operator_list
 from hetero.tools.operators.draws import Draws, fill_weights
-from hetero.tools.operators.dump import REFERENCE, Dump, Header, Operator
-from hetero.tools.operators.hooks import operator_hooks
+from hetero.tools.operators.dump import REFERENCE, Dump, Header
 from hetero.tools.operators.layer_flags import compared_flags, kernel_flags
 from hetero.tools.operators.reference import Reference, rotary_angles
 from hetero.tools.operators.tape import (
     AccumulatedTape,
     IsolatedTape,
     Recording,
-    Tape,
     clear_gradient,
 )
 from megatron.hetero import weights
@@ -31,6 +31,7 @@ from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.kernels import Kernels, install_kernels, select_kernels
 from megatron.hetero.model import build_chunk, torch_dtype, transformer_config
+from megatron.hetero.operator_hooks import operator_hooks
 
 
 def default_device() -> str:

@@ -1,7 +1,6 @@
 """The same model from plain formulas, in float64 on the CPU, told to a tape operator by operator.
 
-Nothing of it is shared with the modules it is compared with, so that a mistake in a formula shows
-as well as one in a kernel. Activations are (sequence, batch, ...), as megatron-core has them.
+Activations are (sequence, batch, ...), as megatron-core has them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hetero.tools.operators import operator_list
-from hetero.tools.operators.tape import Tape
+from hetero.observe.operators import formulas, operator_list
+from hetero.observe.operators.tape import Tape
 
 # LLaMA 3.1's: the context its frequencies were made for, and the two wavelengths, as parts of it,
 # between which they are stretched by degrees.
@@ -121,10 +120,14 @@ class Reference:
         used = {"weight": self._parameters[f"{module}.weight"]}
         if self._args.normalization == "LayerNorm":
             used["bias"] = self._parameters[f"{module}.bias"]
-            x = x - x.mean(-1, keepdim=True)
-        scale = (x.square().mean(-1, keepdim=True) + self._args.layernorm_epsilon).rsqrt()
-        one = 1.0 if self._args.layernorm_zero_centered_gamma else 0.0
-        output = x * scale * (used["weight"] + one) + used.get("bias", 0.0)
+        output = formulas.norm(
+            x,
+            used["weight"],
+            used.get("bias"),
+            epsilon=self._args.layernorm_epsilon,
+            is_centred="bias" in used,
+            is_zero_centred=self._args.layernorm_zero_centered_gamma,
+        )
         tape.outputs(operator, {"output": output}, used)
         return output
 
@@ -169,15 +172,7 @@ class Reference:
         x = tape.inputs(operator, hidden=hidden)["hidden"]
         used = self._bias(module)
         x = x + used.get("bias", 0.0)
-        if self._args.swiglu:
-            gate, up = x.chunk(2, -1)
-            output = gate * torch.sigmoid(gate) * up
-        elif self._args.squared_relu:
-            output = x.clamp_min(0.0).square()
-        elif self._args.bias_gelu_fusion:
-            output = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        else:
-            output = 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
+        output = formulas.activation(x, formulas.activation_name(self._args))
         tape.outputs(operator, {"output": output}, used)
         return output
 
@@ -195,12 +190,7 @@ class Reference:
         groups = self._args.num_attention_heads
         if self._args.group_query_attention:
             groups = self._args.num_query_groups
-        grouped = qkv.unflatten(-1, (groups, -1, width))
-        query, key, value = (
-            grouped[..., :-2, :].flatten(2, 3),
-            grouped[..., -2, :],
-            grouped[..., -1, :],
-        )
+        query, key, value = formulas.split_heads(qkv, groups=groups, width=width)
         before = {}
         if self._args.qk_layernorm:
             before = {"query before norm": query, "key before norm": key}
@@ -209,29 +199,11 @@ class Reference:
             key = self._norm(tape, name("k_layernorm"), f"{attention}.k_layernorm", key)
             key = tape.inputs(rotary, key=key)["key"]
         if angles is not None:
-            query, key = self._apply_rotary(query, angles), self._apply_rotary(key, angles)
+            turned = self._args.rotary_interleaved
+            query = formulas.rotate(query, angles, is_interleaved=turned)
+            key = formulas.rotate(key, angles, is_interleaved=turned)
         tape.outputs(rotary, {"query": query, "key": key, "value": value, **before})
         return query, key, value
-
-    def _apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Each pair of channels turned by its angle; channels without one stay."""
-        width = angles.shape[-1]
-        turning, rest = heads[..., :width], heads[..., width:]
-        if self._args.rotary_interleaved:
-            first, second = turning[..., 0::2], turning[..., 1::2]
-            angle = angles[..., 0::2]
-        else:
-            first, second = turning.chunk(2, -1)
-            angle = angles[..., : width // 2]
-        pair = (
-            first * angle.cos() - second * angle.sin(),
-            second * angle.cos() + first * angle.sin(),
-        )
-        if self._args.rotary_interleaved:
-            turned = torch.stack(pair, -1).flatten(-2)
-        else:
-            turned = torch.cat(pair, -1)
-        return torch.cat((turned, rest), -1)
 
     def _attention(
         self,
@@ -267,5 +239,4 @@ class Reference:
 def _one_head(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, forbidden: torch.Tensor
 ) -> torch.Tensor:
-    scores = query @ key.T / math.sqrt(query.shape[-1])
-    return scores.masked_fill(forbidden, -math.inf).softmax(-1) @ value
+    return formulas.attend(formulas.scores(query, key), value, forbidden)

@@ -1,35 +1,17 @@
-"""What is recorded while a model runs: each operator by itself, or all as they follow each other.
-
-Whoever runs the model tells the tape of every operator twice: `inputs` when its inputs are there,
-which returns the tensors to go on with, and `outputs` when it has computed.
-"""
+"""What is recorded of a running model: its operators one by one, or all as they follow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
+from hetero.observe.operators.operator_list import Operator
+from hetero.observe.operators.sample import Sample, take
+from hetero.observe.operators.tape import Tensors
 from hetero.tools.operators.draws import Draws, input_std
-from hetero.tools.operators.dump import ACCUMULATED, ISOLATED, Operator
-from hetero.tools.operators.sample import Sample, take
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-class Tape(Protocol):
-    """What the model's two executions, real modules and reference, report to."""
-
-    def inputs(self, operator: str, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that `operator` shall get in place of those that arrived."""
-
-    def angles(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rotary angles that every layer shall get in place of those computed."""
-
-    def outputs(self, operator: str, outputs: Tensors, parameters: Tensors | None = None) -> None:
-        """Record what `operator` has computed, with `parameters` besides its inputs."""
+from hetero.tools.operators.dump import ACCUMULATED, ISOLATED
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def _add_save_flags(group: argparse._ArgumentGroup) -> None:
         "--keep-last",
         type=integer(1),
         metavar="N",
-        help="keep the newest N checkpoints; left out: all",
+        help="keep the newest N checkpoints; default: all",
     )
     group.add_argument(
         "--exit-on-save-failure",
@@ -59,7 +59,7 @@ def _add_save_flags(group: argparse._ArgumentGroup) -> None:
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--load", type=text, help="folder to read a checkpoint from")
     group.add_argument(
-        "--ckpt-step", type=integer(0), help="step of the checkpoint to load; left out: the latest"
+        "--ckpt-step", type=integer(0), help="step of the checkpoint to load; default: the latest"
     )
     group.add_argument(
         "--pretrained-checkpoint",

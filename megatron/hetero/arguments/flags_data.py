@@ -77,7 +77,7 @@ def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataloader-type",
         choices=("single", "cyclic"),
-        help="one pass in order, or shuffled passes without end; left out: single",
+        help="one pass in order, or shuffled passes without end; default: single",
     )
     group.add_argument(
         "--reset-position-ids", action="store_true", help="restart positions in every document"
@@ -130,7 +130,7 @@ def _add_fill_in_middle_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--tokenizer-type", choices=tuple(TOKENIZERS), help="kind of tokenizer; left out: GPT2BPE"
+        "--tokenizer-type", choices=tuple(TOKENIZERS), help="kind of tokenizer; default: GPT2BPE"
     )
     group.add_argument(
         "--tokenizer-model", type=text, help="file of the tokenizer, or its name on Hugging Face"

@@ -7,11 +7,19 @@ from hetero.link import TRANSPORTS
 from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDORS
 from hetero.plan.plan import RECOMPUTE
-from hetero.text import integer, seconds, text
+from hetero.text import integer, interval, number, seconds, text
 
 # Valid in a homogeneous run too: the baseline of a comparison needs a report.
-ALLOWED_WITHOUT_PIPELINE = frozenset({"--hetero-pipeline", "--hetero-report"})
+ALLOWED_WITHOUT_PIPELINE = frozenset(
+    {"--hetero-pipeline", "--hetero-report", "--hetero-trace", "--hetero-trace-steps"}
+    | {"--hetero-flight-recorder", "--hetero-stall-warning"}
+    | {"--hetero-metrics-port", "--hetero-metrics-address"}
+    | {"--hetero-check-operators", "--hetero-operator-cases"}
+    | {"--hetero-memory-checkpoint-interval"}
+)
 DATA_PARALLEL = frozenset({"--hetero-data-parallel", "--hetero-data-shares"})
+CASES = "operator_cases"
+"""The folder of --hetero-operator-cases where it is left out."""
 MEASURED: tuple[int, ...] = ()
 """The value of --hetero-data-shares auto until shares are measured. Until then they are equal."""
 # Valid with data parallelism across vendors as well as with a pipeline across them.
@@ -30,6 +38,20 @@ def replicas_by_vendor(text: str) -> tuple[tuple[str, int], ...]:
             )
         replicas.append((vendor, int(count)))
     return tuple(replicas)
+
+
+def first_and_last(text: str) -> tuple[int, int]:
+    """Convert a range of iterations, such as '20-22', or one, such as '20'."""
+    first, dash, last = text.strip().partition("-")
+    ends = (first, last if dash else first)
+    if not all(end.isascii() and end.isdecimal() for end in ends) or not (
+        1 <= int(ends[0]) <= int(ends[1])
+    ):
+        raise argparse.ArgumentTypeError(
+            "must be the first and the last iteration, counted from 1, with a hyphen between, such "
+            f"as 20-22, not {text!r}"
+        )
+    return int(ends[0]), int(ends[1])
 
 
 def list_of(convert: Callable[[str], int]) -> Callable[[str], tuple[int, ...]]:
@@ -72,6 +94,69 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON file for a report, written at the end of the run",
     )
+    group.add_argument(
+        "--hetero-memory-checkpoint-interval",
+        type=interval,
+        metavar="STEPS",
+        help="steps between copies of the state to the memory of the launchers, from which a "
+        "restart resumes; default: no copies",
+    )
+    group.add_argument(
+        "--hetero-flight-recorder",
+        type=text,
+        metavar="FOLDER",
+        help="folder for each rank's last collectives, sends and receives, written when a group or "
+        "link fails or is near its timeout, and on SIGUSR2; default: flight_recorder",
+    )
+    group.add_argument(
+        "--hetero-stall-warning",
+        type=number(minimum=0, maximum=1e9),
+        metavar="SECONDS",
+        help="seconds without progress, or ten steps where that is shorter, after which a warning "
+        "says who holds the run up; 0: never; default: 60",
+    )
+    group.add_argument(
+        "--hetero-trace",
+        type=text,
+        metavar="FOLDER",
+        help="folder for trace.json.gz, which shows the traced steps of all ranks in Perfetto and "
+        "to `hetero trace`",
+    )
+    group.add_argument(
+        "--hetero-trace-steps",
+        type=first_and_last,
+        metavar="FIRST-LAST",
+        help="the iterations that --hetero-trace records, such as 20-22",
+    )
+    group.add_argument(
+        "--hetero-metrics-port",
+        type=integer(0, maximum=65535),
+        metavar="PORT",
+        help="port of rank 0 that shows the run while it runs: a page, /state for `hetero top` and "
+        "/metrics for Prometheus; 0: any free one, which is printed",
+    )
+    group.add_argument(
+        "--hetero-metrics-address",
+        type=text,
+        metavar="ADDRESS",
+        help="address of rank 0's host to show it on, 0.0.0.0 for all; default: 127.0.0.1, which "
+        "only programs of that host reach",
+    )
+    group.add_argument(
+        "--hetero-check-operators",
+        type=integer(0),
+        default=0,
+        metavar="N",
+        help="compare the operators of one layer of each stage with float64 every N iterations; "
+        "0: never",
+    )
+    group.add_argument(
+        "--hetero-operator-cases",
+        type=text,
+        metavar="FOLDER",
+        help="folder for the inputs and outputs of operators that --hetero-check-operators finds "
+        f"wrong, for `hetero compare-ops case`; default: {CASES}",
+    )
 
 
 def _add_link_flags(group: argparse._ArgumentGroup) -> None:
@@ -86,7 +171,7 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
         "--hetero-nics",
         type=text,
         nargs="+",
-        help="network interfaces or RDMA devices, the rails of a link; left out: for tcp the "
+        help="network interfaces or RDMA devices, the rails of a link; default: for tcp the "
         "interface towards the first rank, for verbs the devices nearest to the GPU",
     )
     group.add_argument(
@@ -105,7 +190,7 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hetero-chunk-kib",
         type=integer(1),
-        help="largest chunk of a message in KiB; left out: the default of the path",
+        help="largest chunk of a message in KiB; default: chosen by the path",
     )
     group.add_argument(
         "--hetero-checksum",
@@ -123,11 +208,11 @@ def _add_link_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_mesh_flags(group: argparse._ArgumentGroup) -> None:
     for name, words in (
-        ("tensor", "tensor-parallel size of each mesh; left out: --tensor-model-parallel-size"),
-        ("data", "data-parallel size of each mesh; left out: the same, what the ranks come to"),
+        ("tensor", "tensor-parallel size of each mesh; default: --tensor-model-parallel-size"),
+        ("data", "data-parallel size of each mesh; default: the same for every mesh"),
         (
             "micro-batch",
-            "micro-batch size of each mesh, on one data-parallel rank; left out: they follow, and "
+            "micro-batch size of each mesh, on one data-parallel rank; default: they follow, and "
             "--micro-batch-size is that of the mesh with the most data-parallel ranks",
         ),
     ):
@@ -136,7 +221,7 @@ def _add_mesh_flags(group: argparse._ArgumentGroup) -> None:
         "--hetero-recompute",
         nargs="+",
         choices=RECOMPUTE,
-        help="what each mesh recomputes in backward; left out: as the --recompute- flags",
+        help="what each mesh recomputes in backward; default: as the --recompute- flags",
     )
 
 
@@ -152,5 +237,5 @@ def _add_data_parallel_flags(group: argparse._ArgumentGroup) -> None:
         type=lambda text: MEASURED if text == "auto" else list_of(integer(1))(text),
         metavar="N,...|auto",
         help="micro batches of a replica of each vendor in a step; a larger global batch is shared "
-        "in the same proportion; auto: for the speeds measured at the start; left out: equal",
+        "in the same proportion; auto: for the speeds measured at the start; default: equal",
     )

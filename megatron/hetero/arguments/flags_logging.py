@@ -9,6 +9,8 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     _add_console_flags(parser.add_argument_group("log"))
     _add_tensorboard_flags(parser.add_argument_group("TensorBoard and W&B"))
     _add_profiler_flags(parser.add_argument_group("profiler"))
+    _add_straggler_flags(parser.add_argument_group("stragglers"))
+    _add_telemetry_flags(parser.add_argument_group("OpenTelemetry"))
 
 
 def _add_console_flags(group: argparse._ArgumentGroup) -> None:
@@ -75,7 +77,7 @@ def _add_tensorboard_flags(group: argparse._ArgumentGroup) -> None:
         "--wandb-project", type=str, help="W&B project; turns W&B on, unless it is empty"
     )
     group.add_argument(
-        "--wandb-exp-name", type=str, help="W&B name of the run; left out: W&B chooses one"
+        "--wandb-exp-name", type=str, help="W&B name of the run; default: W&B chooses one"
     )
     group.add_argument("--wandb-save-dir", type=str, help="folder for W&B's local files")
     group.add_argument("--wandb-entity", type=str, help="W&B user or team")
@@ -106,4 +108,48 @@ def _add_profiler_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--profile-ranks", nargs="+", type=integer(0), default=[0], help="ranks to profile"
+    )
+
+
+def _add_straggler_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--log-straggler",
+        action="store_true",
+        help="log the slowest and the fastest ranks, by time of the forward passes",
+    )
+    group.add_argument(
+        "--disable-straggler-on-startup",
+        action="store_true",
+        help="do not log stragglers until a request to --straggler-ctrlr-port",
+    )
+    group.add_argument(
+        "--straggler-ctrlr-port",
+        type=integer(0, maximum=65535),
+        default=65535,
+        help="port on rank 0: each HTTP GET switches --log-straggler on or off; 0: a free one",
+    )
+    group.add_argument(
+        "--straggler-minmax-count",
+        type=integer(1),
+        default=1,
+        help="number of slowest and of fastest ranks to list",
+    )
+
+
+def _add_telemetry_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--otel-enabled",
+        action="store_true",
+        help="export spans with OTLP over HTTP, to OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
+    group.add_argument(
+        "--otel-service-name",
+        type=text,
+        help="instead of OTEL_SERVICE_NAME; without both: megatron-training",
+    )
+    group.add_argument(
+        "--otel-span-groups",
+        type=text,
+        metavar="GROUPS",
+        help="presets or groups of spans with commas between; default: all",
     )

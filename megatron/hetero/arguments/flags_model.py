@@ -26,13 +26,13 @@ def _add_size_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ffn-hidden-size",
         type=integer(1),
-        help="inner width of the MLP; left out: 4 hidden sizes, or about 8/3 with --swiglu",
+        help="inner width of the MLP; default: 4 hidden sizes, or about 8/3 with --swiglu",
     )
     group.add_argument("--num-attention-heads", type=integer(1), help="query heads of a layer")
     group.add_argument(
         "--kv-channels",
         type=integer(1),
-        help="width of one head; left out: hidden size / attention heads",
+        help="width of one head; default: hidden size / attention heads",
     )
     group.add_argument(
         "--make-vocab-size-divisible-by",
@@ -43,7 +43,7 @@ def _add_size_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--padded-vocab-size",
         type=integer(1),
-        help="rows of the embedding; left out: the vocabulary, padded",
+        help="rows of the embedding; default: the vocabulary, padded",
     )
     group.add_argument(
         "--untie-embeddings-and-output-weights",
@@ -77,7 +77,7 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--softmax-scale",
         type=number(above=0),
-        help="factor of the scores; left out: 1 / sqrt(width of a head)",
+        help="factor of the scores; default: 1 / sqrt(width of a head)",
     )
     group.add_argument(
         "--attention-softmax-in-fp32", action="store_true", help="run the softmax in float32"
@@ -251,7 +251,7 @@ def _add_initialisation_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--embedding-init-method-std",
         type=number(minimum=0),
-        help="the same for the embedding; left out: --init-method-std",
+        help="the same for the embedding; default: --init-method-std",
     )
     group.add_argument(
         "--init-method-xavier-uniform",

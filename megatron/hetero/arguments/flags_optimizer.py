@@ -67,10 +67,10 @@ def _add_learning_rate_flags(group: argparse._ArgumentGroup) -> None:
         help="shape of the decay",
     )
     group.add_argument(
-        "--lr-decay-iters", type=integer(1), help="steps to decay over; left out: the whole run"
+        "--lr-decay-iters", type=integer(1), help="steps to decay over; default: the whole run"
     )
     group.add_argument(
-        "--lr-decay-samples", type=integer(1), help="samples to decay over; left out: the whole run"
+        "--lr-decay-samples", type=integer(1), help="samples to decay over; default: the whole run"
     )
     group.add_argument(
         "--lr-warmup-fraction",

@@ -20,7 +20,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pipeline-model-parallel-size",
         type=integer(1),
-        help="pipeline stages; left out: 1, or what the heterogeneous layout says",
+        help="pipeline stages; default: 1, or what the heterogeneous layout says",
     )
     group.add_argument(
         "--sequence-parallel",
@@ -44,7 +44,7 @@ def _add_pipeline_flags(group: argparse._ArgumentGroup) -> None:
         "--microbatch-group-size-per-virtual-pipeline-stage",
         dest="microbatch_group_size_per_vp_stage",
         type=integer(1),
-        help="micro batches a chunk takes in a row; left out: the pipeline size",
+        help="micro batches a chunk takes in a row; default: the pipeline size",
     )
     group.add_argument(
         "--decoder-first-pipeline-num-layers", type=integer(1), help="layers of the first stage"

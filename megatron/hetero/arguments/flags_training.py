@@ -23,7 +23,7 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--global-batch-size",
         type=integer(1),
-        help="sequences of one optimizer step; left out: micro-batch x data-parallel size",
+        help="sequences of one optimizer step; default: micro-batch x data-parallel size",
     )
     group.add_argument(
         "--rampup-batch-size",
@@ -61,7 +61,7 @@ def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--bf16", action="store_true", help="train in bfloat16")
     group.add_argument("--fp16", action="store_true", help="train in float16, with a loss scale")
     group.add_argument(
-        "--loss-scale", type=number(above=0), help="fixed loss scale; left out: dynamic"
+        "--loss-scale", type=number(above=0), help="fixed loss scale; default: dynamic"
     )
     group.add_argument(
         "--initial-loss-scale",
@@ -144,12 +144,12 @@ def _add_evaluation_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--eval-global-batch-size",
         type=integer(1),
-        help="sequences of one batch of an evaluation; left out: --global-batch-size",
+        help="sequences of one batch of an evaluation; default: --global-batch-size",
     )
     group.add_argument(
         "--eval-micro-batch-size",
         type=integer(1),
-        help="sequences of its forward pass; left out: --micro-batch-size",
+        help="sequences of its forward pass; default: --micro-batch-size",
     )
     group.add_argument("--skip-train", action="store_true", help="evaluate only")
 
@@ -158,7 +158,9 @@ def _add_care_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--check-weight-hash-across-dp-replicas-interval",
         type=interval,
-        help="steps between comparisons of the weights of data-parallel ranks, bit for bit",
+        help="steps between comparisons, bit for bit, of the weights that several ranks hold: "
+        "replicas of one vendor or two, tensor-parallel ranks, tied embeddings; and then before "
+        "each save; default: none",
     )
     group.add_argument(
         "--seed",

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import fields
 
 from megatron.hetero.arguments.rules import Note, Rule, Values, Verdict, flag_of, required, rule
+from megatron.hetero.arguments.span_groups import UNSPECIFIED, resolve_groups
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, OVERRIDE_SCHEDULE, ResumeFlags
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
@@ -353,6 +354,39 @@ def _profiled_steps(args: Namespace) -> Iterator[str]:
         )
 
 
+@rule("hetero_trace hetero_trace_steps train_iters")
+def _traced_steps(args: Namespace) -> Iterator[str]:
+    steps = args.hetero_trace_steps
+    if args.hetero_trace is None and steps is not None:
+        yield "--hetero-trace-steps needs --hetero-trace, the folder for the trace"
+    elif args.hetero_trace is not None and steps is None:
+        yield "--hetero-trace needs --hetero-trace-steps, the iterations to trace, such as 20-22"
+    elif steps is not None and args.train_iters and steps[1] > args.train_iters:
+        yield (
+            f"--hetero-trace-steps {steps[0]}-{steps[1]}: the run ends with iteration "
+            f"{args.train_iters} (--train-iters)"
+        )
+
+
+@rule("hetero_metrics_port hetero_metrics_address")
+def _live_view(args: Namespace) -> Iterator[str]:
+    if args.hetero_metrics_port is None and args.hetero_metrics_address is not None:
+        yield "--hetero-metrics-address needs --hetero-metrics-port, 0 for any free one"
+
+
+@rule("hetero_check_operators hetero_operator_cases transformer_impl")
+def _checked_operators(args: Namespace) -> Iterator[str]:
+    if not args.hetero_check_operators:
+        if args.hetero_operator_cases is not None:
+            yield Note("--hetero-operator-cases: it needs --hetero-check-operators")
+    elif args.transformer_impl != "local":
+        yield (
+            f"--hetero-check-operators: --transformer-impl {args.transformer_impl} joins several "
+            "operators into one module, which cannot be compared one by one; use "
+            "--transformer-impl local, or leave the flag out"
+        )
+
+
 @rule("log_timers_to_tensorboard timing_log_level")
 def _timers(args: Namespace) -> Iterator[str]:
     if args.log_timers_to_tensorboard and not args.timing_log_level:
@@ -366,6 +400,26 @@ def _memory_log(args: Namespace) -> Iterator[str]:
             f"--log-memory-interval {args.log_memory_interval} must be a multiple of "
             f"--log-interval {args.log_interval}"
         )
+
+
+@rule("otel_enabled otel_service_name otel_span_groups")
+def _telemetry(args: Namespace) -> Iterator[str]:
+    if not args.otel_enabled:
+        yield from _idle(args, ("otel_service_name", "otel_span_groups"), "--otel-enabled")
+        return
+    try:
+        resolve_groups(args.otel_span_groups or UNSPECIFIED)
+    except ValueError as error:
+        yield f"--otel-span-groups: {error}"
+
+
+@rule("log_straggler disable_straggler_on_startup straggler_minmax_count")
+def _stragglers(args: Namespace) -> Iterator[str]:
+    if not args.log_straggler:
+        if args.disable_straggler_on_startup:
+            yield Note("--disable-straggler-on-startup: it needs --log-straggler")
+        if args.straggler_minmax_count != 1:
+            yield Note("--straggler-minmax-count: it needs --log-straggler")
 
 
 TRAINING_RULES = (
@@ -396,6 +450,11 @@ TRAINING_RULES = (
     _weight_decay,
     _profiler,
     _profiled_steps,
+    _traced_steps,
+    _live_view,
+    _checked_operators,
     _timers,
     _memory_log,
+    _telemetry,
+    _stragglers,
 )

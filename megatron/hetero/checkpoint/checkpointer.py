@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,15 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from hetero.errors import HeteroError, UserError
+from hetero.observe.record import recorder
 from hetero.plan import Coordinate, Plan
+from hetero.recover.node_state import JOB_VARIABLE
+from megatron.hetero.checkpoint.destination import RetentionPolicy, SharedFolder
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint
 from megatron.hetero.checkpoint.index import TrainState, is_plain
 from megatron.hetero.checkpoint.rank_state import (
     ShardedParameter,
+    expected_bytes,
     optimizer_step_count,
     owned_write_items,
     restore_rng_state,
@@ -30,14 +33,15 @@ from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.regions import Shard
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, Source, describe
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
+from megatron.hetero.checkpoint.save_timing import SaveTimings
 from megatron.hetero.checkpoint.saver import (
     Contents,
     ControlGroup,
-    RetentionPolicy,
     SaveOutcome,
     Saver,
 )
 from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier, Snapshot
+from megatron.hetero.checkpoint.state_in_memory import StateInMemory
 from megatron.hetero.checkpoint.tensor_names import (
     ADAM_MOMENTS,
     EMBEDDING,
@@ -58,63 +62,6 @@ from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.optimizer import TrainingOptimizer
 from megatron.hetero.tokenizer.files import ARGUMENT, store_tokenizer
-
-
-@dataclass
-class SaveTiming:
-    """One save on one rank; times in seconds."""
-
-    iteration: int
-    stood_still_s: float = 0.0
-    """The time for which the training loop was blocked."""
-    memory_wait_s: float = 0.0
-    """The part of it spent waiting for snapshot memory."""
-    written_s: float | None = None
-    """From the start of the save until this rank's file was on disk; None if it failed."""
-    bytes: int | None = None
-    """The size of this rank's file; None if it failed."""
-
-
-class SaveTimings:
-    """All saves of a run. Time in `blocking` counts towards the save between `begin` and `end`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.saves: list[SaveTiming] = []
-        self._clock = clock
-        self._running: SaveTiming | None = None
-
-    @property
-    def total_s(self) -> float:
-        """Seconds for which saves blocked training."""
-        return sum(save.stood_still_s for save in self.saves)
-
-    def begin(self, iteration: int) -> None:
-        self._running = SaveTiming(iteration)
-        self.saves.append(self._running)
-
-    @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Count the body's time towards the running save, if there is one."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            if self._running is not None:
-                self._running.stood_still_s += self._clock() - began
-
-    def end(
-        self, *, memory_wait_s: float, written_s: float | None, bytes: int | None
-    ) -> SaveTiming:
-        """End the running save; returns its record."""
-        if self._running is None:
-            raise RuntimeError("a save ended that had not begun")
-        ended, self._running = self._running, None
-        ended.memory_wait_s, ended.written_s, ended.bytes = memory_wait_s, written_s, bytes
-        return ended
-
-    def as_json(self) -> dict[str, Any]:
-        """The report's entries of a rank."""
-        return {"saving_seconds": self.total_s, "saves": [asdict(save) for save in self.saves]}
 
 
 class Checkpointer:
@@ -143,12 +90,44 @@ class Checkpointer:
         if self._args.save is not None:
             in_background = self._args.async_save
             self._saver = Saver(
-                Path(self._args.save),
+                SharedFolder(
+                    Path(self._args.save),
+                    rank=job.rank,
+                    world_size=self._control.world_size,
+                    kept=RetentionPolicy(self._args.keep_last, self._args.save_retain_interval),
+                    lock=job.lock,
+                ),
                 self._control,
-                kept=RetentionPolicy(self._args.keep_last, self._args.save_retain_interval),
                 snapshot=Snapshot(DeviceToHostCopier(job.device)) if in_background else None,
-                lock=job.lock,
             )
+        self._memory = self._state_in_memory()
+
+    def _state_in_memory(self) -> StateInMemory | None:
+        """Raises UserError, on all ranks, if there is not enough memory for it."""
+        args, job = self._args, self._job
+        if not args.hetero_memory_checkpoint_interval or args.skip_train:
+            return None
+        memory = StateInMemory(
+            self._control,
+            Snapshot(DeviceToHostCopier(job.device)),
+            interval=args.hetero_memory_checkpoint_interval,
+            local_rank=job.identities[job.rank].local_rank,
+            say=self._console.line,
+        )
+        copies_for_disk = args.save is not None and args.async_save and args.save_interval
+        memory.require_room(
+            vendor=job.identities[job.rank].vendor,
+            bytes=expected_bytes(
+                self._placed,
+                self._optimizer,
+                moments=len(_MOMENTS[args.optimizer]),
+                plan=job.plan,
+                coordinate=job.coordinate,
+            ),
+            copies=2 if copies_for_disk else 1,
+        )
+        memory.begin_run(job.checkpoint.train_state.iteration)
+        return memory
 
     def resume(self) -> TrainState:
         """Load the checkpoint that the ranks agreed on; returns the resulting training state."""
@@ -165,6 +144,11 @@ class Checkpointer:
             problem = error
         self._control.raise_together(problem)
         progress = found.train_state
+        self._add_incident(
+            "checkpoint loaded",
+            f"{found.folder}, of iteration {progress.iteration}",
+            iteration=progress.iteration,
+        )
         if found.sources.is_new_run:
             self._console.line(f"weights loaded from {found.folder}; a new run begins")
         else:
@@ -204,6 +188,14 @@ class Checkpointer:
         interval = self._args.save_interval
         return self._saver is not None and bool(interval) and iteration % interval == 0
 
+    @property
+    def memory_timings(self) -> SaveTimings:
+        """Of the generations in memory; those on disk are in `timings`."""
+        return SaveTimings() if self._memory is None else self._memory.timings
+
+    def due_in_memory(self, iteration: int) -> bool:
+        return self._memory is not None and self._memory.due(iteration)
+
     def save(self, progress: TrainState) -> None:
         """Save a checkpoint; with --async-save, only start to.
 
@@ -216,18 +208,33 @@ class Checkpointer:
             outcome = self._saver.finish()
         self._report_outcome(outcome)
         self.timings.begin(progress.iteration)
+        self._add_incident(
+            "checkpoint begun",
+            f"iteration {progress.iteration}, to {self._args.save}",
+            iteration=progress.iteration,
+        )
         outcome = None
         with self.timings.blocking():
             gather_parameters(self._model.chunks)
-            self._saver.start(progress.iteration, self._contents(progress))
+            self._saver.start(progress.iteration, self._contents(progress, self._args))
             if not self._args.async_save:
                 outcome = self._saver.finish()
         self._report_outcome(outcome)
+
+    def save_in_memory(self, progress: TrainState) -> None:
+        """Start a generation of --hetero-memory-checkpoint-interval. A failure is logged."""
+        if self._memory is None:
+            return
+        with self._memory.timings.blocking():
+            gather_parameters(self._model.chunks)
+        self._memory.save(progress.iteration, self._contents(progress, _EVERYTHING))
 
     def before_optimizer_step(self) -> None:
         """Call before weights change, so that the update waits for a snapshot. Not collective."""
         if self._saver is not None:
             self._saver.order_updates()
+        if self._memory is not None:
+            self._memory.order_updates()
 
     def after_optimizer_step(self) -> None:
         """Call after weights change. After the first step, allocates snapshot memory in a thread.
@@ -237,10 +244,16 @@ class Checkpointer:
         copies = self._args.async_save and self._args.save_interval
         if self._saver is not None and copies and not self._has_reserved:
             self._has_reserved = True
-            self._saver.reserve(self._owned_write_items())
+            self._saver.reserve(
+                self._owned_write_items(with_optimizer=not self._args.no_save_optim)
+            )
+        if self._memory is not None:
+            self._memory.reserve(lambda: self._owned_write_items(with_optimizer=True))
 
     def poll(self) -> None:
         """Call once per step: report a background save that has ended."""
+        if self._memory is not None:
+            self._memory.poll()
         if self._saver is None:
             return
         with self.timings.blocking():
@@ -249,6 +262,8 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save in the background. Raises HeteroError if the run's last save failed."""
+        if self._memory is not None:
+            self._memory.finish()
         if self._saver is None:
             return
         self._report_outcome(self._saver.finish())
@@ -256,22 +271,31 @@ class Checkpointer:
             raise HeteroError(self._last_problem, known_to_all=True)
 
     def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
         if self._saver is not None:
             self._saver.close()
 
-    def _owned_write_items(self) -> list[WriteItem]:
+    def _add_incident(self, kind: str, text: str, **more: Any) -> None:
+        """What all ranks know, from one of them."""
+        if self._job.rank == 0:
+            recorder().add_incident(kind, text, **more)
+
+    def _owned_write_items(self, *, with_optimizer: bool) -> list[WriteItem]:
         return owned_write_items(
             self._placed,
-            None if self._args.no_save_optim else self._optimizer,
+            self._optimizer if with_optimizer else None,
             plan=self._job.plan,
             coordinate=self._job.coordinate,
         )
 
-    def _contents(self, progress: TrainState) -> Contents:
+    def _contents(self, progress: TrainState, parts: argparse.Namespace) -> Contents:
+        """`parts`: its `no_save_optim` and `no_save_rng` say what is left out."""
         args, job = self._args, self._job
-        self._store_tokenizer()
-        with_optimizer, with_random = not args.no_save_optim, not args.no_save_rng
-        write_items = self._owned_write_items()
+        if args.save is not None:
+            self._store_tokenizer()
+        with_optimizer, with_random = not parts.no_save_optim, not parts.no_save_rng
+        write_items = self._owned_write_items(with_optimizer=with_optimizer)
         if with_random:
             write_items += rng_write_items(job.coordinate)
         run = {
@@ -286,6 +310,8 @@ class Checkpointer:
             "plan": job.plan.to_mapping(),
             "simulated": job.simulated,
         }
+        if name := os.environ.get(JOB_VARIABLE):
+            run["job"] = name
         return Contents(
             write_items=write_items,
             args=plain_args(args),
@@ -321,6 +347,14 @@ class Checkpointer:
         if outcome.problem is None:
             self._last_problem = None
             slowest_us = max(self._control.all_gather_ints(round(cost.stood_still_s * 1e6)))
+            self._add_incident(
+                "checkpoint saved",
+                f"iteration {outcome.iteration}, to {self._args.save}",
+                iteration=outcome.iteration,
+                seconds=round(outcome.seconds, 3),
+                bytes=outcome.bytes,
+                stood_still_seconds=round(slowest_us * 1e-6, 6),
+            )
             self._console.line(
                 f"saved checkpoint of iteration {outcome.iteration} to {self._args.save} "
                 f"({outcome.bytes / 2**20:,.1f} MiB in {outcome.seconds:.1f} s"
@@ -339,6 +373,12 @@ class Checkpointer:
             f"{self._args.save} ({outcome.problem}); {kept}"
         )
         self._last_problem = sentence
+        self._add_incident(
+            "checkpoint failed",
+            sentence,
+            iteration=outcome.iteration,
+            seconds=round(outcome.seconds, 3),
+        )
         if self._args.exit_on_save_failure:
             raise HeteroError(
                 f"{sentence}, and the run ends as --exit-on-save-failure asks", known_to_all=True
@@ -346,6 +386,8 @@ class Checkpointer:
         self._console.line(f"warning: {sentence}, and training goes on")
 
 
+_EVERYTHING = argparse.Namespace(no_save_optim=False, no_save_rng=False)
+"""A restart continues exactly, whatever is saved to the disk."""
 _PER_LAUNCH_ARGS = frozenset({"ignored_flags", "typed_flags", "taken_flags"})
 
 

@@ -32,6 +32,7 @@ from megatron.hetero.checkpoint.index import (
 )
 from megatron.hetero.checkpoint.lock import is_held_by_another
 from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.restart import CONTINUES, Restart, why
 from megatron.hetero.checkpoint.resume import (
     ResumeFlags,
     Source,
@@ -82,16 +83,21 @@ class NoCheckpoint:
 def find_checkpoint(
     args: argparse.Namespace, exchange: Exchange, *, rank: int, world_size: int
 ) -> FoundCheckpoint | NoCheckpoint:
-    """Find and verify the checkpoint that the flags ask for. Collective.
+    """Find and verify the checkpoint that the flags ask for, or a restart. Collective.
 
     Raises UserError if none of those present is usable, or if it is of another model.
     """
     notes: tuple[str, ...] = ()
+    if (restart := Restart.of()) is not None:
+        resumed = _after_restart(args, restart, exchange, rank=rank, world_size=world_size)
+        if resumed is not None:
+            return resumed
+        notes = (_NOTHING_YET,)
     if args.load is not None:
         found = _in_folder("load", args, exchange, rank=rank, world_size=world_size)
         if isinstance(found, FoundCheckpoint):
-            return found
-        notes = found.notes
+            return replace(found, notes=(*notes, *found.notes))
+        notes += found.notes
     if args.pretrained_checkpoint is not None:
         args.finetune = True
         name = "pretrained_checkpoint"
@@ -110,6 +116,50 @@ def find_checkpoint(
     return NoCheckpoint(LrSchedule.of_flags(args), notes)
 
 
+_NOTHING_YET = (
+    "a restart, and this job has no state yet in memory or in --save: it begins as its flags say"
+)
+
+
+def _after_restart(
+    args: argparse.Namespace, restart: Restart, exchange: Exchange, *, rank: int, world_size: int
+) -> FoundCheckpoint | None:
+    """The newest of memory and --save that this job can continue; None if it has saved nothing.
+
+    Raises UserError if all are damaged: a restart must not begin anew.
+    """
+    mine = {
+        "memory": restart.in_memory(),
+        "disk": restart.on_disk(args) if rank == 0 else [],
+    }
+    records = exchange("what a restart may resume from", payload=mine)
+    candidates = restart.candidates(records, args.save)
+    damaged: list[str] = []
+    for candidate in candidates:
+        # In memory every node has files of its own, which its own ranks compare.
+        part = (restart.local_rank, restart.local_size)
+        problem, index = _try(
+            args,
+            exchange,
+            candidate.folder,
+            title=candidate.title,
+            is_shared=not candidate.in_memory,
+            part=part if candidate.in_memory else (rank, world_size),
+        )
+        if problem is None and index is not None:
+            flags = CONTINUES if restart.wrote(index.run) else ResumeFlags.of(args)
+            found = _checked(args, index, candidate.folder, flags)
+            return replace(found, notes=(*damaged, why(candidate, candidates), *found.notes))
+        damaged.append(f"{candidate.title} is not used: {problem}")
+    if damaged:
+        raise UserError(
+            f"nothing that this job has saved can be used: {'; '.join(damaged[:3])}; start it "
+            "again by hand, with --load of what it should begin with",
+            known_to_all=True,
+        )
+    return None
+
+
 def _in_folder(
     named_by: str, args: argparse.Namespace, exchange: Exchange, *, rank: int, world_size: int
 ) -> FoundCheckpoint | NoCheckpoint:
@@ -117,9 +167,16 @@ def _in_folder(
     names, notes = _candidates(args, exchange, load, rank)
     damaged: list[str] = []
     for name in names:
-        problem, index = _try(args, exchange, load / name, rank=rank, world_size=world_size)
+        problem, index = _try(
+            args,
+            exchange,
+            load / name,
+            title=f"checkpoint {load / name}",
+            is_shared=True,
+            part=(rank, world_size),
+        )
         if problem is None and index is not None:
-            found = _checked(args, index, load / name)
+            found = _checked(args, index, load / name, ResumeFlags.of(args))
             return replace(found, notes=(*notes, *damaged, *found.notes))
         damaged.append(f"checkpoint {load / name} is not used: {problem}")
         if args.ckpt_step is not None:
@@ -189,9 +246,21 @@ def require_visible(records: Sequence[Mapping[str, Any]], what: str, *, flag: st
 
 
 def _try(
-    args: argparse.Namespace, exchange: Exchange, folder: Path, *, rank: int, world_size: int
+    args: argparse.Namespace,
+    exchange: Exchange,
+    folder: Path,
+    *,
+    title: str,
+    is_shared: bool,
+    part: tuple[int, int],
 ) -> tuple[str | None, Index | None]:
-    """Verify a checkpoint: (problem or None, the same on every rank; index). Collective."""
+    """Verify a checkpoint: (problem or None, the same on every rank; index). Collective.
+
+    Args:
+        title: of the checkpoint, the same on every rank.
+        is_shared: whether all ranks have to see the same folder.
+        part: (which, of how many) parts of its files this rank compares with their checksums.
+    """
     index, problem = None, None
     visible = (folder / INDEX_FILE).exists()
     try:
@@ -202,26 +271,33 @@ def _try(
             tied=not index.args.get("untie_embeddings_and_output_weights", False),
         )
         with CheckpointReader(folder, index) as reader:
-            reader.verify(part=rank, parts=world_size)
+            reader.verify(part=part[0], parts=part[1])
     except DamagedCheckpoint as error:
         problem = str(error)
     records = exchange(
-        f"checkpoint {folder}",
+        title,
         payload={"problem": problem, "visible": visible, "host": socket.gethostname()},
     )
-    if records[0]["visible"]:
+    if is_shared and records[0]["visible"]:
         require_visible(records, f"{folder / INDEX_FILE}, which rank 0 sees", flag="--load")
-    problems = [record["problem"] for record in records if record["problem"] is not None]
+    # Of a node's own files it matters where they are damaged.
+    problems = [
+        record["problem"] if is_shared else f"{record['problem']} on {record['host']}"
+        for record in records
+        if record["problem"] is not None
+    ]
     return (problems[0] if problems else None), index
 
 
-def _checked(args: argparse.Namespace, index: Index, folder: Path) -> FoundCheckpoint:
+def _checked(
+    args: argparse.Namespace, index: Index, folder: Path, flags: ResumeFlags
+) -> FoundCheckpoint:
     """What is loaded of a checkpoint, with notes about permitted differences.
 
     Raises UserError, on every rank alike, if the checkpoint does not fit this run's flags.
     """
     holdings = holdings_of(folder.name, index)
-    sources = resume_sources(ResumeFlags.of(args), holdings)
+    sources = resume_sources(flags, holdings)
     try:
         notes = require_same_model(
             index.args,

@@ -21,19 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from hetero.errors import UserError
-from megatron.hetero.checkpoint.index import INDEX_FILE
+from hetero.recover.stored_files import FOLDER, INDEX_FILE, SAVING, folder_name, iterations
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-SAVING = ".saving"
 _REMOVING, _REPLACED = ".removing", ".replaced"
-_FINISHED = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = re.compile(r"(iter_\d{7,}|release)\.(saving|removing)")
 _REPLACED_NAME = re.compile(r"(iter_\d{7,}|release)\.replaced")
-
-
-def folder_name(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
 
 
 @dataclass(frozen=True)
@@ -84,15 +78,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def iterations(save: Path) -> list[int]:
-    """Iterations that have a folder, ascending."""
-    try:
-        names = [entry.name for entry in save.iterdir() if entry.is_dir()]
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := _FINISHED.fullmatch(name)))
-
-
 def candidates(save: Path) -> list[str]:
     """The names of folders to try, in order: the tracker's, then older ones, newest first.
 
@@ -104,7 +89,7 @@ def candidates(save: Path) -> list[str]:
     if tracked == RELEASE and has_release:
         return [RELEASE]
     limit = existing[-1] if existing else 0
-    if tracked is not None and (match := _FINISHED.fullmatch(tracked)):
+    if tracked is not None and (match := FOLDER.fullmatch(tracked)):
         limit = int(match[1])
     names = [folder_name(i) for i in reversed(existing) if i <= limit]
     names = names or [folder_name(i) for i in reversed(existing)]
@@ -122,7 +107,7 @@ def notes_on_newest(save: Path) -> list[str]:
             return []
         return [f"{save / TRACKER} cannot be read, so that its folders are tried newest first"]
     first = candidates(save)[0]
-    named = _FINISHED.fullmatch(tracker.folder)
+    named = FOLDER.fullmatch(tracker.folder)
     limit = int(named[1]) if named else -1
     newer = [folder_name(i) for i in existing if i > limit]
     if first != tracker.folder or not newer:
@@ -203,7 +188,7 @@ def commit(temporary: Path) -> Path:
         final.rename(replaced)
     temporary.rename(final)
     sync_folder(save)
-    match = _FINISHED.fullmatch(final.name)
+    match = FOLDER.fullmatch(final.name)
     write_tracker(save, str(int(match[1])) if match else RELEASE)
     if replaced.exists():
         _try_to_remove(replaced)

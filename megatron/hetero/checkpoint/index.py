@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hetero.errors import HeteroError
+from hetero.recover.stored_files import INDEX_FILE, StoredFile
 from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 
-INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "int32", "int64")
 
@@ -49,14 +49,6 @@ class StoredTensor:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Its size in bytes, and the CRC-32 of each block of `safetensors_writer.BLOCK_BYTES`."""
-
-    size: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -229,13 +221,15 @@ class TrainState:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
+    step_seconds: float = 0.0
+    """Wall time of the iterations that this job has trained, without those rolled back."""
 
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrainState:
-        return cls(**{name: int(record.get(name, 0)) for name in asdict(cls())})
+        return cls(**{name: type(no)(record.get(name, no)) for name, no in asdict(cls()).items()})
 
 
 NEW_RUN = TrainState()

@@ -11,7 +11,9 @@ It needs neither flock nor fcntl locks, which many clusters disable or keep loca
 does not compare the clocks of hosts: a run that finds a lock watches the file by its own clock. If
 the file does not change for EXPIRY_SECONDS, the holder is dead. On the holder's host, in its pid
 namespace, no wait is needed, because the kernel knows whether the process exists; the start time
-distinguishes it from a later process with the same pid.
+distinguishes it from a later process with the same pid. A job that its launcher has started again
+takes over its own lock at once, from whichever host: the launcher has ended the processes that held
+it, or lost their node. One that lives on unseen notices as a suspended holder does.
 
 A dead holder's lock is replaced by a rename and read again after _SETTLE_SECONDS: if two runs
 replace it at once, the last one holds it and the other notices. A holder that was suspended for so
@@ -33,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hetero.errors import HeteroError, UserError
+from hetero.recover.node_state import JOB_VARIABLE
 
 LOCK_FILE = "writer.lock"
 HEARTBEAT_SECONDS = 5.0
@@ -43,6 +46,7 @@ _POLL_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 """Enough for all runs that replace a lock at once to have done so."""
 _TRIES = 5
+_SAME_JOB = "it is this job's own, which its launcher has started again"
 
 Say = Callable[[str], None]
 
@@ -64,6 +68,8 @@ class Owner:
     """Boot id and namespaces: only within these can pids and start times be compared."""
     started: str
     """When the process was started, in ticks since the boot."""
+    launch: str = ""
+    """The launcher's name of the job, equal after every restart; empty where it has none."""
 
     def __str__(self) -> str:
         job = f", {self.job}" if self.job else ""
@@ -80,6 +86,7 @@ class Owner:
             job=f"Slurm job {slurm}" if slurm else "",
             kernel=_kernel(),
             started=_start_of(os.getpid()) or "",
+            launch=os.environ.get(JOB_VARIABLE, ""),
         )
 
     @property
@@ -235,7 +242,8 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
     seen = _read(path)
     if seen is None:
         return _create(path, owner)
-    reason = _reason_holder_is_dead(path, seen, say)
+    is_own = seen.owner is not None and seen.owner.launch == owner.launch != ""
+    reason = _SAME_JOB if is_own else _reason_holder_is_dead(path, seen, say)
     if reason is None:
         now = _read(path) or seen
         raise UserError(
@@ -248,7 +256,8 @@ def _replace_dead(path: Path, owner: Owner, say: Say) -> int | None:
         fresh.unlink()
         return None
     os.replace(fresh, path)
-    time.sleep(_SETTLE_SECONDS)
+    if not is_own:
+        time.sleep(_SETTLE_SECONDS)
     current = _read(path)
     if current is None or current.owner != owner:
         os.close(descriptor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,22 +80,51 @@ def owned_write_items(
     coordinate: Coordinate,
 ) -> list[WriteItem]:
     """The items of the model and, if given, the optimizer that this rank writes."""
-    written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
-    replicas = len(plan.shares(coordinate.stage))
-    mine = _share(written, replicas, coordinate.data)
+    written, mine = _written(placed, plan=plan, coordinate=coordinate)
     write_items = [_weight_item(p) for p in written if p.name in mine]
-    if optimizer is None:
-        return write_items
+    if optimizer is not None:
+        for p, shard in _written_shards(written, mine, optimizer):
+            write_items += _optimizer_items(p, shard)
+    return write_items
+
+
+def expected_bytes(
+    placed: Sequence[ShardedParameter],
+    optimizer: TrainingOptimizer,
+    *,
+    moments: int,
+    plan: Plan,
+    coordinate: Coordinate,
+) -> int:
+    """The bytes of what `owned_write_items` returns once the first step has made the moments.
+
+    `moments`: how many tensors the optimizer keeps for each weight, besides its copy.
+    """
+    written, mine = _written(placed, plan=plan, coordinate=coordinate)
+    weights = sum(_weight_item(p).bytes for p in written if p.name in mine)
+    return weights + sum(
+        shard.main.numel() * shard.main.element_size() * (moments + shard.is_copy)
+        for _, shard in _written_shards(written, mine, optimizer)
+    )
+
+
+def _written(
+    placed: Sequence[ShardedParameter], *, plan: Plan, coordinate: Coordinate
+) -> tuple[list[ShardedParameter], set[str]]:
+    """The parameters that one of this rank's replicas writes, and the names of this rank's own."""
+    written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
+    return written, _share(written, len(plan.shares(coordinate.stage)), coordinate.data)
+
+
+def _written_shards(
+    written: Sequence[ShardedParameter], mine: set[str], optimizer: TrainingOptimizer
+) -> Iterator[tuple[ShardedParameter, OptimizerShard]]:
     by_parameter = {id(p.parameter): p for p in written}
     for shard in optimizer_shards(optimizer.inner):
         p = by_parameter.get(id(shard.parameter))
-        if p is None:
-            continue
         # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
-        is_own = optimizer.config.use_distributed_optimizer or p.name in mine
-        if is_own:
-            write_items += _optimizer_items(p, shard)
-    return write_items
+        if p is not None and (optimizer.config.use_distributed_optimizer or p.name in mine):
+            yield p, shard
 
 
 def _share(written: Iterable[ShardedParameter], replicas: int, replica: int) -> set[str]:

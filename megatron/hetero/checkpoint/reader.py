@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
+from hetero.recover.stored_files import BLOCK_BYTES, checksum_problem
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.folder import RELEASE
 from megatron.hetero.checkpoint.index import (
@@ -30,7 +31,6 @@ from megatron.hetero.checkpoint.index import (
     read_index,
 )
 from megatron.hetero.checkpoint.regions import Region
-from megatron.hetero.checkpoint.safetensors_writer import BLOCK_BYTES, checksum_problem
 
 
 class CheckpointReader:

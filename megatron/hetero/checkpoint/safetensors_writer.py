@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.hetero.checkpoint.index import StoredFile, StoredRegion, StoredTensor
+from hetero.recover.stored_files import BLOCK_BYTES, StoredFile
+from megatron.hetero.checkpoint.index import StoredRegion, StoredTensor
 from megatron.hetero.checkpoint.regions import Region
 
-BLOCK_BYTES = 64 << 20
 _CODES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -103,11 +103,16 @@ class BlockChecksums:
 
 
 def write_safetensors(
-    path: Path, write_items: Sequence[WriteItem], *, cancelled: threading.Event | None = None
+    path: Path,
+    write_items: Sequence[WriteItem],
+    *,
+    cancelled: threading.Event | None = None,
+    synced: bool = True,
 ) -> StoredFile:
-    """Write `write_items` in order, flat, under their names; the file is on disk when this returns.
+    """Write `write_items` in order, flat, under their names.
 
-    Raises OSError, or WriteCancelled once `cancelled` is set.
+    With `synced` the file is on the disk when this returns. Raises OSError, or WriteCancelled once
+    `cancelled` is set.
     """
     sums = BlockChecksums()
     with path.open("wb", buffering=0) as file:
@@ -124,7 +129,8 @@ def write_safetensors(
                 raise ValueError(
                     f"{write_item.name} gave {written} bytes instead of {write_item.bytes}"
                 )
-        os.fsync(file.fileno())
+        if synced:
+            os.fsync(file.fileno())
     return sums.result()
 
 
@@ -172,33 +178,3 @@ def tensor_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     for begin in range(0, flat.numel(), step):
         block = flat[begin : begin + step].cpu().contiguous()
         yield memoryview(block.view(torch.uint8).numpy().data)
-
-
-def checksum_problem(path: Path, expected: StoredFile) -> str | None:
-    """Compare a file with its size and checksums; returns what is wrong, or None."""
-    try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{path.name} has {size} bytes instead of {expected.size}"
-        buffer = bytearray(min(BLOCK_BYTES, max(1, expected.size)))
-        with path.open("rb", buffering=0) as file:
-            for number, checksum in enumerate(expected.blocks):
-                wanted = min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES)
-                view = memoryview(buffer)[:wanted]
-                _read_fully(file, view)
-                if zlib.crc32(view) != checksum:
-                    return f"{path.name} has other bytes than were written (block {number})"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror or error})"
-    covered = math.ceil(expected.size / BLOCK_BYTES)
-    return None if covered == len(expected.blocks) else f"{path.name} has too few checksums"
-
-
-def _read_fully(file: BinaryIO, view: memoryview) -> None:
-    while len(view):
-        count = file.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            raise OSError("it became shorter while it was read")
-        view = view[count:]

@@ -16,6 +16,7 @@ from hetero.text import ranks_on_hosts
 from megatron.hetero.checkpoint.find_checkpoint import Exchange, require_visible
 from megatron.hetero.checkpoint.folder import SAVING, folder_name, iterations
 from megatron.hetero.checkpoint.lock import LOCK_FILE, SaveLock
+from megatron.hetero.checkpoint.restart import Restart
 
 _SECONDS_TO_SEE_IT = 5.0
 """For a network file system to show a file that another host has just made."""
@@ -133,6 +134,8 @@ def _require_written(records: Sequence[Mapping[str, Any]], save: Path) -> None:
 def _warning_of_other_checkpoints(args: argparse.Namespace, save: Path) -> str | None:
     """If this run may replace checkpoints that it does not continue."""
     present = iterations(save)
+    if Restart.of() is not None:  # which continues them
+        return None
     if not present or (args.load is not None and Path(args.load).resolve() == save.resolve()):
         return None
     return (

@@ -1,20 +1,18 @@
-"""Saves checkpoints: every rank writes one file, then rank 0 commits them all by a rename.
+"""Saves checkpoints: every rank writes one file, then the writers commit them by a rename.
 
 Each rank writes in a thread. Meanwhile the main threads all-gather the `SaveState` of all ranks: in
-a loop for a blocking save, once per step with --async-save. When all files are written, rank 0's
-thread writes the index, renames the folder and replaces the tracker. If any rank fails, all stop
-and the folder is removed.
+a loop for a blocking save, once per step for one in the background. When all files are written, a
+thread of every writer (rank 0, or one rank of each node, see `Destination`) writes the index and
+renames the folder. If any rank fails, all stop and the folder is removed.
 """
 
 from __future__ import annotations
 
 import enum
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +20,8 @@ import torch.distributed as dist
 
 from hetero.errors import HeteroError, UserError
 from megatron.hetero.checkpoint import folder as folders
+from megatron.hetero.checkpoint.destination import Destination, Record, part_name
 from megatron.hetero.checkpoint.index import (
-    INDEX_FILE,
     Index,
     StoredFile,
     StoredRegion,
@@ -32,7 +30,7 @@ from megatron.hetero.checkpoint.index import (
     tensor_from_record,
     tensor_record,
 )
-from megatron.hetero.checkpoint.lock import LockLost, SaveLock
+from megatron.hetero.checkpoint.lock import LockLost
 from megatron.hetero.checkpoint.safetensors_writer import (
     WriteCancelled,
     WriteItem,
@@ -65,7 +63,7 @@ class ControlGroup:
         padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
         everyone = [torch.empty(length, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(everyone, padded)
-        return [bytes(text.tolist()).rstrip(b"\0").decode() for text in everyone]
+        return [text.numpy().tobytes().rstrip(b"\0").decode() for text in everyone]
 
     def raise_together(self, problem: Exception | None) -> None:
         """Raise UserError on every rank, with all problems, if any rank has one."""
@@ -102,14 +100,6 @@ class SaveState(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class RetentionPolicy:
-    """Which older checkpoints to keep: --keep-last and --save-retain-interval."""
-
-    last: int | None = None
-    interval: int | None = None
-
-
-@dataclass(frozen=True)
 class Contents:
     """One rank's part of a checkpoint; `args` and `run` are used on rank 0 only."""
 
@@ -125,7 +115,7 @@ class StoredPart:
 
     bytes: int
     seconds: float
-    """From the save's begin until it was on the disk."""
+    """From the save's begin until it was written."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +127,13 @@ class SaveOutcome:
     seconds: float
     """From its begin until this rank knew of its end."""
     bytes: int = 0
-    """The size of all files, on rank 0."""
+    """The size of all files, on writers."""
     part: StoredPart | None = None
     """This rank's share, if it was written."""
     memory_wait_s: float = 0.0
     """Seconds for which this rank's training waited for the memory of a copy."""
     not_removed: str = ""
-    """Older checkpoints that had to go and could not be removed, on rank 0."""
-
-
-def part_name(rank: int) -> str:
-    return f"rank_{rank:05d}"
+    """Older checkpoints that had to go and could not be removed, on writers."""
 
 
 class Saver:
@@ -155,16 +141,14 @@ class Saver:
 
     def __init__(
         self,
-        save: Path,
+        destination: Destination,
         control: ControlGroup,
         *,
-        kept: RetentionPolicy,
         snapshot: Snapshot | None = None,
-        lock: SaveLock | None = None,
     ) -> None:
-        """`lock` is rank 0's hold on the folder."""
-        self._save, self._control, self._kept = save, control, kept
-        self._snapshot, self._lock = snapshot, lock
+        """With a `snapshot` the state is copied, and training may change it at once."""
+        self._destination, self._control = destination, control
+        self._snapshot = snapshot
         self._pending: _PendingSave | None = None
 
     @property
@@ -184,37 +168,23 @@ class Saver:
         if self._pending is not None:
             raise RuntimeError("a save was started while another was running")
         name = folders.folder_name(iteration)
-        folder = self._save / (name + folders.SAVING)
         problem = ""
-        if self._control.rank == 0:
+        if self._destination.is_writer:
             try:
-                self._require_lock()
-                folders.begin(self._save, name)
+                self._destination.begin(name)
             except LockLost as error:
                 problem = _LOST + str(error)
             except OSError as error:
                 problem = _reason(error)
         # Also a barrier: no rank may write before the folder exists.
-        problem = self._control.all_gather_strings(problem)[0]
+        problems = self._control.all_gather_strings(problem)
+        problem = problems[0] or combine(problems)
         if problem.startswith(_LOST):
             raise HeteroError(problem.removeprefix(_LOST), known_to_all=True)
-        pending = _PendingSave(
-            self._save,
-            folder,
-            iteration,
-            self._control,
-            contents,
-            self._kept,
-            problem,
-            before_commit=self._require_lock,
-        )
+        pending = _PendingSave(self._destination, iteration, self._control.rank, contents, problem)
         self._pending = pending
         if not problem:
             pending.write(contents.write_items, self._snapshot)
-
-    def _require_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.require_held()
 
     def order_updates(self) -> None:
         """Make updates enqueued from now on wait for the snapshot of a pending save."""
@@ -239,6 +209,7 @@ class Saver:
             self._pending = None
         if self._snapshot is not None:
             self._snapshot.close()
+        self._destination.close()
 
     def _advance(self, pending: _PendingSave) -> SaveOutcome | None:
         states = self._control.all_gather_ints(pending.state)
@@ -247,9 +218,11 @@ class Saver:
             if SaveState.WRITING in states:
                 return None
             return self._end(pending, failed=True)
-        if states[0] == SaveState.COMMITTED:
+        if set(states) == {SaveState.COMMITTED}:
             return self._end(pending, failed=False)
-        if SaveState.WRITING not in states and self._control.rank == 0:
+        # All ranks see the same states, so they gather in the same round.
+        if SaveState.WRITING not in states and not pending.is_committing:
+            self._destination.gather(self._control)
             pending.commit()
         return None
 
@@ -261,8 +234,10 @@ class Saver:
             problem = (
                 combine(self._control.all_gather_strings(pending.problem)) or "it was interrupted"
             )
-            if self._control.rank == 0:
-                folders.abandon(pending.folder)
+            if self._destination.is_writer:
+                self._destination.abandon(pending.folder)
+        elif self._destination.is_writer:
+            self._destination.complete(pending.iteration)
         return SaveOutcome(
             iteration=pending.iteration,
             problem=problem,
@@ -279,18 +254,15 @@ class _PendingSave:
 
     def __init__(
         self,
-        save: Path,
-        folder: Path,
+        destination: Destination,
         iteration: int,
-        control: ControlGroup,
+        rank: int,
         contents: Contents,
-        kept: RetentionPolicy,
         problem: str,
-        *,
-        before_commit: Callable[[], None],
     ) -> None:
-        self._before_commit = before_commit
-        self.folder, self.iteration = folder, iteration
+        self._destination, self._rank, self._contents = destination, rank, contents
+        self.iteration = iteration
+        self.folder = destination.path / (folders.folder_name(iteration) + folders.SAVING)
         self.problem = problem
         self.state = SaveState.FAILED if problem else SaveState.WRITING
         self.began = time.monotonic()
@@ -298,19 +270,17 @@ class _PendingSave:
         self.part: StoredPart | None = None
         self.memory_wait_s = 0.0
         self.not_removed = ""
-        self._save, self._contents, self._kept = save, contents, kept
-        self._rank, self._world_size = control.rank, control.world_size
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
-        self._committing = False
+        self.is_committing = False
 
     def write(self, write_items: Sequence[WriteItem], snapshot: Snapshot | None) -> None:
         try:
             copies = write_items if snapshot is None else snapshot.take(write_items)
         except (HeteroError, RuntimeError, MemoryError) as error:
             self.problem = (
-                f"there is no host memory for a copy of the weights ({_reason(error)}); a save "
-                "without --async-save needs none"
+                f"there is no host memory for a copy of the weights ({_reason(error)}); "
+                f"{self._destination.without_copy}"
             )
             self.state = SaveState.FAILED
             return
@@ -326,10 +296,12 @@ class _PendingSave:
         self._run(work)
 
     def commit(self) -> None:
-        """Rank 0, once all parts are written."""
-        if not self._committing:
-            self._committing = True
+        """Once all parts are written and their records gathered."""
+        self.is_committing = True
+        if self._destination.is_writer:
             self._run(self._commit)
+        else:
+            self.state = SaveState.COMMITTED
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -357,73 +329,56 @@ class _PendingSave:
         if not self.folder.is_dir():
             raise OSError(
                 None,
-                f"it does not see {self.folder}, which rank 0 has made; --save must be in a "
-                "file system that all ranks share",
+                f"it does not see {self.folder}, which its writer has made; "
+                f"{self._destination.unseen}",
             )
-        name = part_name(self._rank)
+        file = f"{part_name(self._rank)}.safetensors"
         stored = write_safetensors(
-            self.folder / f"{name}.safetensors", write_items, cancelled=self._cancelled
+            self.folder / file,
+            write_items,
+            cancelled=self._cancelled,
+            synced=self._destination.is_synced,
         )
+        contents = self._contents
         record = {
             "file": [stored.size, list(stored.blocks)],
-            "optimizer_step": self._contents.optimizer_step,
+            "optimizer_step": contents.optimizer_step,
             "tensors": {
-                write_item.name: tensor_record(write_item.stored_in(f"{name}.safetensors"))
+                write_item.name: tensor_record(write_item.stored_in(file))
                 for write_item in write_items
             },
+            "args": contents.args if self._rank == 0 else {},
+            "run": contents.run if self._rank == 0 else {},
         }
-        temporary = self.folder / f"{name}.json.tmp"
-        temporary.write_text(json.dumps(record))
-        temporary.rename(self.folder / f"{name}.json")
+        self._destination.hand_in(self.folder, record)
         self.part = StoredPart(stored.size, time.monotonic() - self.began)
 
     def _commit(self) -> SaveState:
-        self._before_commit()
-        index = self._merged()
+        index = merged(self._destination.records(self.folder))
         text = index.to_json()
         # What does not cover its tensors must never get a checkpoint's name.
         parse_index(text)
-        with (self.folder / INDEX_FILE).open("w") as file:
-            file.write(text)
-            folders.sync_file(file)
-        for rank in range(self._world_size):
-            (self.folder / f"{part_name(rank)}.json").unlink()
-        folders.commit(self.folder)
+        self.not_removed = self._destination.commit(self.folder, text)
         self.bytes = sum(stored.size for stored in index.files.values())
-        self.not_removed = ", ".join(
-            folders.prune(
-                self._save,
-                newest=self.iteration,
-                keep_last=self._kept.last,
-                retain_interval=self._kept.interval,
-            )
-        )
         return SaveState.COMMITTED
 
-    def _merged(self) -> Index:
-        tensors: dict[str, StoredTensor] = {}
-        files: dict[str, StoredFile] = {}
-        steps = set()
-        for rank in range(self._world_size):
-            part = self.folder / f"{part_name(rank)}.json"
-            try:
-                record = json.loads(part.read_text())
-            except FileNotFoundError:
-                raise OSError(
-                    None,
-                    f"it does not see what rank {rank} wrote into {self.folder}; --save must "
-                    "be in a file system that all ranks share",
-                ) from None
-            size, blocks = record["file"]
-            files[f"{part_name(rank)}.safetensors"] = StoredFile(size, tuple(blocks))
-            if record["optimizer_step"] is not None:
-                steps.add(record["optimizer_step"])
-            for name, entry in record["tensors"].items():
-                tensors[name] = _joined(tensors.get(name), tensor_from_record(entry), name)
-        if len(steps) > 1:
-            raise RuntimeError(f"the ranks' optimizers made different numbers of steps: {steps}")
-        run = {**self._contents.run, "optimizer_step": steps.pop() if steps else None}
-        return Index(args=self._contents.args, run=run, tensors=tensors, files=files)
+
+def merged(records: Sequence[Record]) -> Index:
+    """The index of a checkpoint whose ranks have these records."""
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+    steps = set()
+    for rank, record in enumerate(records):
+        size, blocks = record["file"]
+        files[f"{part_name(rank)}.safetensors"] = StoredFile(size, tuple(blocks))
+        if record["optimizer_step"] is not None:
+            steps.add(record["optimizer_step"])
+        for name, entry in record["tensors"].items():
+            tensors[name] = _joined(tensors.get(name), tensor_from_record(entry), name)
+    if len(steps) > 1:
+        raise RuntimeError(f"the ranks' optimizers made different numbers of steps: {steps}")
+    run = {**records[0]["run"], "optimizer_step": steps.pop() if steps else None}
+    return Index(args=records[0]["args"], run=run, tensors=tensors, files=files)
 
 
 def _joined(known: StoredTensor | None, part: StoredTensor, name: str) -> StoredTensor:

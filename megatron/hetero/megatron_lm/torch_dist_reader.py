@@ -69,6 +69,9 @@ class TensorMetadata:
         return edges
 
 
+_COMMON_OBJECT = "common_state"
+
+
 class TorchDistReader:
     """One checkpoint's folder. Raises DamagedCheckpoint or UserError if it cannot be read.
 
@@ -78,12 +81,18 @@ class TorchDistReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._loader = RestrictedLoader()
-        self.common: dict[str, Any] = self._loader.load_file(folder / COMMON)
-        """The state that is the same on all ranks, with the arguments under `args`."""
         self.tensors: dict[str, TensorMetadata] = {}
         """By key."""
         self._objects: dict[str, _StorageInfo] = {}
         self._read_metadata()
+        self.common: dict[str, Any] = self._read_common()
+        """The state that is the same on all ranks, with the arguments under `args`."""
+
+    def _read_common(self) -> dict[str, Any]:
+        """megatron-core before 0.19 writes it to a file of its own, later ones as an object."""
+        path = self.folder / COMMON
+        stored = None if path.exists() else self.read_object(_COMMON_OBJECT)
+        return self._loader.load_file(path) if stored is None else stored
 
     def weight_keys(self) -> list[str]:
         """The keys of the model's parameters."""

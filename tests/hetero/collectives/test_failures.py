@@ -313,6 +313,26 @@ def wait_for_one_that_goes(side: Side) -> list[str]:
     return told
 
 
+def test_who_goes_after_rank_0_has_ended_is_named_to_those_who_go_on():
+    """As a rank 0 of a job whose launcher hosts the store: nobody else would have to tell."""
+    outcomes = run_ranks(outlive_rank_0, ("nvidia", "amd", "nvidia"))
+    assert not outcomes[1].hung
+    assert re.search("rank 2 on [^ ]+ has exited or left the group", outcomes[1].value)
+    assert "rank 0" not in outcomes[1].value
+
+
+def outlive_rank_0(side: Side) -> str:
+    if side.rank == 0:
+        side.say("end/0")
+        side.say("gone/0")
+        os._exit(0)
+    side.hear("gone/0")
+    if side.rank == 2:
+        side.say("end/2")
+        os._exit(0)
+    return end_of(lambda: dist.recv(torch.ones(3), src=2))
+
+
 def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait(ended):
     _, (text, then) = values(ended[call_a_stopped_host])
     assert "all_reduce (SUM, float32 [8]) as number 2 of group" in text
@@ -509,7 +529,7 @@ def test_a_rank_that_says_nothing_is_named_with_its_host():
 def test_ranks_that_called_different_things_are_listed():
     text = explained(status(0), status(1), status(2, OTHER))
     assert "ranks 4-5 called all_reduce (SUM, float32 [4, 2]) as number 7" in text
-    assert "rank 6 called broadcast (float32 [4, 2], root 0) as number 7" in text
+    assert "rank 6 on host2 (amd) called broadcast (float32 [4, 2], root 0) as number 7" in text
 
 
 @pytest.mark.parametrize(
@@ -649,7 +669,7 @@ def test_a_rank_that_had_gone_on_to_the_next_call_did_not_call_something_else():
     )
     assert "different" not in text
     assert f"rank 5 on host1 failed in {CALL}: the cause" in text
-    assert "; rank 4 had gone on to barrier as number 8" in text
+    assert "; rank 4 on host0 (nvidia) had gone on to barrier as number 8" in text
 
 
 def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():

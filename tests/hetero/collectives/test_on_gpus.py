@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 
@@ -42,9 +43,12 @@ SIZES = ((1,), (7, 3), (600_001,), (2_000_001,), (9_000_001,))
 CHUNK_BYTES = 8 << 20
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("vendors", SHAPES)
 def test_every_operation_gives_what_one_process_would(vendors):
-    digests = values(run_ranks(walk_all, vendors, on_gpus=True, patience=PATIENCE))
+    # Ranks that share a GPU take turns on it, and NCCL joins them over sockets.
+    patience = PATIENCE * math.ceil(len(vendors) / torch.cuda.device_count())
+    digests = values(run_ranks(walk_all, vendors, on_gpus=True, patience=patience))
     assert all(other == digests[0] for other in digests), "the ranks hold different bits"
     assert len(digests[0]) > 50
 

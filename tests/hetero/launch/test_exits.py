@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hetero.errors import write_error_file
+from hetero.errors import write_error_file, write_name_file
 from hetero.launch.exits import (
     ProcessExit,
     exit_of,
@@ -111,3 +111,11 @@ def test_a_process_leaves_word_in_the_error_file_that_it_is_given(
     silent = ProcessFailure(local_rank=0, pid=1, exitcode=3, error_file=str(tmp_path / "none"))
     assert exit_of(0, "a", silent).text == ""
     assert exited.time == int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
+
+
+def test_a_process_that_is_killed_has_the_name_that_it_left(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HETERO_NAMES_FOLDER", str(tmp_path))
+    write_name_file(1, "rank 1 on b (stage 0, amd)")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=-9, error_file=str(tmp_path / "none"))
+    said = exit_of(1, "b", failure).sentence()
+    assert said == "rank 1 on b (stage 0, amd) was killed by SIGKILL; did memory run out?"

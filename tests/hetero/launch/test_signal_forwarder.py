@@ -23,6 +23,9 @@ if how == "saves":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "shows":
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: print(number, flush=True))
 if how == "chosen":
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(0))
 print("ready", flush=True)
@@ -102,6 +105,38 @@ def test_an_ignored_signal_that_the_script_handles_is_passed_on(launch: Launch) 
     process = launch("chosen", "--exit-signal=SIGHUP")
     process.send_signal(signal.SIGHUP)
     assert end(process) == (0, [])
+
+
+def test_signals_that_ask_for_a_report_reach_what_handles_them(launch: Launch) -> None:
+    process = launch("shows")
+    assert process.stdout is not None
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        process.send_signal(number)
+        assert process.stdout.readline() == f"{number}\n"
+    process.send_signal(signal.SIGTERM)
+    code, errors = end(process)
+    assert code == 143
+    assert errors == [f"error: ended by SIGTERM; so are the processes of {os.uname().nodename}"]
+
+
+def test_signals_that_ask_for_a_report_end_no_process_without_a_handler(
+    launch: Launch,
+) -> None:
+    process = launch("waits")
+    (rank,) = psutil.Process(process.pid).children()
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.send_signal(signal.SIGTERM)
+    code, errors = end(process)
+    assert code == 143
+    passed_over = {
+        f"hetero.run: {name} was not passed on to process {rank.pid}, which does not handle it and "
+        "would end; it may not have started yet"
+        for name in ("SIGUSR1", "SIGUSR2", "SIGQUIT")
+    }
+    assert set(errors[:-1]) == passed_over
 
 
 def test_a_suspended_process_is_continued(launch: Launch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import struct
 from collections import Counter
@@ -14,7 +15,8 @@ import pytest
 
 from hetero.device.device import Device
 from hetero.device.host import HostDevice
-from hetero.link.carrier import Carrier, Control
+from hetero.link.carrier import Carrier
+from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous
 from hetero.link.ring import RingOptions
 from hetero.link.ring_link import RingLink
@@ -43,6 +45,13 @@ class Connection:
             # The other's end may have come to it by now.
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def reset(self) -> None:
+        """Break it, as a firewall does that has forgotten it. Of one that no thread reads."""
+        nowhere = struct.pack("H14x", socket.AF_UNSPEC)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.connect(self.ends[0].fileno(), nowhere, len(nowhere)):
+            raise OSError(ctypes.get_errno(), "disconnect")
 
     def silence(self) -> None:
         """Lose every packet from now on, as a switch does that has died."""

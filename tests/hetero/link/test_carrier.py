@@ -1,10 +1,9 @@
-"""The carrier of a link, the connections beside it, and what a link promises over any carrier."""
+"""The carrier of a link, and what a link promises over any carrier."""
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from hetero.errors import LinkError
-from hetero.link.carrier import Control, PathsLost
+from hetero.link.redial import Redial
 from hetero.tools.verification.contract import random_sizes_arrive_unchanged
 from tests.hetero.link import tcp_ends as tcp
 from tests.hetero.link import verbs_ends as verbs
@@ -32,58 +31,7 @@ from tests.hetero.link.joined import (
     wait_for,
 )
 from tests.hetero.link.ring import pair
-from tests.hetero.startup.test_liveness import TimedOut
 from tests.loopback_nic.library import Fault, LoopbackNics
-
-
-@pytest.fixture
-def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        peer = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
-    with peer, accepted:
-        yield peer, accepted
-
-
-def test_a_descriptor_that_has_nothing_to_read_is_not_waited_for(
-    connected: tuple[socket.socket, socket.socket],
-) -> None:
-    """What made it readable may have been read since, while a rail's loss was handled."""
-    one, other = map(Control, connected)
-    one.send({"lost": 0})
-    (descriptor,) = other.readable(5.0)
-    received = [other.receive(descriptor) for _ in range(2)]
-    assert received == [[{"number": 1, "lost": 0}], []]
-    one.close()
-
-
-def test_what_a_peer_says_just_before_it_closes_the_link_is_heard(
-    connected: tuple[socket.socket, socket.socket],
-) -> None:
-    one, other = map(Control, connected)
-    one.send({"fault": "another shape"})
-    one.close()
-    (descriptor,) = other.readable(5.0)
-    assert other.receive(descriptor) == [
-        {"number": 1, "fault": "another shape"},
-        {"number": 2, "closed": True},
-    ]
-
-
-@pytest.mark.parametrize("is_reachable", [True, False])
-def test_a_peer_whose_host_answers_nothing_is_not_said_to_have_ended(
-    connected: tuple[socket.socket, socket.socket], is_reachable: bool
-) -> None:
-    peer, accepted = connected
-    connection = accepted if is_reachable else TimedOut(fileno=accepted.detach())
-    control = Control(connection)
-    peer.close()
-    with pytest.raises(ConnectionError) as ended:
-        control.receive(connection.fileno())
-    assert isinstance(ended.value, PathsLost) is not is_reachable
-    assert ("nothing answers at 127.0.0.1 (" in str(ended.value)) is not is_reachable
-    control.close()
-
 
 NBYTES = 6 * tcp.CHUNK_BYTES + 1
 
@@ -196,11 +144,14 @@ def _lose_the_last(setup: JoinedEnds, strike: Callable[[], None], names: tuple[s
         assert f"the last rail, {rail}, is lost" in str(error.value)
 
 
-def test_the_loss_of_the_last_connection_is_an_error_at_both_ends_that_names_it(
-    network: tcp.Network,
+def test_the_last_connection_that_cannot_be_reopened_is_an_error_at_both_ends(
+    network: tcp.Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As behind a firewall that lets nothing new through."""
+    setup = tcp.Setup(connections=1, timeout=3.0)
+    monkeypatch.setattr(Redial, "_accept", lambda _, listener: listener.accept()[0].close())
     names = ("127.0.0.1 to 127.0.0.1",) * 2
-    _lose_the_last(tcp.Setup(connections=1), lambda: network.rails[0].close(), names)
+    _lose_the_last(setup, lambda: network.rails[0].close(), names)
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)

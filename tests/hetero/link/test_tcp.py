@@ -9,7 +9,7 @@ import random
 import re
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import LinkError
-from hetero.link import tcp
+from hetero.link import slow_rails, tcp
 from hetero.link.carrier import RailMonitor, RailState
 from hetero.link.tcp import _reachable, open_connections, tune
+from hetero.observe.record import Recorder
 from hetero.startup.process import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
@@ -54,6 +55,14 @@ FAULTS: dict[str, Callable[[Connection], None]] = {
 }
 
 
+def break_all(network: Network) -> None:
+    """Every connection, as it was first opened."""
+    for connection in network.control:
+        connection.reset()
+    for rail in network.rails:
+        rail.close()
+
+
 def open_sockets() -> set[str]:
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     found = {os.readlink(link) for link in links if os.path.islink(link)}
@@ -78,6 +87,108 @@ def test_rails_share_the_entries_by_their_speed(network: Network) -> None:
     assert max(one, other) < 4 * min(one, other)
 
 
+@pytest.fixture
+def incidents(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Mapping[str, Any]]]:
+    """Those of a kind that links in this process have made, of both ends."""
+    made = Recorder()
+    for module in ("carrier", "base"):
+        monkeypatch.setattr(f"hetero.link.{module}.recorder", lambda: made)
+    return lambda kind: [one for one in made.incidents() if one["kind"] == kind]
+
+
+def test_the_record_shows_what_each_rail_has_carried_and_which_is_lost(
+    network: Network, incidents: Callable[[str], list[Mapping[str, Any]]]
+) -> None:
+    """Two addresses with a connection each, of which one is cut, and is opened again."""
+    setup = Setup(addresses=("127.0.0.1", "127.0.0.2"), timeout=SHORT)
+    with setup.links() as links:
+        sent, target = noise(32 << 20), torch.zeros(32 << 20, dtype=torch.uint8)
+        sending = links[0].send(sent)
+        links[1].recv(target).wait()
+        sending.wait()
+        state = links[0].state()
+        assert state is not None
+        assert sum(rail.bytes_sent for rail in state.rails) == 32 << 20
+        assert [(rail.state, rail.name[:9]) for rail in state.rails] == [
+            ("up", "127.0.0.1"),
+            ("up", "127.0.0.2"),
+        ]
+        assert state.retransmitted == 0
+        network.rails[1].close()
+        links[0].send(sent)
+        links[1].recv(target).wait()
+        assert wait_for(lambda: len(incidents("rail lost")) == 2)
+        for link in links:
+            seen = link.state()
+            assert seen is not None
+            assert [rail.state for rail in seen.rails] == ["up", "lost"]
+        before = seen.rails[1].bytes_sent
+        assert wait_for(lambda: len(incidents("rail back")) == 2)
+        for _ in range(2):
+            links[1].send(sent)
+            links[0].recv(target).wait()
+        again = links[1].state()
+        assert again is not None
+        assert [rail.state for rail in again.rails] == ["up", "up"]
+        assert again.rails[1].bytes_sent > before
+    assert torch.equal(sent, target)
+    assert links[0].state() is None
+    for one in incidents("rail lost"):
+        assert one["rail"] in [rail.name for rail in (*state.rails, *seen.rails)]
+        assert " is lost: " in one["text"]
+        assert "; 1 of 2 rails go on" in one["text"]
+    assert sorted(one["peer"] for one in incidents("rail lost")) == [0, 1]
+    for one in incidents("rail back"):
+        assert one["text"].endswith(" is open again; 2 of 2 rails go on")
+    assert incidents("link failed") == []
+
+
+@pytest.mark.parametrize("recovers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rail_that_is_slow_and_then_fast_again_is_told(
+    network: Network,
+    incidents: Callable[[str], list[Mapping[str, Any]]],
+    recovers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slow_rails, "_SECONDS", 0.5)
+    setup = Setup(addresses=("127.0.0.1", "127.0.0.2"), ring_bytes=4 << 20, chunk_bytes=64 << 10)
+    sent, target = noise(4 << 20), torch.zeros(4 << 20, dtype=torch.uint8)
+    with setup.links() as links:
+
+        def is_told(kind: str) -> bool:
+            links[0].send(sent)
+            links[1].recv(target).wait()
+            links[0].state()
+            return bool(incidents(kind))
+
+        network.rails[0].slow_to(50 << 20)
+        network.rails[1].slow_to(5 << 20)
+        assert wait_for(lambda: is_told("rail slow"), 60)
+        state = links[0].state()
+        assert state is not None
+        assert [rail.state for rail in state.rails] == ["up", "slow"]
+        slow, fast = (rail.bytes_per_second for rail in reversed(state.rails))
+        assert 0 < slow < fast / 4
+        if recovers:
+            network.rails[1].slow_to(50 << 20)
+            assert wait_for(lambda: is_told("rail back"), 60)
+    assert torch.equal(sent, target)
+    (incident,) = incidents("rail slow")
+    assert incident["rail"] == state.rails[1].name
+    assert incident["text"].startswith("tcp 0-1: rail 127.0.0.2 to 127.0.0.")
+    assert " is slow: it carries " in incident["text"]
+
+
+def test_a_link_that_fails_is_an_incident_with_its_error(
+    network: Network, incidents: Callable[[str], list[Mapping[str, Any]]]
+) -> None:
+    with Setup(timeout=1.0).links() as links:
+        work = links[1].recv(torch.zeros(8))
+        with pytest.raises(LinkError) as raised:
+            work.wait()
+        assert str(raised.value)[:300] in [one["text"] for one in incidents("link failed")]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
     network: Network, fault: str, caplog: pytest.LogCaptureFixture
@@ -96,9 +207,13 @@ def test_one_lost_rail_of_two_costs_no_byte_and_both_ends_say_so(
     "seed", [0, 2, 4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))]
 )
 def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: int) -> None:
-    """Both ways at once, with many sizes, over four rails of which three are lost on the way."""
+    """Both ways at once, with many sizes, over four rails of which three are lost on the way.
+
+    With an even seed all connections are, at once, some messages later.
+    """
     chance = random.Random(seed)
-    strikes = {chance.randrange(MESSAGES): index for index in chance.sample(range(4), 3)}
+    strikes = {chance.randrange(MESSAGES // 2): index for index in chance.sample(range(4), 3)}
+    all_at = chance.randrange(MESSAGES // 2, MESSAGES) if seed % 2 == 0 else None
     setup = Setup(
         connections=4,
         timeout=2 * SHORT,
@@ -109,10 +224,49 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: i
         rails = network.rails
 
         def strike(number: int) -> None:
+            if number == all_at:
+                break_all(network)
             if number in strikes:
                 FAULTS[chance.choice(list(FAULTS))](rails[strikes[number]])
 
         cross_and_compare(links, chance, sizes=SIZES, before=strike)
+
+
+@pytest.mark.parametrize("addresses", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")])
+def test_a_link_of_which_every_connection_breaks_is_opened_again(
+    network: Network,
+    addresses: tuple[str, ...],
+    incidents: Callable[[str], list[Mapping[str, Any]]],
+) -> None:
+    setup = Setup(connections=len(addresses), addresses=addresses)
+    with setup.links() as links:
+        strike = at(MESSAGES // 3, lambda: break_all(network))
+        assert stream(*links, nbytes=NBYTES, before=strike) == MESSAGES
+        assert wait_for(lambda: len(incidents("rail back")) == 2 * len(addresses))
+        assert stream(*reversed(links), nbytes=NBYTES) == MESSAGES
+    assert incidents("link failed") == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (0, r"rank 0 has ended or closed the link"),
+        (1, r"none could be opened again for 5 s \(rank 1 did not connect again\)"),
+    ],
+)
+def test_a_peer_that_has_ended_where_every_connection_broke_is_told(
+    network: Network, ended: int, told: str
+) -> None:
+    """The caller is refused where the peer listened; the listener waits as for one that is silent.
+
+    Neither hears that the peer has closed the link.
+    """
+    with Setup(timeout=SHORT).links() as links:
+        work = links[1 - ended].recv(torch.zeros(5))
+        break_all(network)
+        links[ended].close()
+        with pytest.raises(LinkError, match=told):
+            work.wait()
 
 
 def test_rails_that_all_fall_silent_are_not_lost_and_go_on_when_they_can(

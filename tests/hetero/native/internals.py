@@ -86,6 +86,7 @@ class Rail(Structure):
         ("bytes_in_flight", c_uint64),
         ("bytes_per_second", c_double),
         ("last_completion", c_double),
+        ("bytes_sent", c_uint64),
         ("suspected_since", c_double),
         ("loss", c_char * TEXT_BYTES),
         ("may_have_ended", c_bool),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -241,9 +243,129 @@ def test_the_end_of_a_rank_is_told_to_all_though_a_worker_that_it_forked_lives_o
     other.leave()
 
 
+def heard_by(server: LivenessServer) -> queue.Queue[tuple[int, bytes]]:
+    """The records that arrive, and their ranks."""
+    heard: queue.Queue[tuple[int, bytes]] = queue.Queue()
+    server.on_record(lambda rank, record: heard.put((rank, record)))
+    return heard
+
+
+def test_records_travel_with_the_heartbeats(server: LivenessServer) -> None:
+    heard = heard_by(server)
+    numbers = itertools.count(1)
+    connected(server, 1).share_record(lambda: b'{"number": %d}' % next(numbers))
+    assert [heard.get(timeout=60) for _ in range(2)] == [
+        (1, b'{"number": 1}'),
+        (1, b'{"number": 2}'),
+    ]
+    assert server.heartbeat_ages()[1] < 60
+
+
+def fails() -> bytes:
+    raise ValueError("no record today")
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [(fails, "ValueError: no record today"), (lambda: b"x" * (1 << 16), "it has 65537 bytes")],
+)
+def test_a_record_that_cannot_be_had_ends_no_connection_and_is_told_once(
+    server: LivenessServer, bad: Callable[[], bytes], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = heard_by(server)
+    records = itertools.chain([bad, bad], itertools.repeat(lambda: b"good"))
+    one = connected(server, 1)
+    one.share_record(lambda: next(records)())
+    assert heard.get(timeout=60) == (1, b"good")
+    assert (server.failure, one.failure) == (None, None)
+    (line,) = (line for line in caplog.messages if "record" in line)
+    assert told in line
+
+
+def test_a_record_that_rank_0_cannot_read_ends_no_connection_and_is_told_once(
+    server: LivenessServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: queue.Queue[int] = queue.Queue()
+
+    def refuse(rank: int, _: bytes) -> None:
+        calls.put(rank)
+        raise KeyError("phase")
+
+    server.on_record(refuse)
+    one = connected(server, 1)
+    one.share_record(lambda: b"{}")
+    assert [calls.get(timeout=60) for _ in range(2)] == [1, 1]
+    assert (server.failure, one.cause(0.0)) == (None, None)
+    (line,) = (line for line in caplog.messages if "record" in line)
+    assert line.startswith("the record of rank 1 on host1 (stage 1) cannot be read: ")
+
+
+def test_a_request_reaches_the_ranks_it_names_and_answers_come_to_rank_0(
+    server: LivenessServer,
+) -> None:
+    answers: queue.Queue[tuple[int, Mapping[str, Any]]] = queue.Queue()
+    server.on_answer(lambda rank, answer: answers.put((rank, answer)))
+    sides = {0: server, 1: connected(server, 1), 2: connected(server, 2)}
+    for rank, side in sides.items():
+        side.on_request(lambda what, rank=rank: {"of": rank, "to": what["what"]})
+
+    def answered(count: int) -> list[tuple[int, Mapping[str, Any]]]:
+        return sorted((answers.get(timeout=60) for _ in range(count)), key=lambda item: item[0])
+
+    server.request({"what": "stacks"})
+    assert answered(3) == [(rank, {"of": rank, "to": "stacks"}) for rank in range(3)]
+    server.request({"what": "dump"}, ranks=[2])
+    assert answered(1) == [(2, {"of": 2, "to": "dump"})]
+    sides[1].request({"what": "all"})
+    assert answered(3) == [(rank, {"of": rank, "to": "all"}) for rank in range(3)]
+    assert answers.empty()
+
+
+def test_a_request_that_cannot_be_served_has_no_answer_and_ends_nothing(
+    server: LivenessServer,
+) -> None:
+    answers: queue.Queue[int] = queue.Queue()
+    server.on_answer(lambda rank, _: answers.put(rank))
+    one, other = connected(server, 1), connected(server, 2)
+
+    def fail(_: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise RuntimeError("no stacks")
+
+    one.on_request(fail)
+    other.on_request(lambda _: {})
+    server.request({"what": "stacks"})
+    assert answers.get(timeout=60) == 2
+    one.request({"what": "stacks"})
+    assert answers.get(timeout=60) == 2
+    assert (server.failure, one.cause(0.0)) == (None, None)
+
+
+def test_a_byte_to_a_rank_that_is_heard_no_more_shows_whether_its_host_answers(
+    server: LivenessServer,
+) -> None:
+    client = connected(server, 1)
+    server.probe({1})
+    deadline = time.monotonic() + 30
+    while server.unacknowledged({1}):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.unacknowledged({2}) == set()
+    client.leave()
+
+
+def test_the_first_failure_is_reported_at_once_and_only_that(server: LivenessServer) -> None:
+    reported: queue.Queue[tuple[int, str]] = queue.Queue()
+    server.on_report(lambda failure: reported.put((failure.rank, failure.reason)))
+    connected(server, 1).fail("out of memory")
+    assert reported.get(timeout=60) == (1, "out of memory")
+    connected(server, 2).fail("a consequence")
+    assert server._failed.wait(60)
+    assert reported.empty()
+
+
 def test_heartbeats_get_rarer_where_there_are_many_ranks() -> None:
-    assert liveness._heartbeat_interval(8) == 2.0
-    assert 16384 / liveness._heartbeat_interval(16384) <= 256
+    assert liveness.heartbeat_interval(8) == 1.0
+    assert 16384 / liveness.heartbeat_interval(16384) <= 1024
 
 
 # Before any process group exists.

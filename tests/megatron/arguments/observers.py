@@ -145,8 +145,10 @@ def core_tokenizer(launch: Configuration) -> dict[str, Any]:
     ):
         built = build_tokenizer(args)
     path, metadata = made.call_args.args
-    identity = built._identity
-    return {"path": path, **metadata, **made.call_args.kwargs, **identity}
+    identity, options = built._identity, made.call_args.kwargs
+    if "eod_id" in options:  # from 0.18 on a NullTokenizer counts it in its size
+        options = {**options, "vocab_size": options["vocab_size"] - 1}
+    return {"path": path, **metadata, **options, **identity}
 
 
 def channel(launch: Configuration) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hetero.errors import UserError
+from hetero.recover import stored_files
+from hetero.recover.stored_files import checksum_problem
 from megatron.hetero.checkpoint import safetensors_writer
 from megatron.hetero.checkpoint.folder import folder_name, write_tracker
 from megatron.hetero.checkpoint.index import (
@@ -30,7 +32,6 @@ from megatron.hetero.checkpoint.safetensors_writer import (
     BlockChecksums,
     WriteCancelled,
     WriteItem,
-    checksum_problem,
     write_safetensors,
 )
 from tests.megatron.checkpoint.written_checkpoints import write
@@ -61,7 +62,8 @@ def test_a_written_file_is_what_the_library_reads(tmp_path: Path, dtype: torch.d
 
 
 def test_checksums_do_not_depend_on_how_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_writer, "BLOCK_BYTES", 10)
+    for module in (safetensors_writer, stored_files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 10)
     data = bytes(range(57))
     whole, bits = BlockChecksums(), BlockChecksums()
     whole.update(memoryview(data))
@@ -72,7 +74,8 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tensor_larger_than_a_block_is_streamed(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(safetensors_writer, "BLOCK_BYTES", 64)
+    for module in (safetensors_writer, stored_files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     values = torch.randn(1000)
     stored = write_safetensors(tmp_path / "x", [WriteItem.whole("x", values)])
     assert torch.equal(load_file(tmp_path / "x")["x"], values)

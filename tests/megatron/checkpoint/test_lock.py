@@ -229,3 +229,33 @@ def test_of_several_that_come_at_once_one_holds_the_folder(tmp_path: Path, stale
 def test_a_folder_that_cannot_be_locked_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be written" in refusal(tmp_path / "file" / "run")
+
+
+def test_a_job_that_was_started_again_takes_over_its_own_lock_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a host that was lost, and from a process that lives on without its launcher."""
+    monkeypatch.setattr(locks, "EXPIRY_SECONDS", 1e6)
+    monkeypatch.setenv("HETERO_JOB_ID", "job-1")
+    foreign(tmp_path, launch="job-1")
+    lock, said = take(tmp_path)
+    (line,) = said
+    assert "is taken over" in line
+    assert "it is this job's own, which its launcher has started again" in line
+    lock.release()
+    with holder(tmp_path) as first:
+        lock, _ = take(tmp_path)
+        assert first.poll() is None, "and would notice before its next checkpoint"
+        lock.require_held()
+    lock.release()
+
+
+def test_a_lock_of_another_job_or_of_none_is_watched_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mine, other in (("job-1", "job-2"), ("job-1", ""), ("", "")):
+        monkeypatch.setenv("HETERO_JOB_ID", mine)
+        foreign(tmp_path, launch=other)
+        lock, said = take(tmp_path)
+        assert "watching for up to" in said[0]
+        lock.release()

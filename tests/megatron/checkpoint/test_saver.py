@@ -14,6 +14,7 @@ import torch
 
 from hetero.errors import HeteroError, LinkError
 from megatron.hetero.checkpoint import saver as saving
+from megatron.hetero.checkpoint.destination import NodeFolder, RetentionPolicy, SharedFolder
 from megatron.hetero.checkpoint.folder import TRACKER
 from megatron.hetero.checkpoint.lock import LockLost
 from megatron.hetero.checkpoint.reader import CheckpointReader
@@ -21,7 +22,6 @@ from megatron.hetero.checkpoint.regions import Shard
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.saver import (
     Contents,
-    RetentionPolicy,
     SaveOutcome,
     Saver,
 )
@@ -69,6 +69,18 @@ def contents(rank: int, *, source: Callable[[], torch.Tensor] | None = None) -> 
     return Contents(write_items=[write_item], args={"a": 1}, run={"iteration": 5}, optimizer_step=5)
 
 
+def shared(
+    folder: Path,
+    control: PlayedControl,
+    *,
+    kept: RetentionPolicy | None = None,
+    lock: Any = None,
+) -> SharedFolder:
+    return SharedFolder(
+        folder, rank=control.rank, world_size=RANKS, kept=kept or RetentionPolicy(), lock=lock
+    )
+
+
 def save(
     control: PlayedControl,
     folder: Path,
@@ -77,7 +89,7 @@ def save(
     source: Callable[[], torch.Tensor] | None = None,
     **how: Any,
 ) -> SaveOutcome:
-    saver = Saver(folder, control, **{"kept": RetentionPolicy(), **how})  # type: ignore[arg-type]
+    saver = Saver(shared(folder, control, **how), control)  # type: ignore[arg-type]
     saver.start(iteration, contents(control.rank, source=source))
     outcome = saver.finish()
     assert not saver.in_flight
@@ -137,7 +149,7 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_began(tmp_path: P
     def play(control: PlayedControl) -> SaveOutcome:
         weights = WHOLE[control.rank * 4 : control.rank * 4 + 4].clone()
         snapshot = Snapshot(DeviceToHostCopier(CPU))
-        saver = Saver(tmp_path, control, kept=RetentionPolicy(), snapshot=snapshot)  # type: ignore[arg-type]
+        saver = Saver(shared(tmp_path, control), control, snapshot=snapshot)  # type: ignore[arg-type]
         saver.start(5, contents(control.rank, source=lambda: weights))
         saver.order_updates()
         weights.zero_()
@@ -169,7 +181,8 @@ def test_a_rank_without_memory_for_a_copy_says_so_and_the_next_saves_are_whole(
 ) -> None:
     def play(control: PlayedControl) -> list[str | None]:
         snapshot = Snapshot(RefusingOnce(CPU) if control.rank == 1 else DeviceToHostCopier(CPU))
-        saver = Saver(tmp_path, control, kept=RetentionPolicy(last=2), snapshot=snapshot)  # type: ignore[arg-type]
+        folder = shared(tmp_path, control, kept=RetentionPolicy(last=2))
+        saver = Saver(folder, control, snapshot=snapshot)  # type: ignore[arg-type]
         saver.reserve(contents(control.rank).write_items)
         problems = []
         for iteration in (5, 6, 7, 8):
@@ -249,3 +262,119 @@ def test_a_folder_taken_over_during_a_save_keeps_what_the_other_run_wrote(tmp_pa
     assert problems == {"rank 0: another run (host b, pid 7) took over"}
     assert not (tmp_path / "iter_0000005").exists()
     assert not (tmp_path / TRACKER).exists()
+
+
+def save_in_memory(
+    control: PlayedControl, folder: Path, destination: NodeFolder | None = None, **how: Any
+) -> SaveOutcome:
+    """Ranks 0 and 1 are on one node, rank 2 is alone on another."""
+    saver = Saver(destination or node(control, folder), control)  # type: ignore[arg-type]
+    saver.start(how.pop("iteration", 5), contents(control.rank, **how))
+    outcome = saver.finish()
+    saver.close()
+    return outcome
+
+
+def node(control: PlayedControl, folder: Path) -> NodeFolder:
+    path = folder / ("a" if control.rank < 2 else "b")
+    path.mkdir(parents=True, exist_ok=True)
+    return NodeFolder(path, local_rank=control.rank % 2)
+
+
+def test_in_memory_every_node_has_its_ranks_files_and_the_same_index(tmp_path: Path) -> None:
+    outcomes = on_every_rank(lambda control: save_in_memory(control, tmp_path))
+    assert [outcome.problem for outcome in outcomes] == [None] * RANKS
+    a, b = (tmp_path / name / "iter_0000005" for name in "ab")
+    parts = [f"rank_{rank:05d}.safetensors" for rank in range(RANKS)]
+    assert sorted(path.name for path in a.iterdir()) == ["index.json", *parts[:2]]
+    assert sorted(path.name for path in b.iterdir()) == ["index.json", parts[2]]
+    assert (a / "index.json").read_text() == (b / "index.json").read_text()
+    shutil.copy(b / parts[2], a)
+    with CheckpointReader.open(tmp_path / "a") as reader:
+        assert torch.equal(reader.tensor("w"), WHOLE)
+        assert reader.run == {"iteration": 5, "optimizer_step": 5}
+        assert reader.args == {"a": 1}
+
+
+def test_in_memory_two_generations_are_kept_and_later_records_are_short(tmp_path: Path) -> None:
+    def play(control: PlayedControl) -> list[int]:
+        destination, sent = node(control, tmp_path), []
+        gather = control.all_gather_strings
+        control.all_gather_strings = lambda mine: (sent.append(mine), gather(mine))[1]  # type: ignore[method-assign]
+        for iteration in (5, 6, 7):
+            save_in_memory(control, tmp_path, destination, iteration=iteration)
+        return [text.count('"w"') for text in sent if text.startswith("{")]
+
+    assert on_every_rank(play) == [[1, 0, 0]] * RANKS
+    for name in "ab":
+        found = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert found == ["iter_0000006", "iter_0000007"]
+    shutil.copy(
+        tmp_path / "b" / "iter_0000007" / "rank_00002.safetensors", tmp_path / "a/iter_0000007"
+    )
+    with CheckpointReader.open(tmp_path / "a") as reader:
+        assert torch.equal(reader.tensor("w"), WHOLE)
+
+
+def test_in_memory_a_node_awaits_its_launchers_copy_of_what_this_run_has_saved(
+    tmp_path: Path,
+) -> None:
+    def play(control: PlayedControl) -> list[bool]:
+        path = tmp_path / ("a" if control.rank < 2 else "b")
+        path.mkdir(exist_ok=True)
+        destination = NodeFolder(path, local_rank=control.rank % 2, copies_of=[7])
+        awaited = [destination.is_writer and destination.generations.awaits_copies()]
+        for iteration in (5, 6):
+            save_in_memory(control, tmp_path, destination, iteration=iteration)
+            awaited.append(destination.is_writer and destination.generations.awaits_copies())
+            if destination.is_writer:
+                (path / "of_7" / f"iter_000000{iteration}").mkdir(parents=True)
+            awaited.append(destination.is_writer and destination.generations.awaits_copies())
+        return awaited
+
+    writers = [False, True, False, True, False]
+    assert on_every_rank(play) == [writers, [False] * 5, writers]
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+def test_in_memory_a_failure_of_one_rank_leaves_both_generations(
+    tmp_path: Path, victim: int
+) -> None:
+    for iteration in (5, 6):
+        on_every_rank(lambda c, i=iteration: save_in_memory(c, tmp_path, iteration=i))
+    outcomes = on_every_rank(
+        lambda c: save_in_memory(
+            c, tmp_path, iteration=7, source=failing if c.rank == victim else None
+        )
+    )
+    assert {outcome.problem for outcome in outcomes} == {f"rank {victim}: No space left on device"}
+    for name in "ab":
+        found = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert found == ["iter_0000005", "iter_0000006"]
+
+
+def test_in_memory_a_node_gives_up_what_another_could_not_commit(tmp_path: Path) -> None:
+    class Full(NodeFolder):
+        def commit(self, folder: Path, text: str) -> str:
+            raise OSError(28, "No space left on device")
+
+    def play(control: PlayedControl) -> SaveOutcome:
+        destination = node(control, tmp_path)
+        if control.rank == 2:
+            destination = Full(destination.path, local_rank=0)
+        return save_in_memory(control, tmp_path, destination, iteration=7)
+
+    on_every_rank(lambda control: save_in_memory(control, tmp_path, iteration=6))
+    outcomes = on_every_rank(play)
+    assert {outcome.problem for outcome in outcomes} == {"rank 2: No space left on device"}
+    for name in "ab":
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["iter_0000006"]
+
+
+def test_an_attempt_that_went_back_removes_what_was_written_after(tmp_path: Path) -> None:
+    for iteration in (5, 6):
+        on_every_rank(lambda c, i=iteration: save_in_memory(c, tmp_path, iteration=i))
+    (tmp_path / "a" / "iter_0000007.saving").mkdir()
+    on_every_rank(lambda control: node(control, tmp_path).begin_run(5))
+    for name in "ab":
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["iter_0000005"]

@@ -1,6 +1,7 @@
 """Gets Debian's own packages: what runs the emulated machine, and the kernel that it boots.
 
-python -m tests.rdma.machine.packages      installs the first alone, or says why it cannot
+python -m tests.rdma.machine.packages      installs the first, and what shows the live view, or
+                                           says why it cannot
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ NEEDED = (
     "qemu-system-x86",
     "rdma-core",
 )
+LOOKS = ("chromium", "prometheus")
+"""What the tests of the live view look at it through."""
 # The `cloud` kernel that many virtual machines run has no Soft-RoCE.
 KERNEL = "linux-image-amd64"
 DEBIAN = "12"
@@ -138,5 +141,6 @@ if __name__ == "__main__":
     try:
         require_debian()
         install()
+        install(LOOKS)
     except CannotRun as reason:
         print(f"test-rdma: nothing was installed: {reason}")

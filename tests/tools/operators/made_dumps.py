@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from hetero.tools.operators.dump import ACCUMULATED, ISOLATED, Dump, Header, Operator
-from hetero.tools.operators.sample import take
-from hetero.tools.operators.tolerance import Rounding
+from hetero.observe.operators.operator_list import Operator
+from hetero.observe.operators.sample import take
+from hetero.observe.operators.tolerance import Rounding
+from hetero.tools.operators.dump import ACCUMULATED, ISOLATED, Dump, Header
 
 OPERATORS = (
     Operator("norm", "norm", Rounding(roundings=2)),

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from hetero.observe.operators.operator_list import Operator
+from hetero.observe.operators.tolerance import Rounding
 from hetero.tools.operators.draws import Draws
-from hetero.tools.operators.dump import Operator
 from hetero.tools.operators.tape import (
     AccumulatedTape,
     IsolatedTape,
@@ -15,7 +16,6 @@ from hetero.tools.operators.tape import (
     clear_gradient,
     whole_gradient,
 )
-from hetero.tools.operators.tolerance import Rounding
 
 CPU = torch.device("cpu")
 

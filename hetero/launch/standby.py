@@ -1,0 +1,178 @@
+"""Standby processes: have imported what a rank imports, and become the next ranks of their node.
+
+Most of a start is imports. A standby process has done them, without a GPU's context, and waits for
+one line on stdin: the words, environment and files of the rank that it is to be. It ends when its
+launcher does, which closes its stdin.
+
+`python -m hetero.launch.standby SCRIPT` is such a process; `StandbyPool` is the launcher's side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hetero.collectives.backend import on_import_of_torch
+
+_OF_TRAINING = (
+    "megatron.hetero.pretrain",
+    "megatron.hetero.initialize",
+    "megatron.hetero.trainer",
+    "megatron.core.tokenizers.text.text_tokenizer",
+)
+_ENTRY = "pretrain_gpt.py"
+_DELAY_SECONDS = 30.0
+"""After a start of ranks, before new ones are made: they would compete with it."""
+_LOOK_SECONDS = 0.2
+
+
+class StandbyPool:
+    """Keeps as many standby processes as a node has ranks. Threads: any."""
+
+    def __init__(self, size: int, script: str) -> None:
+        """`script`: what the ranks run, a file or the name of a module; makes the first ones."""
+        self._size, self._script = size, script
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._due = time.monotonic()
+        self._closed = threading.Event()
+        # One thread for all of them, which lasts: the kernel takes the end of the thread that has
+        # started a process for the end of its parent.
+        threading.Thread(target=self._run, name="standby processes", daemon=True).start()
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """Remove a live process, which may still import, and return it; None if there is none.
+
+        Delays the start of new ones.
+        """
+        with self._lock:
+            self._due = time.monotonic() + _DELAY_SECONDS
+            while self._idle:
+                process = self._idle.pop(0)
+                if process.poll() is None:
+                    return process
+        return None
+
+    def pids(self) -> set[int]:
+        """Of those that are no rank yet. Without a lock: also called by a signal handler."""
+        return {process.pid for process in tuple(self._idle)}
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.kill()
+            process.wait()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            with self._lock:
+                self._idle = [process for process in self._idle if process.poll() is None]
+                is_due = time.monotonic() >= self._due and len(self._idle) < self._size
+            if is_due:
+                self._add()
+        self._closed.wait(None)
+
+    def _add(self) -> None:
+        """Make one, and wait until it is ready: importing takes a core."""
+        here, there = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "hetero.launch.standby", str(there), self._script],
+            stdin=subprocess.PIPE,
+            pass_fds=[there],
+            start_new_session=True,
+        )
+        os.close(there)
+        with self._lock:
+            self._idle.append(process)
+        with os.fdopen(here, "rb") as ready:
+            ready.read()
+
+
+def become_rank(
+    process: subprocess.Popen[bytes],
+    words: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    stdout: str | None,
+    stderr: str | None,
+) -> bool:
+    """Have a standby process become a rank; False if it has ended.
+
+    Args:
+        words: what Python is given: a script or -m and a module, with its own words.
+        environ: the whole environment.
+        stdout, stderr: files that take what it prints; None: the launcher's own.
+    """
+    assert process.stdin is not None
+    order = {
+        "words": list(words),
+        "environ": dict(environ),
+        "folder": str(Path.cwd()),
+        "files": {"1": stdout, "2": stderr},
+    }
+    try:
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    ready, script = int(sys.argv[1]), sys.argv[2]
+    _import(script)
+    os.close(ready)
+    line = sys.stdin.buffer.readline()
+    if line.endswith(b"\n"):  # else the launcher has ended
+        _become(json.loads(line))
+
+
+def _import(script: str) -> None:
+    """What the ranks of a script import."""
+    if Path(script).name == _ENTRY or script.partition(".")[0] in ("hetero", "megatron"):
+        from megatron.hetero.import_core import import_megatron_core
+
+        import_megatron_core()
+        for name in _OF_TRAINING:
+            importlib.import_module(name)
+    else:
+        importlib.import_module("torch.distributed")
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """Run the script as the interpreter would."""
+    os.environ.clear()
+    os.environ.update(order["environ"])
+    os.chdir(order["folder"])
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for number, name in order["files"].items():
+        if name:
+            with open(name, "w") as file:
+                os.dup2(file.fileno(), int(number))
+    with suppress(OSError):  # for `ps`: its words, and its environment there, stay as they are
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+    on_import_of_torch()  # what it does depends on the environment
+    sys.argv = list(order["words"])
+    if sys.argv[0] == "-m":
+        sys.path[0] = order["folder"]
+        runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

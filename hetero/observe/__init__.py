@@ -1,0 +1,1 @@
+"""What a run shows of itself: records, live view, flight recorder, blame, trace, operators."""

@@ -1,0 +1,483 @@
+"""Copies state between the launchers of two nodes, while the job trains and after a loss.
+
+A `StateServer` shows a node's folder to whoever has the token of the job, a `Replicator` keeps a
+copy of another node's generations, and `fetch` gets what a node lacks before its ranks start again.
+Bytes move by sendfile and in large reads, both without Python's lock. No torch.
+
+A request is one line of JSON, {"token", "ask", ...}; the answer a line {"bytes": N} and N bytes, or
+{"error": why}, after which the server closes the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import HeteroError, print_line
+from hetero.recover.choose import Choice, Fetch
+from hetero.recover.node_state import RANK_FILE, Inventory, NodeState, copies_name
+from hetero.recover.stored_files import (
+    INDEX_FILE,
+    SAVING,
+    NamedFiles,
+    checksum_problem,
+    files_of_index,
+    folder_name,
+)
+from hetero.startup.addresses import keep_alive, listen_everywhere
+
+KEPT = 2
+"""Generations of a node that its partner keeps."""
+_PATH = re.compile(rf"(of_\d+/)?iter_\d{{7,}}/(index\.json|{RANK_FILE.pattern})")
+_BUFFER_BYTES = 4 << 20
+_LARGEST_LINE = 4096
+_REQUEST_SECONDS = 5.0
+"""For a whole request to arrive: strangers are not waited for."""
+_IDLE_SECONDS = 60.0
+"""A connection on which nothing is asked, or nothing moves, is closed."""
+_LOOK_SECONDS = 0.5
+_CONNECTIONS = 32
+_PART = ".part"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another node's StateServer."""
+
+    node: int
+    host: str
+    port: int
+    token: str
+    """Of the job; secret."""
+
+    def __str__(self) -> str:
+        return f"node {self.node} at {self.host}:{self.port}"
+
+
+class StateServer:
+    """Shows a node's state, read-only, from threads of its own until `close`."""
+
+    def __init__(self, state: NodeState, *, token: str) -> None:
+        """Listens at all addresses, on a free `port`."""
+        self._state, self._token = state, token.encode()
+        self._listener = listen_everywhere(backlog=_CONNECTIONS)
+        self._listener.settimeout(_LOOK_SECONDS)
+        self.port: int = self._listener.getsockname()[1]
+        self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._open: set[socket.socket] = set()
+        self._guard = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="state server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; transfers that are under way end."""
+        self._closed.set()
+        self._thread.join(2 * _LOOK_SECONDS)
+        self._listener.close()
+        with self._guard:
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                # Out of descriptors, for instance; the next one may be served again.
+                self._closed.wait(_LOOK_SECONDS)
+                continue
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="state transfer", daemon=True
+            )
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._guard:
+            self._open.add(connection)
+        try:
+            with connection, suppress(OSError, ValueError):
+                keep_alive(connection)
+                first = True
+                while not self._closed.is_set():
+                    line = _read_line(connection, _REQUEST_SECONDS if first else _IDLE_SECONDS)
+                    if not line or not self._answer(connection, line):
+                        return
+                    first = False
+        finally:
+            with self._guard:
+                self._open.discard(connection)
+            self._room.release()
+
+    def _answer(self, connection: socket.socket, line: bytes) -> bool:
+        """Answer one request; returns whether to read another."""
+        request = json.loads(line)
+        token = request.get("token") if isinstance(request, dict) else None
+        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token):
+            return False  # a stranger, who is told nothing
+        connection.settimeout(_IDLE_SECONDS)
+        if request.get("ask") == "inventory":
+            text = json.dumps(self._state.inventory().to_record()).encode()
+            connection.sendall(_line({"bytes": len(text)}) + text)
+            return True
+        path = request.get("path")
+        if request.get("ask") != "file" or not isinstance(path, str) or not _PATH.fullmatch(path):
+            connection.sendall(_line({"error": "there is no such request"}))
+            return False
+        return self._send_file(connection, path, request)
+
+    def _send_file(self, connection: socket.socket, path: str, request: Mapping[str, Any]) -> bool:
+        try:
+            with (self._state.folder / path).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                begin = min(int(request.get("begin", 0)), size)
+                end = min(int(request.get("end", size)), size)
+                count = max(0, end - begin)
+                connection.sendall(_line({"bytes": count}))
+                return count == 0 or connection.sendfile(file, begin, count) == count
+        except FileNotFoundError:
+            connection.sendall(_line({"error": f"it no longer has {path}"}))
+            return False
+
+
+class StateClient:
+    """One connection to a StateServer. Its calls raise HeteroError, which names the node."""
+
+    def __init__(self, peer: Peer, *, seconds: float = _IDLE_SECONDS) -> None:
+        """`seconds`: for the connection, and for every wait without a byte."""
+        self._peer = peer
+        try:
+            self._connection = socket.create_connection((peer.host, peer.port), timeout=seconds)
+        except OSError as error:
+            raise self._failure(error) from error
+        keep_alive(self._connection)
+
+    def inventory(self) -> Inventory:
+        """What the node has."""
+        try:
+            return Inventory.from_record(json.loads(self._whole({"ask": "inventory"})))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise HeteroError(f"{self._peer} answers with no list of state") from error
+
+    def text(self, path: str) -> str:
+        """A small file."""
+        return self._whole({"ask": "file", "path": path}).decode()
+
+    def save(self, path: str, target: Path) -> None:
+        """Write a file's bytes to `target`."""
+        if not _PATH.fullmatch(path):
+            raise HeteroError(f"{self._peer} names {path!r}, which is no file of state")
+        try:
+            left = self._ask({"ask": "file", "path": path})
+            buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, left))))
+            with target.open("wb", buffering=0) as file:
+                while left:
+                    count = self._connection.recv_into(buffer[: min(left, len(buffer))])
+                    if not count:
+                        raise ConnectionError("it closed the connection")
+                    left -= count
+                    data = buffer[:count]
+                    while len(data):
+                        data = data[file.write(data) :]
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _whole(self, request: Mapping[str, Any]) -> bytes:
+        try:
+            left = self._ask(request)
+            data = bytearray(left)
+            view = memoryview(data)
+            while len(view):
+                count = self._connection.recv_into(view)
+                if not count:
+                    raise ConnectionError("it closed the connection")
+                view = view[count:]
+            return bytes(data)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _ask(self, request: Mapping[str, Any]) -> int:
+        """Send a request; returns the number of bytes that follow."""
+        self._connection.sendall(_line({"token": self._peer.token, **request}))
+        line = _read_line(self._connection, self._connection.gettimeout() or _IDLE_SECONDS)
+        if not line:
+            raise ConnectionError("it closed the connection: it may be of another job")
+        try:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise HeteroError(f"{self._peer}: {answer['error']}")
+            size = int(answer["bytes"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise HeteroError(f"{self._peer} answers with something else than state") from error
+        return size
+
+    def _failure(self, error: OSError) -> HeteroError:
+        return HeteroError(
+            f"state in memory cannot be read from {self._peer} ({error.strerror or error})"
+        )
+
+    def __enter__(self) -> StateClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Replicator:
+    """Keeps the newest generations of another node in this node's memory, from a thread.
+
+    What has been copied stays when the other node is lost; nothing is removed before something
+    newer is here and its checksums match.
+    """
+
+    def __init__(
+        self,
+        state: NodeState,
+        source: Peer,
+        *,
+        poll_seconds: float = 1.0,
+        say: Callable[[str], None] = print_line,
+    ) -> None:
+        """`poll_seconds`: between two looks for a new generation. `say`: for warnings."""
+        self._state, self._source, self._say = state, source, say
+        self._folder = state.folder / copies_name(source.node)
+        self._poll_seconds = poll_seconds
+        self.problem: str | None = None
+        """Why the last look failed; None after one that did not."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
+        self._thread.start()
+
+    @property
+    def newest(self) -> int | None:
+        """The newest iteration of which there is a copy."""
+        return next((one.iteration for one in self._state.copies_of(self._source.node)), None)
+
+    def close(self) -> None:
+        """Stop; the copies stay. A transfer ends within its wait for bytes."""
+        self._closed.set()
+        self._thread.join(_IDLE_SECONDS)
+
+    def _run(self) -> None:
+        client: StateClient | None = None
+        while not self._closed.is_set():
+            try:
+                client = client or StateClient(self._source)
+                self._look(client)
+                self.problem = None
+            except (HeteroError, OSError) as error:
+                if client is not None:
+                    client.close()
+                client = None
+                self._tell(f"{error}")
+            self._closed.wait(self._poll_seconds)
+        if client is not None:
+            client.close()
+
+    def _tell(self, problem: str) -> None:
+        if self.problem is None:
+            self._say(
+                f"warning: this node's copy of the state of node {self._source.node} is not up to "
+                f"date: {problem}"
+            )
+        self.problem = problem
+
+    def _look(self, client: StateClient) -> None:
+        wanted = client.inventory().own[:KEPT]
+        # After a restart this node has all files of what was resumed from.
+        held = (*self._state.copies_of(self._source.node), *self._state.generations())
+        for one in reversed(wanted):
+            same = [known for known in held if known.digest == one.digest]
+            if not any(one.present <= known.present for known in same):
+                self._copy(client, one.iteration, one.present)
+        if wanted:
+            self._prune({one.iteration for one in wanted}, newest=wanted[0].iteration)
+
+    def _copy(self, client: StateClient, iteration: int, present: frozenset[str]) -> None:
+        name = folder_name(iteration)
+        saving = self._folder / (name + SAVING)
+        shutil.rmtree(saving, ignore_errors=True)
+        saving.mkdir(parents=True)
+        try:
+            text = client.text(f"{name}/{INDEX_FILE}")
+            index = _parsed(text, self._source)
+            for file in sorted(present):
+                if self._closed.is_set():
+                    return
+                client.save(f"{name}/{file}", saving / file)
+                _require_sound(saving / file, index, file, self._source)
+            (saving / INDEX_FILE).write_text(text)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            saving.rename(self._folder / name)
+        finally:
+            shutil.rmtree(saving, ignore_errors=True)
+
+    def _prune(self, there: set[int], *, newest: int) -> None:
+        """Remove what is not among the newest, and what an abandoned attempt has left.
+
+        A job that went back has given up its iterations after that.
+        """
+        held = [one.iteration for one in self._state.copies_of(self._source.node)]
+        going = [iteration for iteration in held if iteration > newest]
+        going += [i for i in held if i not in going][KEPT:]
+        for iteration in going:
+            if iteration not in there:
+                shutil.rmtree(self._folder / folder_name(iteration), ignore_errors=True)
+
+
+def fetch(
+    state: NodeState,
+    choice: Choice,
+    *,
+    node: int,
+    peers: Mapping[int, Peer],
+    seconds: float = 600.0,
+) -> None:
+    """Bring every file of a chosen generation into this node's own folder of it.
+
+    Files that the node has as a copy of another's are linked, which costs nothing. Each is compared
+    with its checksum. Afterwards ranks find the generation in `state.folder`.
+
+    Args:
+        node: this node's number.
+        peers: the servers of the nodes that `choice` names.
+        seconds: for all of it.
+
+    Raises HeteroError, with the node at fault, if a file cannot be had; older state may then be.
+    """
+    fetches: Sequence[Fetch] = choice.fetches.get(node, ())
+    if choice.iteration is None or not fetches:
+        return
+    deadline = time.monotonic() + seconds
+    final = state.folder / folder_name(choice.iteration)
+    is_new = fetches[0].file == INDEX_FILE
+    # An own folder that lacks files is completed in place: its ranks have written it, and it is
+    # only taken for whole once all are there.
+    folder = final.with_name(final.name + SAVING) if is_new else final
+    with _clients(peers) as client_of:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        index: NamedFiles | None = None if is_new else _index_in(folder)
+        for one in fetches:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise HeteroError(
+                    f"the state of iteration {choice.iteration} did not arrive from node "
+                    f"{one.node} within {seconds:g} s; it lacks {one.file}"
+                )
+            part = folder / (one.file + _PART)
+            part.unlink(missing_ok=True)
+            if one.node == node:
+                os.link(state.folder / one.folder / one.file, part)
+            else:
+                client_of(one.node).save(f"{one.folder}/{one.file}", part)
+            source = peers.get(one.node)
+            if one.file == INDEX_FILE:
+                index = _parsed(part.read_text(), source or f"node {node}")
+                if index.digest != choice.digest:
+                    raise HeteroError(
+                        f"{source or f'node {node}'} has replaced iteration {choice.iteration} "
+                        "since it was chosen; choose again"
+                    )
+            elif index is not None:
+                try:
+                    _require_sound(part, index, one.file, source or f"node {node}")
+                except HeteroError:
+                    part.unlink(missing_ok=True)
+                    raise
+            part.rename(folder / one.file)
+    if is_new:
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+
+
+@contextmanager
+def _clients(peers: Mapping[int, Peer]) -> Iterator[Callable[[int], StateClient]]:
+    """One connection to each node that is asked for."""
+    opened: dict[int, StateClient] = {}
+
+    def client_of(node: int) -> StateClient:
+        if node not in peers:
+            raise HeteroError(f"no server of node {node} is known, which holds state")
+        if node not in opened:
+            opened[node] = StateClient(peers[node])
+        return opened[node]
+
+    try:
+        yield client_of
+    finally:
+        for client in opened.values():
+            client.close()
+
+
+def _index_in(folder: Path) -> NamedFiles:
+    try:
+        return files_of_index((folder / INDEX_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise HeteroError(f"{folder / INDEX_FILE} cannot be read ({error})") from error
+
+
+def _parsed(text: str, source: object) -> NamedFiles:
+    try:
+        return files_of_index(text)
+    except ValueError as error:
+        raise HeteroError(f"{source}: {error}") from error
+
+
+def _require_sound(path: Path, index: NamedFiles, file: str, source: object) -> None:
+    """Raise HeteroError unless `path`, which may have another name yet, is `file`."""
+    stored = index.files.get(file)
+    if stored is None:
+        raise HeteroError(f"{source} has {file}, which its {INDEX_FILE} does not name")
+    if (problem := checksum_problem(path, stored)) is not None:
+        raise HeteroError(f"{source} holds damaged state: {problem.replace(_PART, '')}")
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _read_line(connection: socket.socket, seconds: float) -> bytes:
+    """One line without its end; empty if the peer closed. Raises OSError after `seconds`.
+
+    Byte by byte: what follows the line belongs to the reader of the answer.
+    """
+    before, deadline = connection.gettimeout(), time.monotonic() + seconds
+    line = bytearray()
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it sent no whole line in time")
+            connection.settimeout(left)
+            byte = connection.recv(1)
+            if not byte:
+                return b""
+            if byte == b"\n":
+                return bytes(line)
+            line += byte
+            if len(line) > _LARGEST_LINE:
+                raise OSError("it sent too long a line")
+    finally:
+        connection.settimeout(before)

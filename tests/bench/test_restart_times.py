@@ -1,0 +1,61 @@
+"""bench/restart_times.py and bench/goodput.py: what they read of a run and make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bench.goodput import faults
+from bench.restart_times import summary, table
+from bench.restarts.job import Steps
+from tests.distributed.harness import wait_for
+
+
+def rows(*iterations: int, ms: float) -> str:
+    return "".join(json.dumps({"iteration": n, "elapsed_ms": ms}) + "\n" for n in iterations)
+
+
+def test_steps_that_a_restart_cuts_off_are_not_current_and_count_once_trained_again(
+    tmp_path: Path,
+) -> None:
+    file, cut = tmp_path / "metrics.jsonl", tmp_path / "cut"
+    steps = Steps(file)
+    try:
+        file.write_text(rows(1, 2, 3, 4, ms=100.0))
+        wait_for(lambda: steps.current == 4, seconds=30, what="four steps")
+        first = dict(steps.seen)
+        cut.write_text(rows(1, 2, ms=100.0))
+        os.replace(cut, file)
+        wait_for(lambda: steps.reached == [4], seconds=30, what="a restart")
+        wait_for(lambda: steps.current == 2, seconds=30, what="the steps that are left")
+        with file.open("a") as more:
+            more.write(rows(3, 4, 5, ms=300.0))
+        wait_for(lambda: steps.current == 5, seconds=30, what="new steps")
+    finally:
+        steps.close()
+    assert steps.seconds == {1: 0.1, 2: 0.1, 3: 0.3, 4: 0.3, 5: 0.3}
+    assert {n: steps.seen[n] for n in first} == first
+
+
+def test_a_fault_comes_in_each_interval_and_is_the_same_for_the_same_seed() -> None:
+    drawn = faults(seconds=1800.0, every=120.0, seed=1)
+    assert [int(when // 120.0) for when, _ in drawn] == list(range(15))
+    assert {rank for _, rank in drawn} == {0, 1}
+    assert drawn == faults(seconds=1800.0, every=120.0, seed=1)
+    assert drawn != faults(seconds=1800.0, every=120.0, seed=2)
+
+
+def test_the_rest_of_a_try_is_what_no_part_accounts_for() -> None:
+    def one(seconds: float, start: float) -> dict[str, Any]:
+        parts = {"detection": 0.5, "start": start}
+        return {"seconds": seconds, "parts": parts, "repeated_steps": 3}
+
+    tries = [one(4.0, 2.0), one(5.0, 3.0), one(9.0, 6.0)]
+    found = summary(tries)
+    assert found["median"] == 5.0
+    assert found["extremes"] == [4.0, 9.0]
+    assert found["parts"] == {"detection": 0.5, "start": 3.0, "rest": 1.5}
+    (row,) = table({"rank": {"tries": tries, "summary": found}}).splitlines()[2:]
+    assert row == "| rank | 3 | 5.0 s | 4.0, 9.0 | 0.5 |  |  | 3.0 |  |  | 1.5 | 6 s |"

@@ -1,0 +1,428 @@
+"""Runs that go on by themselves after a loss: the losses are those of a run without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import psutil
+import pytest
+
+from hetero.tools.runs import SIMULATED
+from tests.distributed.harness import (
+    ENTRY,
+    MIXED,
+    ROOT,
+    TINY_LLAMA,
+    changed_entry,
+    free_port,
+    read_rows,
+    train,
+    wait_for,
+    wait_for_steps,
+)
+
+STEPS = 150
+PATIENCE = 150.0
+NODE = "RESTART_TEST_NODE"
+"""In the environment of all processes of a node."""
+
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
+
+class Job:
+    """Launchers of a run, one a node."""
+
+    def __init__(
+        self,
+        folder: Path,
+        corpus,
+        *,
+        nodes: int = 2,
+        flags: Sequence[str] = (),
+        launcher: Sequence[str] = (),
+        vendors: Sequence[str] = (),
+        layout: Sequence[str] = MIXED,
+        saves: bool = True,
+        slowdown: str = "",
+        sizes: Sequence[int] = (),
+        spares: int = 0,
+        scripts: Mapping[int, Path] | None = None,
+    ) -> None:
+        """`sizes`: the ranks of each node of a homogeneous run; by default two in all, of a mixed.
+
+        `scripts`: what nodes run in place of pretrain_gpt.py.
+        """
+        self.folder, self.nodes, self._launcher, self._vendors = folder, nodes, launcher, vendors
+        self.metrics, self._slowdown = folder / "metrics.jsonl", slowdown
+        self._sizes = sizes or [2 // nodes] * nodes
+        self._spares, self._scripts = spares, dict(scripts or {})
+        self._is_mixed = not sizes
+        save = ["--save", str(folder / "save"), "--save-interval", "20"] if saves else []
+        self.words = [*TINY_LLAMA, *corpus.flags, *(layout if self._is_mixed else ()), *save]
+        self.words += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
+        self.words += ["--metrics-file", str(self.metrics), *flags]
+        self._port, self._view = free_port(), free_port()
+        self.words += ["--hetero-metrics-port", str(self._view)]
+        self.launchers = [self.start(node) for node in range(nodes)]
+
+    def start(self, node: int) -> subprocess.Popen[bytes]:
+        place = ["--nproc-per-node", str(self._sizes[node]), "--hetero-restarts", "3"]
+        if self.nodes > 1:
+            least = f"{self.nodes - self._spares}:" if self._spares else ""
+            place += ["--nnodes", f"{least}{self.nodes}", "--node-rank", str(node)]
+            place += ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
+        place += self._launcher
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environ[NODE] = self._name(node)
+        if self._is_mixed:
+            environ |= SIMULATED
+        if self._slowdown:
+            environ["HETERO_SLOWDOWN"] = self._slowdown
+        if self._vendors:
+            environ["HETERO_VENDOR"] = self._vendors[node]
+        script = str(self._scripts.get(node, ENTRY))
+        return subprocess.Popen(
+            [sys.executable, "-m", "hetero.run", *place, script, *self.words],
+            env=environ,
+            stdout=(self.folder / f"node_{node}.out").open("a"),
+            stderr=self._log(node).open("a"),
+        )
+
+    def rank(self, rank: int) -> psutil.Process:
+        """As the live view names it: a standby process keeps its command line as a rank."""
+
+        def pid() -> int | None:
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{self._view}/state") as answer:
+                return json.load(answer)["ranks"][rank].get("pid")
+
+        wait_for(lambda: pid() is not None, seconds=PATIENCE, what=f"a record of rank {rank}")
+        return psutil.Process(pid())
+
+    def kill_node(self, node: int) -> None:
+        """As a host that crashes: its launcher and all that it has started."""
+        for process in self.processes(node):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.launchers[node].wait()
+
+    def processes(self, node: int) -> list[psutil.Process]:
+        """The launcher of a node, and all that it has started."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(NODE) == self._name(node):
+                    found.append(process)
+        return found
+
+    def copies_of_node_1(self) -> list[Path]:
+        """What another launcher of this job has of it in memory."""
+        found = []
+        for index in Path("/dev/shm").glob("hetero-state-*/of_1/iter_*[0-9]/index.json"):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                if str(self.metrics) in index.read_text():
+                    found.append(index.parent)
+        return found
+
+    def said(self, node: int) -> str:
+        """By its launchers and their ranks, on stderr."""
+        return self._log(node).read_text()
+
+    def out(self, node: int) -> str:
+        """What they wrote on stdout."""
+        return (self.folder / f"node_{node}.out").read_text()
+
+    def _name(self, node: int) -> str:
+        return f"{self.folder} {node}"
+
+    def _log(self, node: int) -> Path:
+        return self.folder / f"node_{node}.log"
+
+    def ends(self) -> list[str]:
+        """What each launcher and its ranks wrote on stderr, once all have ended well."""
+        deadline = time.monotonic() + PATIENCE
+        for node, launcher in enumerate(self.launchers):
+            code = launcher.wait(timeout=max(1.0, deadline - time.monotonic()))
+            assert code == 0, self.said(node)
+        return [self.said(node) for node in range(self.nodes)]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of its metrics, an iteration each."""
+        return [row for row in read_rows(self.metrics) if "loss" in row]
+
+    def losses(self) -> dict[int, float]:
+        """By iteration. Those that were trained again have to be the same."""
+        found: dict[int, float] = {}
+        for row in self.rows():
+            assert found.setdefault(row["iteration"], row["loss"]) == row["loss"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> dict[int, float]:
+    job = Job(tmp_path_factory.mktemp("undisturbed"), corpus, nodes=1)
+    job.ends()
+    losses = job.losses()
+    assert list(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+def test_a_killed_rank_is_started_again_and_named(corpus, tmp_path: Path, undisturbed) -> None:
+    job = Job(tmp_path, corpus, nodes=1)
+    wait_for_steps(job.metrics, 50)
+    job.rank(1).kill()
+    (err,) = job.ends()
+    assert (
+        f"the processes of {os.uname().nodename} start again (1 of 3): rank 1 on "
+        f"{os.uname().nodename} (stage 1, nvidia) was killed by SIGKILL" in err
+    )
+    assert job.losses() == undisturbed
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_crashed_comes_back(corpus, tmp_path: Path, undisturbed, node: int) -> None:
+    job = Job(tmp_path, corpus)
+    wait_for_steps(job.metrics, 50)
+    job.kill_node(node)
+    job.launchers[node] = job.start(node)
+    for err in job.ends():
+        assert f"start again (1 of 3): node {node} on {os.uname().nodename} was lost" in err
+    assert job.losses() == undisturbed
+
+
+def test_state_in_memory_survives_a_node_without_a_save(
+    corpus, tmp_path: Path, undisturbed
+) -> None:
+    """The other node's launcher has a copy."""
+    # Slow, or it would be through before there is a copy.
+    flags = ["--hetero-memory-checkpoint-interval", "10"]
+    job = Job(tmp_path, corpus, saves=False, flags=flags, slowdown="nvidia=6")
+    wait_for(lambda: job.copies_of_node_1(), seconds=PATIENCE, what="a copy")
+    job.kill_node(1)
+    job.launchers[1] = job.start(1)
+    said = job.ends()[0]
+    assert re.search(r"resum\w+ .*iteration [1-9]\d* in memory", said + job.out(0))
+    assert job.losses() == undisturbed
+
+
+def test_restarts_are_incidents_that_survive_the_launcher_of_node_0(
+    corpus, tmp_path: Path, undisturbed
+) -> None:
+    report = tmp_path / "report.json"
+    job = Job(
+        tmp_path,
+        corpus,
+        saves=False,
+        flags=["--hetero-memory-checkpoint-interval", "10", "--hetero-report", str(report)],
+    )
+    wait_for_steps(job.metrics, 35)
+    job.rank(1).kill()
+    wait_for_steps(job.metrics, 75)
+    job.kill_node(0)
+    job.launchers[0] = job.start(0)
+    job.ends()
+    assert job.losses() == undisturbed
+    told = json.loads(report.read_text())
+    first, second = [one for one in told["incidents"] if one["kind"] == "restart"]
+    assert "rank 1 on" in first["text"]
+    assert "node 0 on" in second["text"]
+    assert second["time"] - first["time"] > first["seconds"]
+    for one, reached in ((first, 35), (second, 75)):
+        assert one["iteration"] >= reached
+        assert 0 <= one["repeated_steps"] <= one["iteration"]
+        assert one["load_seconds"] > 0
+        assert one["first_step_seconds"] > 0
+        parts = ("detection", "teardown", "rendezvous", "start", "load")
+        assert one["seconds"] == pytest.approx(sum(one[f"{part}_seconds"] for part in parts))
+    goodput = told["goodput"]
+    assert goodput["restarts"] == 2
+    assert goodput["restart_seconds"] == pytest.approx(first["seconds"] + second["seconds"], 1e-3)
+    assert goodput["repeated_steps"] == first["repeated_steps"] + second["repeated_steps"]
+    # What was rolled back is not in it, and each iteration once.
+    last = {row["iteration"]: row for row in map(json.loads, job.metrics.read_text().splitlines())}
+    kept = sum(row["elapsed_ms"] for row in last.values()) / 1000
+    assert goodput["kept_seconds"] == pytest.approx(kept, abs=0.01)
+    assert goodput["kept_seconds"] + goodput["restart_seconds"] < goodput["wall_seconds"]
+    assert goodput["goodput"] == pytest.approx(kept / goodput["wall_seconds"], abs=0.001)
+
+
+WITHOUT_AMD = "meshes:\n- {vendor: nvidia, layers: [4]}\n"
+LAYOUTS = {
+    "pipeline": [*MIXED[:2], "nvidia", "amd", *MIXED[4:]],
+    "data parallel": "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1".split(),
+}
+
+
+@dataclass(frozen=True)
+class Survival:
+    """A job that has lost a vendor and got it back."""
+
+    job: Job
+    errors: list[str]
+    plan: Path
+    """What the other vendor's node is expected to run alone."""
+    full: dict[int, float]
+    """The losses of the same layout without a loss."""
+
+    @property
+    def resumed(self) -> list[int]:
+        """The iterations from which the fallback's plan, and then the full one, went on."""
+        found = re.findall(r"resumed from iteration (\d+) on disk", self.job.out(0))
+        return list(map(int, found))
+
+    def under_fallback(self) -> list[dict[str, Any]]:
+        """The steps between the loss and the return."""
+        rows, (began, ended) = self.job.rows(), self.resumed
+        starts = [place for place, row in enumerate(rows) if row["iteration"] == began + 1]
+        rows = rows[starts[:2][-1] :]
+        ends = [place for place, row in enumerate(rows) if row["iteration"] == ended + 1]
+        return rows[: ends[-1]]
+
+
+@pytest.fixture(scope="module", params=["pipeline", "data parallel"])
+def survival(request, corpus, undisturbed, tmp_path_factory) -> Survival:
+    """With a plan file for the pipeline; the planner finds the same plan for the replicas."""
+    folder, layout = tmp_path_factory.mktemp("lost_vendor"), LAYOUTS[request.param]
+    plan, full = folder / "without_amd.yaml", undisturbed
+    plan.write_text(WITHOUT_AMD)
+    fallback, saves = str(plan), ["--save-interval", "5"]
+    if layout is not LAYOUTS["pipeline"]:
+        # Saves are always under way, also at the loss and at the return.
+        fallback, saves = "auto", ["--save-interval", "1", "--async-save"]
+        (folder / "full").mkdir()
+        whole = Job(folder / "full", corpus, nodes=1, layout=layout, saves=False)
+        whole.ends()
+        full = whole.losses()
+    job = Job(
+        folder,
+        corpus,
+        launcher=["--hetero-fallback", fallback],
+        vendors=("nvidia", "amd"),
+        layout=layout,
+        flags=saves,
+        slowdown="nvidia=2",  # or it would be through before the lost node is back
+    )
+    wait_for_steps(job.metrics, 15)
+    job.kill_node(1)
+    wait_for(lambda: "the plan is now" in job.said(0), seconds=PATIENCE, what="a fallback")
+    job.launchers[1] = job.start(1)
+    return Survival(job, job.ends(), plan, full)
+
+
+def test_a_lost_vendor_is_done_without_until_it_is_back(survival: Survival) -> None:
+    host, errors = os.uname().nodename, survival.errors
+    assert f"start again (1 of 3): node 1 on {host} was lost; the plan is now " in errors[0]
+    for said in errors:
+        assert "start again (1 of 3): lost nodes are back" in said
+    began, ended = survival.resumed
+    assert 0 < began < ended < STEPS
+    rows = survival.job.rows()
+    assert {row["iteration"] for row in rows} == set(range(1, STEPS + 1))
+    assert not any(row["skipped"] for row in rows)
+
+
+def test_with_auto_the_planner_chooses_the_plan(survival: Survival) -> None:
+    plan = "auto (nvidia: layers 4, TP 1, DP 1, micro-batch 1, recompute none)"
+    said = survival.errors[0]
+    if "--hetero-data-shares" in survival.job.words:
+        assert f"without amd the plan is {plan}" in said
+        assert f"the plan is now {plan}" in said
+        assert "for the choice of plans all ranks are taken to be equally fast" in said
+    else:
+        assert f"the plan is now {survival.plan}" in said
+
+
+def test_every_step_of_a_run_that_lost_a_vendor_trains_what_the_full_plan_does(
+    survival: Survival,
+) -> None:
+    for row in survival.job.rows():
+        full = survival.full[row["iteration"]]
+        assert row["loss"] == pytest.approx(full, rel=1e-6, abs=0), row["iteration"]
+
+
+def test_steps_that_were_trained_again_by_another_plan_had_the_same_loss(
+    survival: Survival,
+) -> None:
+    """By the log, which rounds to seven digits: the metrics keep the last attempt alone."""
+    said = survival.job.out(0) + survival.job.out(1)
+    logged = re.findall(r"iteration +(\d+)/ .* lm loss: (\S+)", said)
+    assert len(logged) >= STEPS
+    for iteration, loss in logged:
+        full = survival.full[int(iteration)]
+        assert float(loss) == pytest.approx(full, rel=2e-6, abs=0), iteration
+
+
+def test_the_steps_without_the_vendor_are_those_of_a_run_started_by_hand(
+    corpus, tmp_path: Path, survival: Survival
+) -> None:
+    """On the plan of the nodes that are left, from the same checkpoint, to the last bit."""
+    began = survival.resumed[0]
+    flags = [*TINY_LLAMA, *corpus.flags, "--hetero-pipeline", "--hetero-plan", str(survival.plan)]
+    flags += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
+    flags += ["--load", str(survival.job.folder / "save"), "--ckpt-step", str(began)]
+    by_hand = train(flags, 1, tmp_path, environ={**SIMULATED, "HETERO_VENDOR": "nvidia"})
+    steps = survival.under_fallback()
+    assert [row["iteration"] for row in steps] == [*range(began + 1, began + 1 + len(steps))]
+    assert [row["loss"] for row in steps] == by_hand.losses[: len(steps)]
+    assert [row["grad_norm"] for row in steps] == by_hand.grad_norms[: len(steps)]
+
+
+FLIPS = """
+import json
+import os
+import torch
+from megatron.hetero.trainer import Trainer
+
+step = Trainer.train_step
+
+def flip_and_step(self, batches):
+    if self.iteration == 33:
+        parameter = dict(self.model.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
+        parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20
+    step(self, batches)
+
+Trainer.train_step = flip_and_step
+"""
+
+
+def test_a_node_whose_rank_flips_a_bit_is_left_out_and_a_spare_takes_its_place(
+    corpus, tmp_path: Path
+) -> None:
+    """Two ranks on node 0, one on node 1, whose weight is wrong from step 34 on, and a spare.
+
+    One of the next states would be kept after step 40.
+    """
+    flags = ["--global-batch-size", "6", "--hetero-memory-checkpoint-interval", "10"]
+    flags += ["--check-weight-hash-across-dp-replicas-interval", "100", "--train-iters", "60"]
+    folders = [tmp_path / name for name in ("undisturbed", "evicted")]
+    for folder in folders:
+        folder.mkdir()
+    sizes = {"nodes": 3, "sizes": (2, 1, 1), "spares": 1, "saves": False, "flags": flags}
+    evicts = ["--hetero-evict"]
+    whole = Job(folders[0], corpus, nodes=1, sizes=(3,), saves=False, flags=flags)
+    whole.ends()
+    script = changed_entry(tmp_path, FLIPS)
+    job = Job(folders[1], corpus, launcher=evicts, scripts={1: script}, **sizes)
+    codes = [launcher.wait(timeout=PATIENCE) for launcher in job.launchers]
+    assert codes == [0, 3, 0], "".join(map(job.said, range(3)))
+    host = os.uname().nodename
+    told = (
+        rf"the node {host} leaves the job \(--hetero-evict\): parameters that ranks have in common "
+        rf"differ after iteration [456]0: rank 2 on {host} \(stage 0, cpu\) differs from most that "
+        r"hold the same, first in decoder\.layers\.1\.mlp\.linear_fc2\.weight"
+    )
+    assert re.search(told, job.said(1))
+    assert f"node 1 on {host} was lost" in job.said(0)
+    assert re.search(r"resumed from iteration [123]0 in memory", job.out(0) + job.said(0))
+    last = {row["iteration"]: row["loss"] for row in read_rows(job.metrics)}
+    assert last == whole.losses()

@@ -1,0 +1,313 @@
+"""The flight recorder: what PyTorch's analyser and people read of a script's last calls."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetero.observe.flight_recorder import (
+    FlightRecorder,
+    active_library_calls,
+    dump,
+    flight_recorder,
+)
+from hetero.observe.record import CallEntry, GroupEntry, Recorder, recorder
+from tests.commands import ROOT
+from tests.hetero.collectives.ranks import Side, run_ranks
+
+SCRIPT = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+
+how = sys.argv[1]
+dist.init_process_group("hetero", timeout=datetime.timedelta(seconds=6 if how == "late" else 60))
+rank = dist.get_rank()
+for _ in range(3):
+    dist.all_reduce(torch.ones(4, 2))
+plain = dist.new_group([0, 1], backend="gloo", group_desc="of one vendor")
+if rank < 2:
+    dist.all_reduce(torch.ones(3), group=plain)
+if rank == 0:
+    dist.send(torch.ones(2, 2), 2, tag=5)
+if rank == 2:
+    dist.recv(torch.ones(2, 2), 0, tag=5)
+print("ready", flush=True)
+while how == "waits" and not os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
+if how == "late" and rank == 2:
+    time.sleep(4)
+dist.all_reduce(torch.ones(1))
+print(rank, "ended", flush=True)
+"""
+
+
+def mismatch(side: Side) -> str:
+    """A scenario: ranks 0 and 1 call the same, rank 2 another operation or size."""
+    served = record_into(side.options["folder"], side.rank)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4, 2))
+    differs = side.rank == 2
+    try:
+        if differs and side.options["how"] == "operation":
+            dist.broadcast(torch.ones(5), 0)
+        else:
+            dist.all_reduce(torch.ones(6 if differs else 5))
+    except RuntimeError as error:
+        served.flush()
+        return str(error)
+    return ""
+
+
+def inside_library(side: Side) -> list[str]:
+    """A scenario: what rank 0 knows of a call of gloo that rank 1 makes later, and after it."""
+    plain = dist.new_group([0, 1], backend="gloo", timeout=timedelta(seconds=60))
+    said = []
+    if side.rank == 0:
+        work = dist.all_reduce(torch.ones(7), group=plain, async_op=True)
+        (call,) = active_library_calls()
+        said.append(f"{call}, {call.sizes}, of {call.timeout:g} s, {call.state}")
+        side.say("called")
+        work.wait()
+        said += map(str, active_library_calls())
+    if side.rank == 1:
+        side.hear("called")
+        dist.all_reduce(torch.ones(7), group=plain)
+    return said
+
+
+def record_into(folder: str, rank: int) -> FlightRecorder:
+    recorder().rank = rank
+    served = flight_recorder()
+    served.folder = Path(folder)
+    served.start()
+    return served
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start three ranks of two simulated vendors, which dump into `tmp_path / "dumps"`."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HETERO_VENDOR": "amd*2,nvidia"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "hetero.run", "--nproc-per-node", "3", str(script), *words],
+                env=os.environ | own | {"HETERO_FLIGHT_RECORDER": str(tmp_path / "dumps")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def analysed(folder: Path) -> str:
+    """What PyTorch's `torchfrtrace` says of the dumps in a folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def wait_for_files(folder: Path, names: set[str], *, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not (folder.exists() and names <= {path.name for path in folder.iterdir()}):
+        assert time.monotonic() < deadline, sorted(folder.glob("*"))
+        time.sleep(0.05)
+
+
+FILES = {f"rank_{rank}" for rank in range(3)} | {f"rank{rank}.txt" for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("operation", ["COLLECTIVE_TYPE_MISMATCH", "'broadcast'", "'all_reduce'"]),
+        ("size", ["SIZE_OR_SYNTAX_MISMATCH", "[[5]]", "[[6]]"]),
+    ],
+)
+def test_torchfrtrace_names_a_mismatch(tmp_path: Path, how: str, said: list[str]) -> None:
+    outcomes = run_ranks(mismatch, ("amd", "amd", "nvidia"), how=how, folder=str(tmp_path))
+    assert ["different collectives" in str(outcome.value) for outcome in outcomes] == [True] * 3
+    found = analysed(tmp_path)
+    assert "Collective sequence number: 4 has errors" in found
+    assert [word for word in said if word not in found] == []
+    assert found.count("sequence number") == 1
+
+
+def test_signals_to_the_launcher_show_every_rank_and_the_script_goes_on(
+    launch: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launch("waits", str(tmp_path / "go"))
+    assert process.stdout is not None
+    said = ""
+    while said.count("ready") < 3:  # what ranks print at a time may be one line
+        line = process.stdout.readline()
+        assert line
+        said += line
+    process.send_signal(signal.SIGUSR2)
+    wait_for_files(tmp_path / "dumps", FILES)
+    # All ranks have made the same calls, and torchfrtrace finds nothing to say of them.
+    assert "sequence number" not in analysed(tmp_path / "dumps")
+    text = (tmp_path / "dumps" / "rank0.txt").read_text()
+    assert "why: SIGUSR2" in text
+    assert "all_reduce number 3 of 0, [[4, 2]] float32, completed" in text
+    assert "send 0->1 number 1 of 0 0->2 tag 5, [[2, 2]] float32, completed" in text
+    assert "1 (gloo): ranks 0, 1" in text
+    assert f"{tmp_path}/script.py:" in text
+    for number in (signal.SIGUSR1, signal.SIGQUIT):
+        process.send_signal(number)
+        time.sleep(1.5)
+    (tmp_path / "go").touch()
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    # Their lines may mix.
+    assert out.count("ended") == 3
+    assert sorted(re.findall(r"\d", out)) == ["0", "1", "2"]
+    assert f"the last calls are in {tmp_path}/dumps (SIGUSR2)" in errors
+    # The stacks of three ranks for each of two signals, which all write at once: on a busy host
+    # their lines mix, and only some are whole.
+    assert "Current thread 0x" in errors, errors
+    assert f'{tmp_path}/script.py", line' in errors, errors
+
+
+def test_a_call_that_uses_a_third_of_its_timeout_is_dumped_before_it_fails(
+    launch: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launch("late")
+    _, errors = process.communicate(timeout=120)
+    # Rank 2 came after 4 of 6 s: nothing has failed.
+    assert process.returncode == 0, errors
+    assert {"rank_0", "rank_1"} <= {path.name for path in (tmp_path / "dumps").iterdir()}
+    text = (tmp_path / "dumps" / "rank0.txt").read_text()
+    assert "why: all_reduce as number 4 of 0 takes " in text
+    assert " s of its timeout of 6 s" in text
+    calls = pickle.loads((tmp_path / "dumps" / "rank_0").read_bytes())["entries"]
+    last = [call for call in calls if call["process_group"][0] == "0"][-1]
+    assert (last["collective_seq_id"], last["state"]) == (4, "started")
+
+
+def test_a_call_inside_the_vendors_library_is_known_while_it_lasts() -> None:
+    outcomes = run_ranks(inside_library, ("amd", "amd"), backend="gloo")
+    (said,) = outcomes[0].value
+    # The name of a group is a number, or a hash of its ranks.
+    assert re.fullmatch(r"all_reduce as number 1 of \w+, \(\(7,\),\), of 60 s, scheduled", said)
+
+
+def recorded(iterations: int, *, each: int, rank: int = 0, beside: int = 0) -> Recorder:
+    """A record of a training with `each` calls of all ranks an iteration, and others `beside`."""
+    record = Recorder()
+    record.rank = rank
+    record.add_group(GroupEntry(name="all", ranks=(0, 1), backend="hetero"))
+    number = 0
+    for iteration in range(1, iterations + 1):
+        record.begin_iteration(iteration)
+        for _ in range(each):
+            number += 1
+            call = CallEntry("all", number, "all_reduce", "float32", ((4,),))
+            call.started, call.completed = call.created, call.created + 1
+            record.add_call(call)
+        for _ in range(beside):
+            record.add_call(CallEntry("own", number, "all_reduce", "float32", ((4,),)))
+    return record
+
+
+def test_a_ring_that_has_overflowed_begins_at_a_whole_iteration() -> None:
+    record = recorded(700, each=3)
+    entries = dump(record, "")["entries"]
+    # The last 2,000 calls begin amid iteration 34.
+    assert entries[0]["record_id"] == 35
+    assert entries[0]["collective_seq_id"] == 34 * 3 + 1
+    assert entries[-1]["record_id"] == 700
+
+
+def test_rings_of_different_lengths_are_compared_where_both_have_calls(tmp_path: Path) -> None:
+    """A rank that makes more calls beside the common ones has forgotten more of these."""
+    for rank in (0, 1):
+        record = recorded(700, each=3, rank=rank, beside=5 * rank)
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump(record, "")))
+    assert "sequence number" not in analysed(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_told_once_and_raises_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    served = FlightRecorder(Recorder())
+    served.folder = tmp_path / "file" / "dumps"
+    served.start()
+    for _ in range(2):
+        served.request("to see")
+        served.flush(seconds=20)
+    errors = capfd.readouterr().err
+    assert errors.count("no dump of the flight recorder can be written") == 1
+
+
+def test_files_of_ranks_that_this_job_lacks_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    kept = ["rank_1", "rank1.txt", "rank_notes", "notes.txt"]
+    for name in [*kept, "rank_2", "rank2.txt"]:
+        (tmp_path / name).write_text("")
+    served = FlightRecorder(Recorder())
+    served.folder = tmp_path
+    served.start()
+    served.request("to see")
+    served.flush(seconds=20)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*kept, "rank_0", "rank0.txt"}
+
+
+def test_a_forked_child_leaves_signals_to_its_parent(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, time
+from pathlib import Path
+from hetero.observe.flight_recorder import flight_recorder
+recorder = flight_recorder()
+recorder.folder = Path({str(tmp_path / "dumps")!r})
+recorder.answer_signals()
+child = os.fork()
+if not child:
+    time.sleep(60)
+time.sleep(0.2)
+os.kill(child, signal.SIGUSR2)
+time.sleep(1.5)
+print(recorder.folder.exists(), os.waitpid(child, os.WNOHANG) == (0, 0))
+os.kill(child, signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "False True\n"

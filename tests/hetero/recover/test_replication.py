@@ -1,0 +1,215 @@
+"""State travels between two nodes: whole, compared, and to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero.errors import HeteroError
+from hetero.recover.choose import choose
+from hetero.recover.node_state import NodeState
+from hetero.recover.replication import Peer, Replicator, StateClient, StateServer, fetch
+from hetero.recover.stored_files import folder_name
+from tests.hetero.recover.played_state import content, rank_file, write_generation
+from tests.sentences import sentence_of
+
+TOKEN = "secret of the job"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[NodeState]]:
+    made = [NodeState.create(base=tmp_path, say=print) for _ in range(2)]
+    yield made
+    for state in made:
+        state.close()
+
+
+@pytest.fixture
+def peers(nodes: list[NodeState]) -> Iterator[dict[int, Peer]]:
+    servers = [StateServer(state, token=TOKEN) for state in nodes]
+    yield {n: Peer(n, "127.0.0.1", one.port, TOKEN) for n, one in enumerate(servers)}
+    for server in servers:
+        server.close()
+
+
+def copy_of(state: NodeState, node: int, iteration: int, rank: int) -> bytes:
+    return (state.folder / f"of_{node}" / folder_name(iteration) / rank_file(rank)).read_bytes()
+
+
+def test_a_server_tells_what_its_node_has_and_sends_files(nodes, peers, tmp_path: Path) -> None:
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0])
+    with StateClient(peers[0]) as client:
+        assert client.inventory() == nodes[0].inventory()
+        client.save(f"iter_0000010/{rank_file(0)}", tmp_path / "got")
+        assert (tmp_path / "got").read_bytes() == content(0, 10)
+        with pytest.raises(HeteroError, match="no longer has iter_0000010"):
+            client.save(f"iter_0000010/{rank_file(1)}", tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{"token": "other", "ask": "inventory"}, {"ask": "inventory"}, [], {"token": 7}],
+)
+def test_a_stranger_is_told_nothing(peers, request_: object) -> None:
+    with socket.create_connection(("127.0.0.1", peers[0].port), timeout=30) as stranger:
+        stranger.sendall(json.dumps(request_).encode() + b"\n")
+        assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("noise", [b"\x16\x03\x01" * 40 + b"\n", b"x" * 10_000])
+def test_noise_is_answered_with_the_end_of_the_connection(peers, noise: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", peers[0].port), timeout=30) as stranger:
+        stranger.sendall(noise)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "path", ["owner.lock", "../x", "iter_0000010/../owner.lock", "/etc/passwd"]
+)
+def test_nothing_but_state_can_be_asked_for(peers, path: str) -> None:
+    with StateClient(peers[0]) as client:
+        assert "no such request" in sentence_of(client.text, path, error=HeteroError)
+
+
+def test_a_partner_keeps_the_two_newest_generations(nodes, peers) -> None:
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0])
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.01, say=print)
+    try:
+        for iteration in (10, 20, 30):
+            write_generation(nodes[0].folder, iteration, world=2, ranks=[0])
+            wait_for(lambda iteration=iteration: replicator.newest == iteration)
+        wait_for(lambda: [one.iteration for one in nodes[1].copies_of(0)] == [30, 20])
+        assert copy_of(nodes[1], 0, 30, 0) == content(0, 30)
+    finally:
+        replicator.close()
+
+
+def test_copies_of_a_lost_node_stay_and_one_line_says_that_it_is_gone(nodes) -> None:
+    server = StateServer(nodes[0], token=TOKEN)
+    peer = Peer(0, "127.0.0.1", server.port, TOKEN)
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0])
+    said: list[str] = []
+    replicator = Replicator(nodes[1], peer, poll_seconds=0.01, say=said.append)
+    try:
+        wait_for(lambda: replicator.newest == 10)
+        server.close()
+        wait_for(lambda: replicator.problem is not None)
+        assert replicator.newest == 10
+    finally:
+        replicator.close()
+    (line,) = said
+    assert "node 0" in line
+
+
+def test_a_spare_without_state_takes_no_copy_from_its_partner(nodes, peers) -> None:
+    write_generation(nodes[1].folder / "of_0", 10, world=2, ranks=[0])
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.01, say=print)
+    try:
+        time.sleep(0.2)
+        assert replicator.newest == 10
+    finally:
+        replicator.close()
+
+
+def test_a_node_that_has_all_of_a_generation_copies_none_of_it(nodes, peers) -> None:
+    """As after a restart, when every node has fetched what it lacked."""
+    for state in nodes:
+        write_generation(state.folder, 10, world=2, ranks=[0, 1])
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.02)
+    write_generation(nodes[0].folder, 20, world=2, ranks=[0])
+    wait_for(lambda: replicator.newest == 20)
+    replicator.close()
+    assert [one.iteration for one in nodes[1].copies_of(0)] == [20]
+
+
+def test_what_an_abandoned_attempt_left_makes_room_for_the_next(nodes, peers) -> None:
+    for iteration in (110, 120):
+        write_generation(nodes[1].folder / "of_0", iteration, world=2, ranks=[0])
+    write_generation(nodes[0].folder, 100, world=2, ranks=[0])
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.01, say=print)
+    try:
+        wait_for(lambda: [one.iteration for one in nodes[1].copies_of(0)] == [100])
+        write_generation(nodes[0].folder, 110, world=2, ranks=[0], attempt="second")
+        wait_for(lambda: replicator.newest == 110)
+        assert copy_of(nodes[1], 0, 110, 0) == content(0, 110, "second")
+        digest = write_generation(nodes[0].folder, 110, world=2, ranks=[0], attempt="third")
+        wait_for(lambda: nodes[1].copies_of(0)[0].digest == digest)
+    finally:
+        replicator.close()
+
+
+def test_a_damaged_file_is_not_kept_as_a_copy(nodes, peers) -> None:
+    write_generation(nodes[0].folder, 10, world=1, ranks=[0])
+    write_generation(nodes[0].folder, 20, world=1, ranks=[0])
+    path = nodes[0].folder / "iter_0000020" / rank_file(0)
+    path.write_bytes(bytes(len(path.read_bytes())))
+    said: list[str] = []
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.01, say=said.append)
+    try:
+        wait_for(lambda: replicator.problem is not None)
+        assert replicator.newest == 10
+    finally:
+        replicator.close()
+    assert "rank_00000.safetensors has other bytes" in said[0]
+
+
+def resume(nodes: list[NodeState], peers: dict[int, Peer], *, node: int) -> None:
+    choice = choose({n: state.inventory() for n, state in enumerate(nodes)}, None)
+    fetch(nodes[node], choice, node=node, peers=peers)
+
+
+def test_a_node_fetches_the_files_that_it_lacks(nodes, peers) -> None:
+    for node in range(2):
+        write_generation(nodes[node].folder, 10, world=2, ranks=[node])
+    for node in range(2):
+        resume(nodes, peers, node=node)
+        (found,) = nodes[node].generations()
+        assert found.present == {rank_file(0), rank_file(1)}
+
+
+def test_a_spare_gets_everything_of_the_lost_node_from_its_partner(nodes, peers) -> None:
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0])
+    write_generation(nodes[0].folder / "of_1", 10, world=2, ranks=[1])
+    for node in (1, 0):
+        resume(nodes, peers, node=node)
+        folder = nodes[node].folder / "iter_0000010"
+        assert [(folder / rank_file(r)).read_bytes() for r in range(2)] == [
+            content(0, 10),
+            content(1, 10),
+        ]
+    own = nodes[0].folder / "iter_0000010" / rank_file(1)
+    copy = nodes[0].folder / "of_1" / "iter_0000010" / rank_file(1)
+    assert own.samefile(copy), "takes no memory of its own"
+
+
+def test_a_damaged_file_ends_a_fetch_and_names_the_node(nodes, peers) -> None:
+    for node in range(2):
+        write_generation(nodes[node].folder, 10, world=2, ranks=[node])
+    path = nodes[1].folder / "iter_0000010" / rank_file(1)
+    path.write_bytes(bytes(len(path.read_bytes())))
+    said = sentence_of(resume, nodes, peers, node=0, error=HeteroError)
+    assert "node 1 at 127.0.0.1" in said
+    assert "rank_00001.safetensors has other bytes" in said
+    assert [one.present for one in nodes[0].generations()] == [{rank_file(0)}]
+
+
+def test_a_server_that_is_gone_is_named(nodes, peers) -> None:
+    for node in range(2):
+        write_generation(nodes[node].folder, 10, world=2, ranks=[node])
+    gone = {**peers, 1: replace(peers[1], port=1)}
+    assert "node 1 at 127.0.0.1:1" in sentence_of(resume, nodes, gone, node=0, error=HeteroError)
