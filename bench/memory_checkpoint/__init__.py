@@ -1,0 +1,1 @@
+"""What bench/memory_checkpoint_cost.py starts."""

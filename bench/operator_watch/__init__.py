@@ -1,0 +1,1 @@
+"""What bench/operator_watch_cost.py starts."""

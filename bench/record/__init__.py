@@ -1,0 +1,1 @@
+"""What bench/record_cost.py starts."""

@@ -1,0 +1,1 @@
+"""Jobs that lose ranks and nodes, for measurements of what that costs."""
