@@ -21,6 +21,7 @@
 #                      as the flags of these names; the batches count sequences
 #   SAVE, SAVE_INTERVAL  folder for checkpoints, from which a run also goes on, and iterations
 #                      between two; left out: none are written
+#   LAUNCHER_FLAGS     more flags of hetero.run on a node, as "--hetero-restarts 10"
 #   PYTHON             interpreter with PyTorch for the GPUs of this machine
 #   OMP_NUM_THREADS    threads of each process on the CPU; left out: its share of the cores
 
@@ -243,7 +244,8 @@ share_host() {
 # This machine's part of a run over the nodes of all meshes, the first mesh's first.
 launch_on_a_node() { # NODE_RANK
     : "${NODES:=1}" "${GPUS:=8}" "${MASTER_PORT:=29500}"
-    local nodes gpus own=0 all=0 nics=()
+    local nodes gpus own=0 all=0 nics=() launcher
+    read -ra launcher <<<"${LAUNCHER_FLAGS:-}"
     require_vendors
     each_mesh NODES "$NODES" nodes
     each_mesh GPUS "$GPUS" gpus
@@ -259,7 +261,7 @@ launch_on_a_node() { # NODE_RANK
         PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" \
         "$PYTHON" -m hetero.run --nnodes "$all" --node-rank "$1" \
         --nproc-per-node "${gpus[own]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-        "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
+        "${launcher[@]}" "$ROOT/pretrain_gpt.py" "${FLAGS[@]}" "${nics[@]}"
 }
 
 # The nodes of all meshes in `all`, and this node's mesh in `own`, of its caller's nodes and gpus.

@@ -27,6 +27,8 @@
 #                        images in which pyxis starts each side, and what is mounted in both beside
 #                        the checkout, as in "/data:/data"
 #   MASTER_PORT          a free port of the first node (made from the job's number)
+#   LAUNCHER_FLAGS       with --hetero-restarts in it the job outlives the loss of a node; submit it
+#                        with sbatch --no-kill then
 set -euo pipefail
 
 refuse() {
@@ -72,9 +74,13 @@ choose_container() { # VENDOR
             --container-workdir="$ROOT")
 }
 
-# One step over all components: when a node fails, all end. The one task of a node starts its ranks,
-# so it must not be bound to one core.
-step=(--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
+# One step over all components: when a node fails, all end, unless the launchers go on without it.
+# The one task of a node starts its ranks, so it must not be bound to one core.
+step=(--ntasks-per-node=1 --cpu-bind=none)
+case " ${LAUNCHER_FLAGS:-} " in
+*" --hetero-restarts "*) step+=(--no-kill --kill-on-bad-exit=0) ;;
+*) step+=(--kill-on-bad-exit=1) ;;
+esac
 components=()
 for component in "${!vendors[@]}"; do
     choose_container "${vendors[component]}"
