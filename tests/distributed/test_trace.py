@@ -95,14 +95,22 @@ ALL = ["mixed", "apart", "interleaved", "replicas"]
 def test_the_spans_of_every_rank_add_up_to_the_step(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """The step as the training loop measures it, and as the metrics file has it."""
+    """The step as the training loop measures it, and as the metrics file has it.
+
+    What lies between the trace's step and the loop's is a few lines of Python, in which a busy
+    machine may hold the rank up: it has to be small in one of the steps only.
+    """
     found: Run = request.getfixturevalue(name)
     assert found.trace.iterations == TRACED
     assert [rank.rank for rank in found.trace.ranks] == [0, 1]
     for rank in found.trace.ranks:
         assert rank.is_on_gpu == torch.cuda.is_available()
+        shares = [covered(rank, iteration) for iteration in TRACED]
+        assert 0.95 < max(shares) <= 1, shares
         for iteration in TRACED:
-            assert covered(rank, iteration) == pytest.approx(1, rel=0.02)
+            begin, end = rank.steps[iteration]
+            filled = sum(inside for _, inside in rank.of_step(iteration))
+            assert filled == pytest.approx(end - begin, rel=0.02 if rank.is_on_gpu else 1e-6)
     for iteration in TRACED:
         measured = found.rows[iteration - 1]["elapsed_ms"] / 1e3
         assert found.trace.ranks[0].seconds[iteration] == pytest.approx(measured, rel=1e-6)
