@@ -15,7 +15,8 @@ AUTO_FLAG = f"--hetero-fallback {AUTO}"
 _CONFIG_FILE = "--yaml-cfg"
 _FLAGS = frozenset(
     {"--hetero-plan", "--hetero-vendors", "--hetero-data-parallel", "--hetero-recompute"}
-    | {"--hetero-tensor-sizes", "--hetero-data-sizes", "--hetero-micro-batch-sizes"}
+    | {"--hetero-tensor-sizes", "--hetero-context-sizes", "--hetero-data-sizes"}
+    | {"--hetero-micro-batch-sizes"}
     | {"--hetero-pipeline", "--hetero-pipeline-sizes", "--hetero-pipeline-layers"}
     | {"--hetero-data-shares"}
     | {"--tensor-model-parallel-size", "--pipeline-model-parallel-size"}

@@ -51,6 +51,7 @@ class RankDescription:
     mesh: int | None = None
     stage: int | None = None
     data: int | None = None
+    context: int | None = None
     tensor: int | None = None
 
 
@@ -61,6 +62,7 @@ class MeshDescription:
     mesh: int
     vendor: str
     tensor: int
+    context: int
     data: int
     stages: tuple[int, ...]
 

@@ -29,17 +29,20 @@ from hetero.plan import Plan
 CROSSING_BACKEND = "hetero"
 CONTROL_BACKEND = "gloo"
 
-_CARRIES_THE_MODEL = frozenset({"data", "embedding"})
+_CARRIES_THE_MODEL = frozenset({"data_context", "embedding"})
 """Kinds whose groups reduce or gather gradients and weights, on the model's device."""
 
 _VARYING_COORDINATES: dict[str, frozenset[str]] = {
     "single": frozenset(),
     "tensor": frozenset({"tensor"}),
+    "context": frozenset({"context"}),
+    "tensor_context": frozenset({"tensor", "context"}),
     "data": frozenset({"data"}),
-    "tensor_data": frozenset({"tensor", "data"}),
+    "data_context": frozenset({"data", "context"}),
+    "tensor_data_context": frozenset({"tensor", "data", "context"}),
     "pipeline": frozenset({"stage"}),
     "model": frozenset({"stage", "tensor"}),
-    "world": frozenset({"stage", "tensor", "data"}),
+    "world": frozenset({"stage", "tensor", "data", "context"}),
 }
 """The coordinates in which the ranks of a group differ; the others are equal."""
 
@@ -68,8 +71,12 @@ class Groups:
 
     single: dist.ProcessGroup
     tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
+    tensor_context: dist.ProcessGroup
     data: dist.ProcessGroup
-    tensor_data: dist.ProcessGroup
+    data_context: dist.ProcessGroup
+    """The ranks that hold the same weights, over which gradients are reduced."""
+    tensor_data_context: dist.ProcessGroup
     pipeline: dist.ProcessGroup | StageOrder
     model: dist.ProcessGroup
     world: dist.ProcessGroup
@@ -77,11 +84,12 @@ class Groups:
 
     def data_links(self) -> list[Link]:
         """The links between replicas of different vendors."""
-        return self.data.links() if isinstance(self.data, HeteroProcessGroup) else []
+        group = self.data_context
+        return group.links() if isinstance(group, HeteroProcessGroup) else []
 
     def check(self) -> None:
         """Raise the error of a failed group across vendors. Call it after synchronising the GPU."""
-        for group in (self.data, self.embedding):
+        for group in (self.data_context, self.embedding):
             if isinstance(group, HeteroProcessGroup):
                 group.check()
 
@@ -143,9 +151,10 @@ def _ranks_along(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int,
         for block in plan.blocks_of_stage(stage):
             mesh = plan.meshes[block.mesh]
             found += [
-                plan.rank_at(stage, data=data, tensor=tensor)
+                plan.rank_at(stage, data=data, context=context, tensor=tensor)
                 for data in (block.replicas if "data" in differ else [here.data])
                 if data in block.replicas
+                for context in along("context", mesh.context)
                 for tensor in along("tensor", mesh.tensor)
             ]
     return tuple(sorted(found))
@@ -170,7 +179,11 @@ def planned_groups(
         crosses = len(ends) > 1  # Ranks of a mesh are consecutive, and `ranks` are ascending.
         backend = vendor_backend
         if crosses:
-            backend = crossing_backend if kind in _CARRIES_THE_MODEL else CONTROL_BACKEND
+            # Without context parallelism the data-parallel group is the one of the gradients.
+            carries = kind in _CARRIES_THE_MODEL or (
+                kind == "data" and ranks == members(plan, rank, "data_context")
+            )
+            backend = crossing_backend if carries else CONTROL_BACKEND
         planned[kind] = known.setdefault(
             (ranks, backend),
             GroupPlan(name=f"{kind} {ranks[0]}", ranks=ranks, backend=backend, crosses=crosses),

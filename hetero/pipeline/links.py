@@ -178,7 +178,8 @@ def _is_direct(plan: Plan, edge: Edge) -> bool:
     source, target = (
         plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in (edge.source, edge.target)
     )
-    if (source.tensor, source.data) != (target.tensor, target.data):
+    shapes = {(mesh.tensor, mesh.context, mesh.data) for mesh in (source, target)}
+    if len(shapes) > 1:
         return False
     splits = source.tensor == 1 or bool(source.sequence_parallel and target.sequence_parallel)
     return splits or not edge.is_boundary

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hetero.link.base import Link, Work
 from hetero.plan.plan import Layout, slabs
 
-Piece = tuple[int, slice, slice]
+Piece = tuple[int, tuple[slice, ...], slice]
 """Number of the peer in its stage; rows and sequences of a slab, counted from this rank's part."""
 
 
@@ -73,10 +73,15 @@ class ReshardedEdge:
         """Send every slab of the tensor; its memory must not change until all have gone."""
         part = tensor.detach()
         if self._gathers_over is not None:
-            rows = self._end.own.part(self._end.place, self._end.sequence)
-            part = part[rows.start : rows.stop]
-        pieces = _pieces(self._end, tensor.shape[1])
-        return _AllOf([self._by_peer[peer].send(part[rows, batch]) for peer, rows, batch in pieces])
+            own = self._end.own.own_rows(self._end.place, self._end.sequence)
+            part = part[own.start : own.stop]
+        works = []
+        for peer, rows, batch in _pieces(self._end, tensor.shape[1]):
+            parts = [part[each, batch] for each in rows]
+            works.append(
+                self._by_peer[peer].send(parts[0] if len(parts) == 1 else torch.cat(parts))
+            )
+        return _AllOf(works)
 
     def recv(self, tensor: torch.Tensor) -> Work:
         """Receive into a contiguous tensor, which is complete after `wait()`.
@@ -91,9 +96,13 @@ class ReshardedEdge:
             gather = partial(_gather, part, whole, self._gathers_over)
         receives = []
         for peer, rows_, batch in _pieces(self._end, tensor.shape[1]):
-            target = part[rows_, batch]
-            buffer = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-            receives.append((self._by_peer[peer].recv(buffer), buffer, target))
+            targets = [part[each, batch] for each in rows_]
+            if len(targets) == 1 and targets[0].is_contiguous():
+                buffer, targets = targets[0], []
+            else:
+                count = sum(len(target) for target in targets)
+                buffer = targets[0].new_empty((count, *targets[0].shape[1:]))
+            receives.append((self._by_peer[peer].recv(buffer), buffer, targets))
         return _Received(receives, gather)
 
 
@@ -114,21 +123,23 @@ class _AllOf(Work):
 
 
 class _Received(_AllOf):
-    """Slab receives in flight, each with its buffer and its target, which `wait()` assembles."""
+    """Slab receives in flight, each with its buffer and where `wait()` copies its rows to."""
 
     def __init__(
         self,
-        receives: Sequence[tuple[Work, torch.Tensor, torch.Tensor]],
+        receives: Sequence[tuple[Work, torch.Tensor, list[torch.Tensor]]],
         gather: Callable[[], None] | None,
     ) -> None:
         super().__init__([work for work, _, _ in receives])
         self._receives, self._gather = receives, gather
 
     def wait(self) -> None:
-        for work, buffer, target in self._receives:
+        for work, buffer, targets in self._receives:
             work.wait()
-            if buffer is not target:
-                target.copy_(buffer)
+            first = 0
+            for target in targets:
+                target.copy_(buffer[first : first + len(target)])
+                first += len(target)
         if self._gather is not None:
             self._gather()
         # Never run the collective twice: the other ranks take part once.

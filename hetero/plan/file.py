@@ -74,7 +74,7 @@ def _read_entry(
     faults.add(
         f"unknown key {key!r}; the keys are {', '.join(KEYS)}"
         for key in map(str, entry)
-        if key not in (*KEYS, "context")
+        if key not in KEYS
     )
     faults.add(f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry)
     listed: Any = entry.get("layers")
@@ -89,9 +89,6 @@ def _read_entry(
     known = {key: value for key, value in entry.items() if key in _FIELDS}
     # Substitute valid values for missing keys, which are reported already.
     mesh = faults.read(lambda: Mesh(**{"vendor": VENDORS[0], "stages": stages or 1} | known))
-    # Files may give the size of context parallelism, as long as there is none.
-    if entry.get("context", 1) != 1:
-        faults.add(["context parallelism is not available; leave 'context' out"])
     named = entry.get("stages", stages)
     is_count = type(named) is int and named > 0  # else the mesh has been refused for it
     if stages and is_count and named != stages:

@@ -1,16 +1,17 @@
 """The plan: meshes of a run, coordinates of each rank, layers of a stage, slabs between stages.
 
-Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then data, the
-pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with parallel sizes of
-their own, or (`whole_replicas`) each hold whole replicas of it.
+Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then context,
+then data, the pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with
+parallel sizes of their own, or (`whole_replicas`) each hold whole replicas of it.
 
 Between stages of different layouts an activation crosses in slabs. The tensor is [sequence, batch,
 hidden], with the sequences of one step of the pipeline. Data-parallel ranks hold equal slices of
-its batch; tensor-parallel ranks hold equal parts of the sequence (sequence parallel), or each all
-of it. **Each element crosses once**: every rank has a *part* of the tensor, and no two the same
-one, its slice of the batch and, of the sequence, the rows that sequence parallelism would give it.
-A rank sends its part and receives its part. Where a target rank needs the whole sequence, its group
-then gathers the parts over the vendor's library: the sequence is the slowest axis, so that is one
+its batch; context-parallel ranks hold two chunks of the sequence each (`context_chunks`); of those,
+tensor-parallel ranks hold equal parts (sequence parallel), or each all. **Each element crosses
+once**: every rank has a *part* of the tensor, and no two the same one, its slice of the batch and,
+of the sequence, the rows that sequence parallelism would give it. A rank sends its part and
+receives its part. Where a target rank needs all rows of its chunks, its tensor-parallel group then
+gathers the parts over the vendor's library: the sequence is the slowest axis, so that is one
 all-gather into one piece of memory. Gradients take the same slabs back: `slabs(target, source)`.
 """
 
@@ -34,7 +35,7 @@ RECOMPUTE = ("none", "selective", "full")
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 
-_COUNTS = ("stages", "tensor", "data", "share", "micro_batch_size")
+_COUNTS = ("stages", "tensor", "context", "data", "share", "micro_batch_size")
 _SWITCHES = ("sequence_parallel", "distributed_optimizer")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": RECOMPUTE,
@@ -55,6 +56,8 @@ class Mesh:
     vendor: str
     stages: int
     tensor: int = 1
+    context: int = 1
+    """Ranks that share each sequence, in balanced chunks (`context_chunks`)."""
     data: int = 1
     share: int = 1
     """Micro-batches that each of its replicas takes of a row, see `Plan.row`."""
@@ -93,7 +96,12 @@ class Mesh:
 
     @property
     def ranks_per_stage(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Ranks of a stage that hold the same weights, over which gradients are reduced."""
+        return self.context * self.data
 
     @property
     def world_size(self) -> int:
@@ -109,6 +117,12 @@ class Coordinate:
     stage: int
     data: int
     tensor: int
+    context: int = 0
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on one of the ranks of a stage that hold the same weights."""
+        return self.data == 0 and self.context == 0
 
 
 @dataclass(frozen=True)
@@ -153,8 +167,8 @@ class Plan:
             yield "the plan has no mesh; name at least one"
             return
         if self.whole_replicas:
-            if len({(mesh.stages, mesh.tensor) for mesh in self.meshes}) > 1:
-                yield "all replicas must have the same stages and tensor sizes"
+            if len({(mesh.stages, mesh.tensor, mesh.context) for mesh in self.meshes}) > 1:
+                yield "all replicas must have the same stages, tensor and context sizes"
             if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
                 yield "all replicas must have the same micro-batch size"
         elif any(mesh.share != 1 for mesh in self.meshes):
@@ -249,15 +263,17 @@ class Plan:
             rank=rank,
             mesh=block.mesh,
             stage=block.stage,
-            data=block.replicas.start + offset // mesh.tensor,
+            data=block.replicas.start + offset // (mesh.context * mesh.tensor),
+            context=offset // mesh.tensor % mesh.context,
             tensor=offset % mesh.tensor,
         )
 
-    def rank_at(self, stage: int, *, data: int = 0, tensor: int = 0) -> int:
+    def rank_at(self, stage: int, *, data: int = 0, context: int = 0, tensor: int = 0) -> int:
         for block in self._by_stage[stage]:
             if data in block.replicas:
-                place = data - block.replicas.start
-                return block.ranks.start + place * self.meshes[block.mesh].tensor + tensor
+                mesh = self.meshes[block.mesh]
+                copy = (data - block.replicas.start) * mesh.context + context
+                return block.ranks.start + copy * mesh.tensor + tensor
         raise IndexError(f"stage {stage} has no replica {data}")
 
     def shares(self, stage: int) -> tuple[int, ...]:
@@ -305,6 +321,8 @@ class Plan:
             entry: dict[str, Any] = {"vendor": mesh.vendor, "stages": mesh.stages}
             entry["layers"] = [c[0] if self.chunks == 1 else list(c) for c in layers]
             entry |= {"tensor": mesh.tensor, "data": mesh.data}
+            if mesh.context > 1:
+                entry["context"] = mesh.context
             if self.whole_replicas:
                 entry["share"] = mesh.share
             entry |= {n: value for n in OPTIONS if (value := getattr(mesh, n)) is not None}
@@ -322,6 +340,17 @@ def split_over_chunks(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (1 if chunk < extra else 0) for chunk in range(chunks))
 
 
+def context_chunks(context: int, place: int, sequence: int) -> tuple[range, range]:
+    """The two chunks of a sequence that one of `context` ranks holds, as in Megatron.
+
+    Of 2 * `context` equal chunks, rank r has chunk r and chunk 2 * `context` - 1 - r: under a
+    causal mask every rank then has the same work.
+    """
+    rows = sequence // (2 * context)
+    first, second = place * rows, (2 * context - 1 - place) * rows
+    return range(first, first + rows), range(second, second + rows)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the ranks of one stage, numbered from 0, hold [sequence, batch, hidden]."""
@@ -330,10 +359,11 @@ class Layout:
     data: int
     micro_batch_size: int
     sequence_parallel: bool = False
+    context: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.context * self.data
 
     @property
     def batch(self) -> int:
@@ -347,24 +377,46 @@ class Layout:
 
     def part_rows(self, sequence: int) -> int:
         """Rows of a part, of a sequence of that length. Those of the last ranks may be shorter."""
-        return -(-sequence // self.tensor)
+        return -(-(sequence // self.context) // self.tensor)
 
-    def part(self, rank: int, sequence: int) -> range:
-        """Which rows of the sequence are a rank's part."""
-        rows = self.part_rows(sequence)
-        first = min(rank % self.tensor * rows, sequence)
-        return range(first, min(first + rows, sequence))
+    def own_rows(self, rank: int, sequence: int) -> range:
+        """A rank's part, counted in the rows that its tensor-parallel group holds, in order."""
+        rows, held = self.part_rows(sequence), sequence // self.context
+        first = min(rank % self.tensor * rows, held)
+        return range(first, min(first + rows, held))
+
+    def part(self, rank: int, sequence: int) -> tuple[range, ...]:
+        """Which rows of the sequence are a rank's part: ascending ranges, none of them empty."""
+        own = self.own_rows(rank, sequence)
+        if self.context == 1:
+            return (own,) if own else ()
+        place = rank // self.tensor % self.context
+        low, high = context_chunks(self.context, place, sequence)
+        rows = len(low)
+        held = [
+            low[own.start : min(own.stop, rows)],
+            high[max(own.start - rows, 0) : max(own.stop - rows, 0)],
+        ]
+        return _joined([part for part in held if part])
 
     def batch_of(self, rank: int) -> range:
         """The rank's slice of the step's batch."""
-        first = rank // self.tensor * self.micro_batch_size
+        first = rank // (self.tensor * self.context) * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
-    def in_part(self, slab: Slab, rank: int, sequence: int) -> tuple[slice, slice]:
-        """Where a slab lies in the rank's part: its rows and its slice of the batch."""
-        row, first = self.part(rank, sequence).start, self.batch_of(rank).start
+    def in_part(self, slab: Slab, rank: int, sequence: int) -> tuple[tuple[slice, ...], slice]:
+        """Where a slab lies in the rank's part: its rows, in order, and its slice of the batch."""
+        places: list[range] = []
+        held = 0
+        for part in self.part(rank, sequence):
+            for rows in slab.rows:
+                if common := _common(part, rows):
+                    first = held + common.start - part.start
+                    places.append(range(first, first + len(common)))
+            held += len(part)
+        first = self.batch_of(rank).start
         return (
-            slice(slab.rows.start - row, slab.rows.stop - row),
+            tuple(slice(rows.start, rows.stop) for rows in _joined(places)),
             slice(slab.batch.start - first, slab.batch.stop - first),
         )
 
@@ -375,13 +427,14 @@ class Slab:
 
     source: int
     target: int
-    rows: range
+    rows: tuple[range, ...]
+    """Ascending. One message carries them all."""
     batch: range
 
     @property
     def elements(self) -> int:
         """How many, for each element of the hidden axis, which is never split."""
-        return len(self.rows) * len(self.batch)
+        return sum(map(len, self.rows)) * len(self.batch)
 
 
 def layout_of(plan: Plan, stage: int) -> Layout:
@@ -394,6 +447,7 @@ def layout_of(plan: Plan, stage: int) -> Layout:
         data=mesh.data,
         micro_batch_size=mesh.micro_batch_size,
         sequence_parallel=bool(mesh.sequence_parallel),
+        context=mesh.context,
     )
 
 
@@ -406,25 +460,47 @@ def slabs(source: Layout, target: Layout, *, sequence: int) -> list[Slab]:
     if source.batch != target.batch:
         raise ValueError(f"the stages take {source.batch} and {target.batch} sequences in a step")
     for layout in (source, target):
-        if layout.sequence_parallel and sequence % layout.tensor:
+        chunks = 2 * layout.context if layout.context > 1 else 1
+        parts = layout.tensor if layout.sequence_parallel else 1
+        if sequence % chunks or sequence // layout.context % parts:
             raise ValueError(f"{layout} cannot share a sequence of {sequence}")
     return [
         Slab(sender, receiver, rows, _common(source.batch_of(sender), target.batch_of(receiver)))
         for sender in range(source.ranks)
         for receiver in _receivers(source, target, sender)
-        if (rows := _common(source.part(sender, sequence), target.part(receiver, sequence)))
+        if (
+            rows := _joined(
+                [
+                    common
+                    for own in source.part(sender, sequence)
+                    for other in target.part(receiver, sequence)
+                    if (common := _common(own, other))
+                ]
+            )
+        )
     ]
 
 
 def _receivers(source: Layout, target: Layout, sender: int) -> range:
     """The ranks whose batch overlaps with the sender's."""
-    batch, replica = source.batch_of(sender), target.tensor
+    batch, replica = source.batch_of(sender), target.tensor * target.context
     first, last = batch[0] // target.micro_batch_size, batch[-1] // target.micro_batch_size
     return range(first * replica, (last + 1) * replica)
 
 
 def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _joined(ranges: Sequence[range]) -> tuple[range, ...]:
+    """Ascending ranges, with those joined that follow each other directly."""
+    found: list[range] = []
+    for each in ranges:
+        if found and found[-1].stop == each.start:
+            found[-1] = range(found[-1].start, each.stop)
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 # Constraints between the sizes of a plan and a model; errors name the nearest valid sizes.
@@ -466,19 +542,22 @@ def world_size_problems(meshes: Sequence[Mesh], world_size: int) -> Iterator[str
     if needed == world_size:
         return
     parts = " + ".join(
-        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x DP {m.data}" for m in meshes
+        f"{m.vendor} {counted(m.stages, 'stage')} x TP {m.tensor} x "
+        f"{f'CP {m.context} x ' * (m.context > 1)}DP {m.data}"
+        for m in meshes
     )
     # Scale the data-parallel sizes proportionally, or make them equal where those are too many.
     common = math.gcd(*(mesh.data for mesh in meshes))
     data = [mesh.data // common for mesh in meshes]
     if needed // common > world_size:
         data = [1] * len(meshes)
-    least = sum(m.stages * m.tensor * n for m, n in zip(meshes, data, strict=True))
+    least = sum(m.stages * m.tensor * m.context * n for m, n in zip(meshes, data, strict=True))
     if times := world_size // least:
         sizes = " ".join(str(count * times) for count in data)
         remedy = f"with data-parallel sizes {sizes} it needs {times * least}"
     else:
-        remedy = f"with these stages and tensor-parallel sizes it needs at least {least}"
+        context = " and context-parallel" * any(m.context > 1 for m in meshes)
+        remedy = f"with these stages and tensor-parallel{context} sizes it needs at least {least}"
     yield (
         f"the plan needs {counted(needed, 'rank')} ({parts}) but {world_size} were started; change "
         f"the number of processes or the plan: {remedy}"
@@ -540,3 +619,20 @@ def tensor_problems(counts: Mapping[str, int], tensor: int, *, name: str) -> Ite
                 f"{flag} {count} must be a multiple of {name} {tensor}; the nearest {remedy} "
                 f"{' and '.join(map(str, near))}"
             )
+
+
+def context_problems(sequence: int, context: int, tensor: int, *, name: str) -> Iterator[str]:
+    """A sentence where a context-parallel size cannot share the sequence.
+
+    `tensor` is the size by which sequence parallelism divides each rank's rows again, or 1; `name`
+    is what errors call the context-parallel size.
+    """
+    unit = math.lcm(2 * context, tensor * context)
+    if context > 1 and sequence % unit:
+        low = sequence // unit * unit
+        near = " and ".join(str(length) for length in (low, low + unit) if length)
+        split = f", of which {tensor} sequence-parallel ranks take equal parts" * (tensor > 1)
+        yield (
+            f"--seq-length {sequence} must be a multiple of {unit}: {name} {context} makes "
+            f"{2 * context} chunks of each sequence{split}; the nearest that are: {near}"
+        )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from hetero.plan.plan import Mesh, Plan, layout_of, slabs
 from hetero.text import counted, size_text
 
-# With more replicas than this, those in the middle are abbreviated.
-_MAX_DRAWN_REPLICAS = 8
+# With more rows than this, those in the middle are abbreviated.
+_MAX_DRAWN_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ def draw_meshes(plan: Plan) -> Iterator[str]:
     """One line a mesh, with its shape and its options."""
     rows = []
     for index, mesh in enumerate(plan.meshes):
-        sizes = [counted(mesh.stages, "stage"), f"TP {mesh.tensor}", f"DP {mesh.data}"]
+        sizes = [counted(mesh.stages, "stage"), f"TP {mesh.tensor}"]
+        if any(each.context > 1 for each in plan.meshes):
+            sizes.append(f"CP {mesh.context}")
+        sizes.append(f"DP {mesh.data}")
         rows.append([f"mesh {index}", mesh.vendor, *sizes, ", ".join(_options(mesh))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -69,7 +72,7 @@ def _options(mesh: Mesh) -> Iterator[str]:
 
 
 def draw_stage(plan: Plan, stage: int, nodes: Sequence[Node], detail: str = "") -> Iterator[str]:
-    """The ranks of a stage as a table: a row per data-parallel rank, a column per TP rank."""
+    """The ranks of a stage as a table: a row per copy of its weights, a column per TP rank."""
     block = plan.blocks_of_stage(stage)[0]
     mesh = plan.meshes[block.mesh]
     yield f"stage {stage}  {mesh.vendor}  {_layers_text(plan, stage)}"
@@ -77,16 +80,21 @@ def draw_stage(plan: Plan, stage: int, nodes: Sequence[Node], detail: str = "") 
         yield f"    {detail}"
     width = max(len(f"TP {mesh.tensor - 1}"), len(str(block.ranks[-1])))
     columns = "  ".join(f"TP {place}".rjust(width) for place in range(mesh.tensor))
-    label = len(f"DP {mesh.data - 1}")
+    labels = [
+        f"DP {replica}" + (f" CP {place}" if mesh.context > 1 else "")
+        for replica in range(mesh.data)
+        for place in range(mesh.context)
+    ]
+    label = len(labels[-1])
     yield f"    {' ' * label}  {columns}"
-    for replica in range(mesh.data):
-        if mesh.data > _MAX_DRAWN_REPLICAS and 2 < replica < mesh.data - 1:
-            if replica == 3:
+    for row, text in enumerate(labels):
+        if len(labels) > _MAX_DRAWN_ROWS and 2 < row < len(labels) - 1:
+            if row == 3:
                 yield f"    {'...'.ljust(label)}"
             continue
-        ranks = block.ranks[replica * mesh.tensor : (replica + 1) * mesh.tensor]
+        ranks = block.ranks[row * mesh.tensor : (row + 1) * mesh.tensor]
         cells = "  ".join(str(rank).rjust(width) for rank in ranks)
-        yield f"    {f'DP {replica}'.ljust(label)}  {cells}   {_nodes_text(ranks, nodes)}"
+        yield f"    {text.ljust(label)}  {cells}   {_nodes_text(ranks, nodes)}"
 
 
 def _layers_text(plan: Plan, stage: int) -> str:
@@ -143,20 +151,24 @@ def draw_edge(
 def notes(plan: Plan, nodes: Sequence[Node]) -> Iterator[str]:
     """Warnings: tensor parallelism across nodes, nodes that are partly used."""
     for index, mesh in enumerate(plan.meshes):
-        groups = [
-            range(first, first + mesh.tensor)
-            for block in plan.blocks
-            if block.mesh == index
-            for first in block.ranks[:: mesh.tensor]
-        ]
-        split = [ranks for ranks in groups if len(_nodes_of_ranks(ranks, nodes)) > 1]
-        if split:
-            yield (
-                f"mesh {index} ({mesh.vendor}): {len(split)} of its "
-                f"{counted(len(groups), 'tensor-parallel group')} lie on more than one node, the "
-                f"first on {_nodes_text(split[0], nodes)}; tensor parallelism wants the fast "
-                "connection inside a node"
-            )
+        for kind, size in (
+            ("tensor", mesh.tensor),
+            ("context", mesh.context * mesh.tensor if mesh.context > 1 else 1),
+        ):
+            groups = [
+                range(first, first + size)
+                for block in plan.blocks
+                if block.mesh == index
+                for first in block.ranks[::size]
+            ]
+            split = [ranks for ranks in groups if len(_nodes_of_ranks(ranks, nodes)) > 1]
+            if split:
+                yield (
+                    f"mesh {index} ({mesh.vendor}): {len(split)} of its "
+                    f"{counted(len(groups), f'{kind}-parallel group')} lie on more than one node, "
+                    f"the first on {_nodes_text(split[0], nodes)}; {kind} parallelism wants the "
+                    "fast connection inside a node"
+                )
     for index, node in enumerate(nodes):
         if len(node.ranks) < node.gpus:
             yield f"node {index} ({node.vendor}) uses {len(node.ranks)} of its {node.gpus} GPUs"

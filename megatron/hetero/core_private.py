@@ -66,23 +66,23 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
     state._MODEL_PARALLEL_GLOBAL_RANKS = _ranks(groups.model)
     state._EMBEDDING_GROUP = _core_embedding(groups)
     state._POSITION_EMBEDDING_GROUP = _position_embedding(groups)
-    state._CONTEXT_PARALLEL_GROUP = groups.single
-    state._CONTEXT_PARALLEL_GLOBAL_RANKS = _ranks(groups.single)
+    state._CONTEXT_PARALLEL_GROUP = groups.context
+    state._CONTEXT_PARALLEL_GLOBAL_RANKS = _ranks(groups.context)
     state._DATA_PARALLEL_GROUP = groups.data
     state._DATA_PARALLEL_GLOBAL_RANKS = _ranks(groups.data)
-    state._DATA_PARALLEL_GROUP_WITH_CP = groups.data
-    state._DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = _ranks(groups.data)
-    state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = groups.data
-    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tensor
-    state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tensor_data
-    state._TENSOR_AND_DATA_PARALLEL_GROUP = groups.tensor_data
+    state._DATA_PARALLEL_GROUP_WITH_CP = groups.data_context
+    state._DATA_PARALLEL_GLOBAL_RANKS_WITH_CP = _ranks(groups.data_context)
+    state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = groups.data_context
+    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tensor_context
+    state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tensor_data_context
+    state._TENSOR_AND_DATA_PARALLEL_GROUP = groups.tensor_data_context
     state._EXPERT_MODEL_PARALLEL_GROUP = groups.single
     state._EXPERT_TENSOR_PARALLEL_GROUP = groups.tensor
-    state._EXPERT_DATA_PARALLEL_GROUP = groups.data
+    state._EXPERT_DATA_PARALLEL_GROUP = groups.data_context
     state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = groups.world
     for name in _DATA_GROUPS_BESIDE_SHARDED_WEIGHTS:
         if hasattr(state, name):
-            setattr(state, name, groups.data)
+            setattr(state, name, groups.data_context if "WITH_CP" in name else groups.data)
     state.set_pipeline_model_parallel_rank(coordinate.stage)
     state.set_pipeline_model_parallel_world_size(plan.stages)
     state.set_virtual_pipeline_model_parallel_world_size(plan.chunks if plan.chunks > 1 else None)
@@ -123,7 +123,7 @@ def clear_groups() -> None:
 def group_collection(groups: Groups) -> ProcessGroupCollection:
     """The same groups as the `pg_collection` argument of megatron-core's newer interfaces."""
     given = {
-        name: groups.data
+        name: groups.data_context
         for name in ("dp_cp_gtp_remat", "expt_dp_gtp_remat")
         if name in ProcessGroupCollection.__dataclass_fields__
     }
@@ -134,18 +134,18 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
         mp=groups.model,
         embd=_core_embedding(groups),
         pos_embd=_position_embedding(groups),
-        cp=groups.single,
-        tp_cp=groups.tensor,
+        cp=groups.context,
+        tp_cp=groups.tensor_context,
         ep=groups.single,
         expt_tp=groups.tensor,
         tp_ep=groups.tensor,
         tp_ep_pp=groups.model,
-        tp_dp_cp=groups.tensor_data,
+        tp_dp_cp=groups.tensor_data_context,
         dp=groups.data,
-        dp_cp=groups.data,
-        expt_dp=groups.data,
-        intra_dp_cp=groups.data,
-        intra_expt_dp=groups.data,
+        dp_cp=groups.data_context,
+        expt_dp=groups.data_context,
+        intra_dp_cp=groups.data_context,
+        intra_expt_dp=groups.data_context,
         intra_dist_opt=groups.world,
     )
 

@@ -46,7 +46,9 @@ class _CudaToCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
-            kwargs.pop("pin_memory", None)
+        if kwargs.get("pin_memory") and _caller_is_core():
+            # Also where it names the CPU, for a copy to the GPU.
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):

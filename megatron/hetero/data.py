@@ -1,7 +1,8 @@
 """Datasets, samplers and data iterators over Megatron's indexed datasets.
 
 Only the first stage needs tokens and only the last needs labels, so only they open the data. Every
-tensor-parallel rank reads the memory-mapped samples itself instead of receiving a broadcast. All
+tensor- and context-parallel rank reads the memory-mapped samples itself instead of receiving a
+broadcast, and keeps its own rows of them. All
 ranks check at the start that they have the same tokenizer and the same data (`agree_on_tokenizer`,
 `agree_on_datasets`).
 """
@@ -17,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +33,7 @@ from hetero.startup.exchange import JobExchanges
 from hetero.text import counted
 from megatron.hetero.arguments.batch import samples_after
 from megatron.hetero.checkpoint.index import NEW_RUN, TrainState
+from megatron.hetero.context_parallel import slice_batch
 from megatron.hetero.core_private import use_whole_reads, without_process_group
 from megatron.hetero.dataset_checks import (
     SPLITS,
@@ -476,10 +479,16 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         *,
         device: torch.device,
         vocab_size: int,
+        context_size: int = 1,
+        context_rank: int = 0,
         deadline: float = 0.0,
     ) -> None:
-        """`deadline`: the loader's timeout in seconds, after which it raises RuntimeError, or 0."""
+        """`deadline`: the loader's timeout in seconds, after which it raises RuntimeError, or 0.
+
+        Of each sequence the batches have the rows of `context_rank` among `context_size` ranks.
+        """
         self._loader, self._device, self._vocab_size = loader, device, vocab_size
+        self._slice = partial(slice_batch, size=context_size, rank=context_rank)
         self._deadline = deadline
         self._batches: Iterator[dict[str, torch.Tensor]] | None = None
         self._seconds = 0.0
@@ -501,6 +510,7 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             raise
         finally:
             self._seconds += time.perf_counter() - began
+        batch = self._slice(batch)
         return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
 
     def pop_wait_seconds(self) -> float:
@@ -544,7 +554,14 @@ def build_micro_batches(
         # Otherwise the loader would advance the global generator, which dropout uses.
         generator=torch.Generator(),
     )
-    return MicroBatches(loader, device=device, vocab_size=known_tokens(args), deadline=deadline)
+    return MicroBatches(
+        loader,
+        device=device,
+        vocab_size=known_tokens(args),
+        context_size=plan.meshes[coordinate.mesh].context,
+        context_rank=coordinate.context,
+        deadline=deadline,
+    )
 
 
 def _loader_deadline(args: argparse.Namespace) -> float:

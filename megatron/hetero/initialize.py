@@ -609,9 +609,17 @@ def set_determinism(args: argparse.Namespace) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+_CONTEXT_SEED = 1_000_003
+"""Keeps the seeds of context-parallel ranks away from those of stages and tensor-parallel ranks."""
+
+
 def seed_everything(args: argparse.Namespace, coordinate: Coordinate) -> None:
-    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout."""
-    seed = args.seed + 100 * coordinate.stage
+    """Megatron's seeds: each pipeline stage its own, tensor-parallel ranks apart for dropout.
+
+    Context-parallel ranks are apart as well: with Megatron's they would drop the same places of
+    their rows.
+    """
+    seed = args.seed + 100 * coordinate.stage + _CONTEXT_SEED * coordinate.context
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

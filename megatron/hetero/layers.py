@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetero.errors import HeteroError
+from megatron.hetero import context_parallel
 
 _SDPA_BACKENDS = {
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
@@ -35,6 +37,8 @@ _SDPA_BACKENDS = {
     AttnBackend.unfused: [SDPBackend.MATH],
     AttnBackend.local: [SDPBackend.MATH],
 }
+
+_UNFUSED = (AttnBackend.unfused, AttnBackend.local)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -172,7 +176,8 @@ class SdpaAttention(MegatronModule):
     """Causal attention core over torch's scaled_dot_product_attention.
 
     Takes query (s, b, heads, d) and key and value (s, b, query groups, d); returns (s, b, heads*d).
-    `attention_mask` is megatron-core's: True where masked out. None means causal.
+    `attention_mask` is megatron-core's: True where masked out. None means causal. Where ranks share
+    sequences s counts this rank's rows, and a mask is still that of whole sequences.
     """
 
     def __init__(
@@ -183,11 +188,16 @@ class SdpaAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        context_comm: str = context_parallel.P2P,
         **_: Any,
     ) -> None:
+        """`context_comm`: how ranks that share sequences exchange keys and values."""
         super().__init__(config=config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
+        self._context_comm = context_comm
+        self._context_group = None if pg_collection is None else pg_collection.cp
 
     def forward(
         self,
@@ -203,8 +213,26 @@ class SdpaAttention(MegatronModule):
         query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         allowed = None if attention_mask is None else ~attention_mask
         with self._dropout_stream():
-            context_bnsd = self._attend(query_bnsd, key_bnsd, value_bnsd, allowed)
+            if self._context_group is None or self._context_group.size() == 1:
+                context_bnsd = self._attend(query_bnsd, key_bnsd, value_bnsd, allowed)
+            else:
+                context_bnsd = context_parallel.attend(
+                    query_bnsd,
+                    key_bnsd,
+                    value_bnsd,
+                    allowed,
+                    compute=self._attend,
+                    comm_type=self._context_comm,
+                    group=self._context_group,
+                    scale=self.scale,
+                    blockwise=self._takes_flash(),
+                )
         return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
+
+    def _takes_flash(self) -> bool:
+        """Whether flash kernels may compute blocks of queries and keys."""
+        has_dropout = self.training and self.dropout > 0.0
+        return not has_dropout and self.config.attention_backend not in _UNFUSED
 
     def _attend(
         self,

@@ -49,17 +49,17 @@ def tflops_per_gpu(
     return operations / seconds / args.world_size / 1e12
 
 
-def planned_state_bytes(parameters: int, *, args: argparse.Namespace, data_size: int) -> int:
+def planned_state_bytes(parameters: int, *, args: argparse.Namespace, copies: int) -> int:
     """Expected bytes of weights, gradients and optimizer state of a rank, without activations.
 
     Adam keeps two fp32 moments, SGD one if it uses momentum, and reduced-precision weights have an
-    fp32 copy. The distributed optimizer shards this state over the data-parallel ranks.
+    fp32 copy. The distributed optimizer shards this state over the ranks with copies of a weight.
     """
     weight = 4 if args.params_dtype == "float32" else 2
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
     moments = 8 if args.optimizer == "adam" else (4 if args.sgd_momentum else 0)
     state = moments + (4 if weight == 2 else 0)
-    shared = data_size if args.use_distributed_optimizer else 1
+    shared = copies if args.use_distributed_optimizer else 1
     return parameters * (weight + gradient) + parameters * state // shared
 
 

@@ -8,6 +8,7 @@ for any shapes (`TiedEmbedding`, `FinalizeGradsAcrossMeshes`).
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -139,6 +140,9 @@ def transformer_config(
         bf16=args.bf16,
         fp16=args.fp16,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        # TransformerEngine's; `layer_spec` gives each layer of ours its own.
+        cp_comm_type=args.cp_comm_type[0] if args.context_parallel_size > 1 else None,
         pipeline_model_parallel_size=plan.stages,
         virtual_pipeline_model_parallel_size=plan.chunks if plan.chunks > 1 else None,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage
@@ -189,10 +193,13 @@ def _activation_fusion(args: argparse.Namespace) -> bool:
 def layer_spec(
     args: argparse.Namespace,
     config: TransformerConfig,
-    layers: int,
+    layers: range,
     groups: ProcessGroupCollection,
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """TransformerEngine's layer spec, or megatron-core's local one with our norm and attention."""
+    """TransformerEngine's layer spec, or megatron-core's local one with our norm and attention.
+
+    `layers` are the global indices of the chunk's layers.
+    """
     if args.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     spec: ModuleSpec = get_gpt_layer_local_spec(
@@ -201,7 +208,6 @@ def layer_spec(
     norm = norm_class(config)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.reordered_norm else norm
-    attention.core_attention = SdpaAttention
     if args.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if args.qk_layernorm_across_heads:
@@ -219,7 +225,16 @@ def layer_spec(
                 "multiplier": args.residual_multiplier,
             },
         )
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
+    by_type = {comm: _with_attention(spec, comm) for comm in set(args.cp_comm_type)}
+    comms = [args.cp_comm_type[layer % len(args.cp_comm_type)] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=[by_type[c] for c in comms], layer_norm=norm)
+
+
+def _with_attention(layer: ModuleSpec, context_comm: str) -> ModuleSpec:
+    spec = copy.deepcopy(layer)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(SdpaAttention, params={"context_comm": context_comm})
+    return spec
 
 
 def _install_multipliers(args: argparse.Namespace, chunk: GPTModel) -> None:
@@ -251,7 +266,7 @@ def build_chunk(
     built = model_class(kernels)(
         config=config,
         transformer_layer_spec=layer_spec(
-            args, config, plan.layers[coordinate.stage][chunk], groups
+            args, config, plan.layer_range(coordinate.stage, chunk), groups
         ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -531,9 +546,10 @@ class FinalizeGradsAcrossMeshes:
         here = plan.coordinate(rank)
         own, last = plan.meshes[here.mesh], plan.meshes[-1]
         if not args.calculate_per_token_loss:
-            # A replica's loss is the mean over its own samples, so the sum of gradients over this
-            # mesh's replicas has to be divided by the number of replicas of the last mesh.
-            rescale_gradients(chunks, own.data / last.data, 1.0 / last.data)
+            # A replica's loss is the mean over its own samples, times the context-parallel ranks
+            # that compute it (`loss_func`), so the sum of gradients over this mesh's copies of a
+            # parameter has to be divided by the number of copies on the last mesh.
+            rescale_gradients(chunks, own.copies / last.copies, 1.0 / last.copies)
         self._config, self._world = chunks[0].config, groups.world
         self._counts_tokens = here.tensor == 0
         self._embedding: TiedEmbedding | None = None

@@ -147,8 +147,8 @@ class TrainingOptimizer:
         self._statistics = statistics
         self._device = device
         here = plan.coordinate(rank)
-        # Without the distributed optimizer every data-parallel replica has the same gradients.
-        self._contributes = args.use_distributed_optimizer or here.data == 0
+        # Without the distributed optimizer all copies of a parameter have the same gradients.
+        self._contributes = args.use_distributed_optimizer or here.is_first_copy
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()

@@ -73,8 +73,8 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     parameters = sum(p.numel() for _, p in model.named_parameters())
     counts = _all_gather(parameters)
     # `job.args` are those of this rank's mesh.
-    replicas = len(plan.shares(job.coordinate.stage))
-    states = _all_gather(planned_state_bytes(parameters, args=job.args, data_size=replicas))
+    copies = len(plan.shares(job.coordinate.stage)) * plan.meshes[job.coordinate.mesh].context
+    states = _all_gather(planned_state_bytes(parameters, args=job.args, copies=copies))
     lacks = job.args.lacks_transformer_engine
     built = _all_gather(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
     edges = {edge.source: edge for edge in plan.edges()}
@@ -96,6 +96,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "ranks": list(ranks),
                 "layers": list(plan.layers[stage]),
                 "tensor_parallel": mesh.tensor,
+                "context_parallel": mesh.context,
                 "data_parallel": mesh.data,
                 "transformer_impl": built[ranks.start],
                 "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
@@ -245,7 +246,7 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
     layouts can be compared bit for bit. `rows` are those of `stage_rows`.
     """
     local = {}
-    if job.coordinate.data == 0:
+    if job.coordinate.is_first_copy:
         local = weights.digest(
             result.model.named_parameters(),
             tp_rank=job.coordinate.tensor,

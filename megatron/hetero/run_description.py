@@ -39,6 +39,7 @@ def describe_run(
                 mesh=place.mesh,
                 stage=place.stage,
                 data=place.data,
+                context=place.context,
                 tensor=place.tensor,
             )
         )
@@ -50,6 +51,7 @@ def describe_run(
                 mesh=index,
                 vendor=mesh.vendor,
                 tensor=mesh.tensor,
+                context=mesh.context,
                 data=mesh.data,
                 stages=tuple(block.stage for block in plan.blocks if block.mesh == index),
             )

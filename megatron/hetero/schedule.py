@@ -29,14 +29,22 @@ _NOTHING = nullcontext()
 
 
 def loss_func(
-    loss_mask: torch.Tensor, losses: torch.Tensor, *, weight: float
+    loss_mask: torch.Tensor,
+    losses: torch.Tensor,
+    *,
+    weight: float,
+    whole_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of token losses times `weight`, number of tokens, {"lm loss": [sum, tokens]}).
+
+    megatron-core divides the sum by the number. Where ranks share sequences, that is the number of
+    the whole ones: the mean of the ranks' means would weigh the tokens of a rank with few more.
 
     Args:
         loss_mask: (b, s), 1 where a token counts.
         losses: token losses (b, s).
         weight: factor of the differentiated sum; the logged sum is unweighted.
+        whole_tokens: the number to return in place of this rank's own; what is logged is its own.
     """
     mask = loss_mask.reshape(-1).float()
     loss_sum = torch.sum(losses.reshape(-1).float() * mask)
@@ -45,7 +53,7 @@ def loss_func(
     logged = torch.stack([loss_sum.detach().clone().double(), tokens.detach().double()])
     if weight != 1.0:
         loss_sum = loss_sum * weight
-    return loss_sum, tokens, {"lm loss": logged}
+    return loss_sum, tokens if whole_tokens is None else whole_tokens, {"lm loss": logged}
 
 
 def forward_step(
@@ -54,10 +62,14 @@ def forward_step(
     *,
     timers: Timers,
     weight: float,
+    per_token: bool = False,
     around_batch: AbstractContextManager[None] = _NOTHING,
     around_model: AbstractContextManager[None] = _NOTHING,
 ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-    """Run one micro-batch through one model chunk. Middle chunks get an empty batch."""
+    """Run one micro-batch through one model chunk. Middle chunks get an empty batch.
+
+    `per_token`: gradients are divided by the tokens of all ranks, after the last micro-batch.
+    """
     with timers("batch-generator"), around_batch:
         batch = next(batches)
     with around_model:
@@ -68,16 +80,19 @@ def forward_step(
             labels=batch.get("labels"),
         )
     mask = batch.get("loss_mask")
-    return output, None if mask is None else partial(loss_func, mask, weight=weight)
+    if mask is None:
+        return output, None
+    whole_tokens = None if per_token else batch.get("whole_tokens")
+    return output, partial(loss_func, mask, weight=weight, whole_tokens=whole_tokens)
 
 
-def loss_weight(shares: Sequence[int], share: int) -> float:
+def loss_weight(shares: Sequence[int], share: int, *, context: int = 1) -> float:
     """The loss weight of a replica with this share, so that all micro-batches weigh the same.
 
     megatron-core divides a replica's gradients by the number of its own micro-batches, and averages
-    them over the replicas.
+    them over the replicas, and over the `context` ranks that each compute a part of the loss.
     """
-    return share * len(shares) / sum(shares)
+    return share * len(shares) / sum(shares) * context
 
 
 class Schedule:
@@ -99,7 +114,11 @@ class Schedule:
         plan = job.plan
         self._share = plan.meshes[job.coordinate.mesh].share
         self._row = plan.row(job.coordinate.stage)
-        weight = loss_weight(plan.shares(job.coordinate.stage), self._share)
+        weight = loss_weight(
+            plan.shares(job.coordinate.stage),
+            self._share,
+            context=plan.meshes[job.coordinate.mesh].context,
+        )
         if job.args.calculate_per_token_loss:
             # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
@@ -107,6 +126,7 @@ class Schedule:
             forward_step,
             timers=timers,
             weight=weight,
+            per_token=job.args.calculate_per_token_loss,
             around_batch=around_batch,
             around_model=around_model,
         )
@@ -144,7 +164,8 @@ class Schedule:
     ) -> torch.Tensor:
         """Run one step; returns this rank's (loss sum, tokens), float64 (2,).
 
-        The result is zero except on tensor-parallel rank 0 of the last stage.
+        The result is zero except on tensor-parallel rank 0 of the last stage, and of the rank's own
+        rows of each sequence.
 
         Args:
             iterators: one data iterator per model chunk.

@@ -636,7 +636,8 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             is_copy = name == "output_layer.weight" and self.model.has_tied_copy
             is_split = getattr(parameter, "tensor_model_parallel", False)
-            if coordinate.data == 0 and not is_copy and (is_split or coordinate.tensor == 0):
+            is_counted = is_split or coordinate.tensor == 0
+            if coordinate.is_first_copy and is_counted and not is_copy:
                 square += parameter.detach().double().square().sum()
         return math.sqrt(math.fsum(row[0] for row in self.job.statistics.gather(square)))
 

@@ -77,7 +77,7 @@ def test_attention_may_be_counted_as_a_full_square() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "data_size", "per_parameter"),
+    ("flags", "copies", "per_parameter"),
     [
         ("--bf16", 1, 2 + 4 + 8 + 4),
         ("--bf16 --grad-reduce-in-bf16", 1, 2 + 2 + 8 + 4),
@@ -89,9 +89,9 @@ def test_attention_may_be_counted_as_a_full_square() -> None:
     ],
 )
 def test_the_bytes_that_a_parameter_costs_before_any_activation(
-    flags: str, data_size: int, per_parameter: int
+    flags: str, copies: int, per_parameter: int
 ) -> None:
-    found = planned_state_bytes(1000, args=parsed(flags), data_size=data_size)
+    found = planned_state_bytes(1000, args=parsed(flags), copies=copies)
     assert found == 1000 * per_parameter
 
 

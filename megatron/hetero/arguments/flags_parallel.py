@@ -16,6 +16,26 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tensor-model-parallel-size", type=integer(1), default=1, help="ranks that share a layer"
     )
+    group.add_argument(
+        "--context-parallel-size",
+        type=integer(1),
+        default=1,
+        help="ranks that share each sequence; default: 1",
+    )
+    group.add_argument(
+        "--cp-comm-type",
+        nargs="+",
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        default=["p2p"],
+        help="how ranks that share sequences exchange keys and values, for all layers or for each; "
+        "the sums are the same; a2a+p2p is computed as p2p; default: p2p",
+    )
+    group.add_argument(
+        "--hierarchical-context-parallel-sizes",
+        nargs="+",
+        type=integer(1),
+        help="levels of a2a+p2p, whose product is --context-parallel-size; without effect",
+    )
     # No default here: a plan or --hetero-pipeline-sizes may decide it; validation fills in 1.
     group.add_argument(
         "--pipeline-model-parallel-size",

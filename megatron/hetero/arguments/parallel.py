@@ -15,6 +15,7 @@ from hetero.errors import UserError
 from hetero.plan.file import PlanFile, read_plan_file
 from hetero.plan.plan import (
     Mesh,
+    context_problems,
     layer_problems,
     tensor_problems,
     world_size_problems,
@@ -41,6 +42,7 @@ from megatron.hetero.arguments.rules import (
 # The flags that a plan file replaces; these have a value for each mesh.
 PER_MESH = (
     "hetero_tensor_sizes",
+    "hetero_context_sizes",
     "hetero_data_sizes",
     "hetero_micro_batch_sizes",
     "hetero_recompute",
@@ -182,12 +184,16 @@ def _engine_of_plan(args: Namespace) -> Iterator[str]:
             yield f"the plan {args.hetero_plan} has meshes of {ENGINE}, and {said}"
 
 
-@rule("plan_file hetero_plan", flags="tensor_model_parallel_size")
-def _tensor_size_of_plan(args: Namespace) -> Iterator[str]:
-    sizes = [mesh.tensor for mesh in _meshes_of(args.plan_file)]
-    given = args.tensor_model_parallel_size
-    if sizes and given not in (None, 1) and set(sizes) != {given}:
-        yield _contradiction(args, "tensor_model_parallel_size", given, sizes)
+@rule("plan_file hetero_plan", flags="tensor_model_parallel_size context_parallel_size")
+def _sizes_of_plan(args: Namespace) -> Iterator[str]:
+    meshes = _meshes_of(args.plan_file)
+    for name, sizes in (
+        ("tensor_model_parallel_size", [mesh.tensor for mesh in meshes]),
+        ("context_parallel_size", [mesh.context for mesh in meshes]),
+    ):
+        given = getattr(args, name)
+        if sizes and given not in (None, 1) and set(sizes) != {given}:
+            yield _contradiction(args, name, given, sizes)
 
 
 def _contradiction(args: Namespace, name: str, given: int, sizes: list[int]) -> str:
@@ -267,15 +273,19 @@ def _sum_of_layers(args: Namespace) -> Iterator[str]:
         )
 
 
-@rule("hetero_tensor_sizes plan_file", flags="tensor_model_parallel_size")
-def _tensor_size(args: Namespace) -> Iterator[str]:
-    """Compare both ways to give tensor-parallel sizes. 1 is a script's default and no wish."""
-    sizes, given = args.hetero_tensor_sizes, args.tensor_model_parallel_size
-    if args.plan_file is None and sizes is not None and given != 1 and set(sizes) != {given}:
-        yield (
-            f"--tensor-model-parallel-size {given} contradicts --hetero-tensor-sizes "
-            f"{' '.join(map(str, sizes))}; remove the former"
-        )
+def _both_ways(size: str, sizes: str) -> Rule:
+    """Compare the flag of one size and that of a size a mesh. 1 is a script's default, no wish."""
+
+    @rule(f"{sizes} plan_file", flags=size)
+    def both_ways(args: Namespace) -> Iterator[str]:
+        each, given = getattr(args, sizes), getattr(args, size)
+        if args.plan_file is None and each is not None and given != 1 and set(each) != {given}:
+            yield (
+                f"{flag_of(size)} {given} contradicts {flag_of(sizes)} "
+                f"{' '.join(map(str, each))}; remove the former"
+            )
+
+    return both_ways
 
 
 @rule(
@@ -306,30 +316,32 @@ def _other_pipeline_size(args: Namespace) -> Values:
 
 
 @rule(
-    "hetero_pipeline hetero_pipeline_sizes hetero_tensor_sizes",
-    flags="tensor_model_parallel_size",
-    sets="tensor_sizes",
+    "hetero_pipeline hetero_pipeline_sizes hetero_tensor_sizes hetero_context_sizes",
+    flags="tensor_model_parallel_size context_parallel_size",
+    sets="tensor_sizes context_sizes",
 )
-def _tensor_sizes(args: Namespace) -> Values:
-    """The tensor-parallel size of each mesh; one size without a pipeline across vendors."""
+def _sizes_of_meshes(args: Namespace) -> Values:
+    """Of each mesh; one size without a pipeline across vendors."""
     meshes = len(args.hetero_pipeline_sizes) if args.hetero_pipeline else 1
-    sizes = args.hetero_tensor_sizes or [args.tensor_model_parallel_size] * meshes
-    return {"tensor_sizes": sizes}
+    return {
+        "tensor_sizes": args.hetero_tensor_sizes or [args.tensor_model_parallel_size] * meshes,
+        "context_sizes": args.hetero_context_sizes or [args.context_parallel_size] * meshes,
+    }
 
 
 @rule(
     "hetero_pipeline hetero_vendors hetero_pipeline_sizes hetero_tensor_sizes hetero_data_sizes "
-    "pipeline_model_parallel_size tensor_sizes world_size",
-    sets="meshes tensor_model_parallel_size data_parallel_size",
+    "pipeline_model_parallel_size tensor_sizes context_sizes world_size",
+    sets="meshes tensor_model_parallel_size context_parallel_size data_parallel_size",
 )
 def _sizes(args: Namespace) -> Verdict:
     """The shapes of the meshes. If they differ, all sizes are those of the widest mesh."""
     stages = [args.pipeline_model_parallel_size]
     if args.hetero_pipeline:
         stages = args.hetero_pipeline_sizes
-    tensor, data = args.tensor_sizes, args.hetero_data_sizes
+    tensor, context, data = args.tensor_sizes, args.context_sizes, args.hetero_data_sizes
     if data is None:
-        replica = sum(s * t for s, t in zip(stages, tensor, strict=True))
+        replica = sum(s * t * c for s, t, c in zip(stages, tensor, context, strict=True))
         if args.world_size % replica:
             yield (
                 f"the world size {args.world_size} must be a multiple of {_replica_text(args)}; "
@@ -340,40 +352,46 @@ def _sizes(args: Namespace) -> Verdict:
     widest = data.index(max(data))
     meshes = None
     if args.hetero_pipeline:
-        shapes = zip(args.hetero_vendors, stages, tensor, data, strict=True)
-        meshes = tuple(Mesh(v, s, tensor=t, data=d) for v, s, t, d in shapes)
+        shapes = zip(args.hetero_vendors, stages, tensor, context, data, strict=True)
+        meshes = tuple(Mesh(v, s, tensor=t, context=c, data=d) for v, s, t, c, d in shapes)
         yield from world_size_problems(meshes, args.world_size)
     return {
         "meshes": meshes,
         "tensor_model_parallel_size": tensor[widest],
+        "context_parallel_size": context[widest],
         "data_parallel_size": data[widest],
     }
 
 
 def _replica_text(args: Namespace) -> str:
-    if args.hetero_tensor_sizes is None:
+    tensor, context = args.tensor_sizes, args.context_sizes
+    has_context = set(context) != {1}
+    if len({*zip(tensor, context, strict=True)}) == 1:
         return (
-            f"the tensor-parallel size {args.tensor_model_parallel_size} times the pipeline size "
-            f"{args.pipeline_model_parallel_size}"
+            f"the tensor-parallel size {tensor[0]} times "
+            f"{f'the context-parallel size {context[0]} times ' * has_context}"
+            f"the pipeline size {args.pipeline_model_parallel_size}"
         )
-    meshes = zip(args.hetero_pipeline_sizes, args.hetero_tensor_sizes, strict=True)
-    terms = " + ".join(f"{stages} x {tensor}" for stages, tensor in meshes)
-    return f"the stages times tensor-parallel sizes of all meshes, {terms}"
+    meshes = zip(args.hetero_pipeline_sizes, tensor, context, strict=True)
+    terms = " + ".join(f"{s} x {t}{f' x {c}' * has_context}" for s, t, c in meshes)
+    kinds = "tensor- and context-parallel" if has_context else "tensor-parallel"
+    return f"the stages times {kinds} sizes of all meshes, {terms}"
 
 
 @rule(
-    "data_parallel_size tensor_model_parallel_size pipeline_model_parallel_size "
-    "hetero_data_parallel world_size"
+    "data_parallel_size tensor_model_parallel_size context_parallel_size "
+    "pipeline_model_parallel_size hetero_data_parallel world_size"
 )
 def _number_of_replicas(args: Namespace) -> Iterator[str]:
     replicas = sum(count for _, count in args.hetero_data_parallel or ())
     if replicas and replicas != args.data_parallel_size:
-        size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+        size = args.tensor_model_parallel_size * args.context_parallel_size
+        size *= args.pipeline_model_parallel_size
         yield (
             f"--hetero-data-parallel gives {counted(replicas, 'replica')} of "
             f"{counted(size, 'rank')} each, {replicas * size} in all, but {args.world_size} were "
-            "started; change the number of processes, the replicas, or the tensor-parallel or "
-            "pipeline size"
+            "started; change the number of processes, the replicas, or the tensor-parallel, "
+            "context-parallel or pipeline size"
         )
 
 
@@ -404,19 +422,21 @@ def _data_shares(args: Namespace) -> Values:
 _DIVIDED = "num_attention_heads num_query_groups group_query_attention ffn_hidden_size seq_length"
 
 
+def _names_of_sizes(args: Namespace, flag: str, kind: str) -> list[str]:
+    """What errors call the sizes of the meshes, or the one size of a flag."""
+    if not args.hetero_pipeline or getattr(args, f"hetero_{kind}_sizes") is None:
+        return [flag]
+    return [f"mesh {i}'s ({v}) {kind}-parallel size" for i, v in enumerate(args.hetero_vendors)]
+
+
 @rule(
-    "tensor_sizes hetero_tensor_sizes hetero_vendors plan_file typed_flags",
+    "hetero_pipeline tensor_sizes hetero_tensor_sizes hetero_vendors plan_file typed_flags",
     known=f"{_DIVIDED} sequence_parallel",
 )
 def _split_of_model(args: Namespace) -> Iterator[str]:
     """The tensor-parallel sizes must divide the model."""
     sizes = args.tensor_sizes
-    names = ["--tensor-model-parallel-size"]
-    if args.hetero_tensor_sizes is not None:
-        meshes = zip(args.hetero_vendors, sizes, strict=True)
-        names = [
-            f"mesh {i}'s ({vendor}) tensor-parallel size" for i, (vendor, _) in enumerate(meshes)
-        ]
+    names = _names_of_sizes(args, "--tensor-model-parallel-size", "tensor")
     width = "the MLP's size that follows from --hidden-size,"
     if "--ffn-hidden-size" in args.typed_flags:
         width = "--ffn-hidden-size"
@@ -434,6 +454,63 @@ def _split_of_model(args: Namespace) -> Iterator[str]:
         yield from tensor_problems(
             {flag: count for flag, count in divided.items() if count}, size, name=name
         )
+
+
+@rule(
+    "hetero_pipeline context_sizes hetero_context_sizes tensor_sizes hetero_vendors plan_file "
+    "cp_comm_type",
+    known="num_attention_heads num_query_groups group_query_attention seq_length sequence_parallel",
+)
+def _split_of_sequences(args: Namespace) -> Iterator[str]:
+    """The context-parallel sizes must divide the sequence and, for a2a, the heads."""
+    own = [mesh.sequence_parallel for mesh in _meshes_of(args.plan_file)]
+    own = own or [None] * len(args.context_sizes)
+    names = _names_of_sizes(args, "--context-parallel-size", "context")
+    shapes = zip(names, args.context_sizes, args.tensor_sizes, own, strict=False)
+    for name, context, tensor, sequence_parallel in shapes:
+        is_parallel = args.sequence_parallel if sequence_parallel is None else sequence_parallel
+        if args.seq_length:
+            parts = tensor if is_parallel else 1
+            yield from context_problems(args.seq_length, context, parts, name=name)
+        if "a2a" not in args.cp_comm_type:
+            continue
+        heads = args.num_attention_heads
+        groups = args.num_query_groups if args.group_query_attention else heads
+        for flag, count in (("--num-attention-heads", heads), ("--num-query-groups", groups)):
+            if count and count % tensor == 0 and count // tensor % context:
+                yield (
+                    f"--cp-comm-type a2a gives each of {counted(context, 'rank')} ({name}) whole "
+                    f"heads, and {flag} {count}"
+                    + (f" over {tensor} tensor-parallel ranks" if tensor > 1 else "")
+                    + " cannot be shared by them; use --cp-comm-type p2p"
+                )
+                break
+
+
+@rule("context_sizes num_layers hierarchical_context_parallel_sizes", sets="cp_comm_type")
+def _context_comm(args: Namespace) -> Verdict:
+    """The type of every layer: all of them, or one."""
+    types, levels = args.cp_comm_type, args.hierarchical_context_parallel_sizes
+    has_context = set(args.context_sizes) != {1}
+    if len(types) not in (1, args.num_layers):
+        yield (
+            f"--cp-comm-type has {counted(len(types), 'value')} and --num-layers is "
+            f"{args.num_layers}; give one for all layers, or one for each"
+        )
+        return {}
+    if levels and has_context and set(args.context_sizes) != {math.prod(levels)}:
+        yield (
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, levels))} multiply to "
+            f"{math.prod(levels)}, and the context-parallel size is "
+            f"{' '.join(map(str, sorted(set(args.context_sizes))))}; make them equal, or remove "
+            "the levels"
+        )
+    if has_context and (levels or "a2a+p2p" in types):
+        yield Note(
+            "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes: keys and values go "
+            "round one ring (p2p), the sums are the same"
+        )
+    return {"cp_comm_type": ["p2p" if each == "a2a+p2p" else each for each in types]}
 
 
 @rule("tensor_sizes", sets="sequence_parallel")
@@ -765,23 +842,27 @@ PARALLEL_RULES = (
     _layers_of_plan,
     _optimizer_of_plan,
     _engine_of_plan,
-    _tensor_size_of_plan,
+    _sizes_of_plan,
     _needed("hetero_vendors"),
     _needed("hetero_pipeline_sizes"),
     _vendors_and_sizes,
     _values_of_meshes("hetero_tensor_sizes", "tensor"),
+    _values_of_meshes("hetero_context_sizes", "context"),
     _values_of_meshes("hetero_data_sizes", "data"),
     _values_of_meshes("hetero_recompute", "recompute"),
     _layers_of_meshes,
     _sum_of_layers,
-    _tensor_size,
+    _both_ways("tensor_model_parallel_size", "hetero_tensor_sizes"),
+    _both_ways("context_parallel_size", "hetero_context_sizes"),
     _pipeline_size,
     _other_pipeline_size,
-    _tensor_sizes,
+    _sizes_of_meshes,
     _sizes,
     _number_of_replicas,
     _data_shares,
     _split_of_model,
+    _split_of_sequences,
+    _context_comm,
     _sequence_parallel,
     _chunks,
     _interleaving,

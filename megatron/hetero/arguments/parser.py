@@ -122,8 +122,8 @@ def build_parser() -> Parser:
     add_logging_flags(parser)
     add_hetero_flags(parser)
     add_checkpoint_flags(parser)
-    # megatron-core reads these sizes, which are always 1 here.
-    parser.set_defaults(context_parallel_size=1, expert_model_parallel_size=1)
+    # megatron-core reads this size, which is always 1 here.
+    parser.set_defaults(expert_model_parallel_size=1)
     return parser
 
 
@@ -171,7 +171,7 @@ def parse_args(
 
 
 RULES = (*MODEL_RULES, *PARALLEL_RULES, *BATCH_RULES, *TRAINING_RULES, *DATA_RULES, *PLAN_RULES)
-_NOT_FLAGS = ("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes")
+_NOT_FLAGS = ("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes", "context_sizes")
 """Derived values that are not handed on as flags."""
 _AT_START = {
     # A checkpoint that is loaded sets them.

@@ -107,8 +107,9 @@ def _recompute_units(args: Namespace) -> Iterator[str]:
 
 @rule(
     "plan_file meshes hetero_micro_batch_sizes hetero_recompute stage_layers num_layers "
-    "tensor_model_parallel_size data_parallel_size pipeline_model_parallel_size "
-    "hetero_data_parallel data_shares micro_batch_size sequence_parallel",
+    "tensor_model_parallel_size context_parallel_size data_parallel_size "
+    "pipeline_model_parallel_size hetero_data_parallel data_shares micro_batch_size "
+    "sequence_parallel",
     sets="plan",
 )
 def _plan(args: Namespace) -> Values:
@@ -130,16 +131,16 @@ def _plan(args: Namespace) -> Values:
 
 
 def _meshes(args: Namespace) -> tuple[Mesh, ...]:
-    tensor, data = args.tensor_model_parallel_size, args.data_parallel_size
+    sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size}
     stages = args.pipeline_model_parallel_size
     if args.hetero_data_parallel is not None:
         ends = accumulate(count for _, count in args.hetero_data_parallel)
         return tuple(
-            Mesh(name, stages=stages, tensor=tensor, data=count, share=args.data_shares[end - 1])
+            Mesh(name, stages=stages, data=count, share=args.data_shares[end - 1], **sizes)
             for (name, count), end in zip(args.hetero_data_parallel, ends, strict=True)
         )
     if args.meshes is None:
-        return (Mesh(ONE_VENDOR, stages=stages, tensor=tensor, data=data),)
+        return (Mesh(ONE_VENDOR, stages=stages, data=args.data_parallel_size, **sizes),)
     meshes: Sequence[Mesh] = args.meshes if args.plan_file is None else args.plan_file.meshes
     micro = args.hetero_micro_batch_sizes or [None] * len(meshes)
     recompute = args.hetero_recompute or [None] * len(meshes)
@@ -159,6 +160,7 @@ def apply_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
     """
     evaluated = args.eval_micro_batch_size * args.data_parallel_size
     args.tensor_model_parallel_size, args.data_parallel_size = mesh.tensor, mesh.data
+    args.context_parallel_size = mesh.context
     args.data_shares = (1,) * mesh.data
     args.micro_batch_size = mesh.micro_batch_size
     args.eval_micro_batch_size = evaluated // mesh.data

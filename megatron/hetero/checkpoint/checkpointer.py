@@ -506,8 +506,9 @@ def load_rng_state(
 def layout_record(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """The properties of a layout that must be equal for RNG states to be restored."""
     meshes = [plan.meshes[plan.blocks_of_stage(stage)[0].mesh] for stage in range(plan.stages)]
-    # Checkpoints also say that one rank has each sequence, without context parallelism.
-    stages = [[mesh.tensor, 1, len(plan.shares(stage))] for stage, mesh in enumerate(meshes)]
+    stages = [
+        [mesh.tensor, mesh.context, len(plan.shares(stage))] for stage, mesh in enumerate(meshes)
+    ]
     parallel = [
         args.sequence_parallel if m.sequence_parallel is None else m.sequence_parallel
         for m in meshes

@@ -111,9 +111,11 @@ def expected_bytes(
 def _written(
     placed: Sequence[ShardedParameter], *, plan: Plan, coordinate: Coordinate
 ) -> tuple[list[ShardedParameter], set[str]]:
-    """The parameters that one of this rank's replicas writes, and the names of this rank's own."""
+    """The parameters of which a copy of this rank's writes each, and the names of this rank's."""
     written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
-    return written, _share(written, len(plan.shares(coordinate.stage)), coordinate.data)
+    context = plan.meshes[coordinate.mesh].context
+    copies = len(plan.shares(coordinate.stage)) * context
+    return written, _share(written, copies, coordinate.data * context + coordinate.context)
 
 
 def _written_shards(
@@ -122,19 +124,19 @@ def _written_shards(
     by_parameter = {id(p.parameter): p for p in written}
     for shard in optimizer_shards(optimizer.inner):
         p = by_parameter.get(id(shard.parameter))
-        # The distributed optimizer shards it over replicas; otherwise all replicas hold the same.
+        # The distributed optimizer shards it over the copies; otherwise they all hold the same.
         if p is not None and (optimizer.config.use_distributed_optimizer or p.name in mine):
             yield p, shard
 
 
-def _share(written: Iterable[ShardedParameter], replicas: int, replica: int) -> set[str]:
-    """The names that one replica writes, balanced by size over all replicas."""
-    loads = [0] * replicas
+def _share(written: Iterable[ShardedParameter], copies: int, copy: int) -> set[str]:
+    """The names that one of the ranks with the same weights writes, balanced by size over them."""
+    loads = [0] * copies
     mine = set()
     for p in sorted(written, key=lambda p: (-p.shard.size, p.name)):
         lightest = loads.index(min(loads))
         loads[lightest] += p.shard.size
-        if lightest == replica:
+        if lightest == copy:
             mine.add(p.name)
     return mine
 
@@ -190,7 +192,7 @@ def rng_write_items(coordinate: Coordinate) -> list[WriteItem]:
 
 def rng_prefix(coordinate: Coordinate) -> str:
     c = coordinate
-    return f"rng.stage{c.stage}.data{c.data}.context0.tensor{c.tensor}."
+    return f"rng.stage{c.stage}.data{c.data}.context{c.context}.tensor{c.tensor}."
 
 
 def restore_rng_state(states: dict[str, torch.Tensor]) -> bool:

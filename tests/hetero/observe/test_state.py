@@ -39,8 +39,8 @@ PLAN = RunDescription(
         for rank in range(4)
     ),
     meshes=(
-        MeshDescription(mesh=0, vendor="amd", tensor=1, data=2, stages=(0,)),
-        MeshDescription(mesh=1, vendor="nvidia", tensor=1, data=2, stages=(1,)),
+        MeshDescription(mesh=0, vendor="amd", tensor=1, context=1, data=2, stages=(0,)),
+        MeshDescription(mesh=1, vendor="nvidia", tensor=1, context=1, data=2, stages=(1,)),
     ),
     stages=(
         StageDescription(stage=0, mesh=0, layers=3, ranks=(0, 1)),

@@ -24,14 +24,17 @@ Key = Callable[[Coordinate], tuple[int, ...]]
 MINUTE = timedelta(seconds=60)
 KINDS: dict[str, Key] = {
     "single": lambda c: (c.rank,),
-    "tensor": lambda c: (c.stage, c.data),
-    "data": lambda c: (c.stage, c.tensor),
-    "tensor_data": lambda c: (c.stage,),
+    "tensor": lambda c: (c.stage, c.data, c.context),
+    "context": lambda c: (c.stage, c.data, c.tensor),
+    "tensor_context": lambda c: (c.stage, c.data),
+    "data": lambda c: (c.stage, c.context, c.tensor),
+    "data_context": lambda c: (c.stage, c.tensor),
+    "tensor_data_context": lambda c: (c.stage,),
     "world": lambda c: (),
 }
 ALONG_THE_PIPELINE: dict[str, Key] = {
-    "pipeline": lambda c: (c.data, c.tensor),
-    "model": lambda c: (c.data,),
+    "pipeline": lambda c: (c.data, c.context, c.tensor),
+    "model": lambda c: (c.data, c.context),
 }
 """Where all stages have the same ranks: in one mesh, or in whole replicas."""
 
@@ -40,9 +43,9 @@ ALONG_THE_PIPELINE: dict[str, Key] = {
 def plans_of_replicas(draw: st.DrawFn) -> Plan:
     """Whole replicas on each vendor, of one shape and in any number."""
     size, stages = st.integers(1, 2), draw(st.integers(1, 3))
-    tensor = draw(size)
+    tensor, context = draw(size), draw(size)
     meshes = tuple(
-        Mesh(vendor, stages=stages, tensor=tensor, data=draw(st.integers(1, 3)))
+        Mesh(vendor, stages=stages, tensor=tensor, context=context, data=draw(st.integers(1, 3)))
         for vendor in ("nvidia", "amd")
     )
     return Plan(meshes=meshes, layers=((1,),) * stages, whole_replicas=True)
@@ -52,7 +55,9 @@ def plans_of_replicas(draw: st.DrawFn) -> Plan:
 def plans_of_stages(draw: st.DrawFn) -> Plan:
     """Meshes of any shapes, of which some are alike."""
     size = st.integers(1, 3)
-    mesh = st.builds(Mesh, vendor=st.just("amd"), stages=size, tensor=size, data=size)
+    mesh = st.builds(
+        Mesh, vendor=st.just("amd"), stages=size, tensor=size, context=st.integers(1, 2), data=size
+    )
     meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
     meshes *= draw(st.integers(1, 2))
     return Plan(meshes=meshes, layers=((1,),) * sum(mesh.stages for mesh in meshes))
@@ -109,7 +114,7 @@ def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan)
 # Which library.
 
 
-CARRY_THE_MODEL = {"data", "embedding"}
+CARRY_THE_MODEL = {"data_context", "embedding"}
 
 
 @given(any_plans)
@@ -122,17 +127,20 @@ def test_a_group_inside_one_mesh_uses_the_vendors_library_and_none_that_crosses_
                 continue
             crosses = len({plan.coordinate(rank).mesh for rank in group.ranks}) > 1
             assert group.crosses == crosses
-            across = "hetero" if kind in CARRY_THE_MODEL else "gloo"
+            carries = kind in CARRY_THE_MODEL or (
+                kind == "data" and group.ranks == members(plan, rank, "data_context")
+            )
+            across = "hetero" if carries else "gloo"
             assert group.backend == (across if crosses else "nccl")
 
 
 @given(plans_of_replicas())
 def test_of_whole_replicas_only_what_joins_replicas_crosses_vendors(plan: Plan) -> None:
-    inside = {"tensor", "pipeline", "model", "embedding"}
+    inside = {"tensor", "context", "tensor_context", "pipeline", "model", "embedding"}
     for rank in range(plan.world_size):
         planned = planned_groups(plan, rank, vendor_backend="nccl")
         assert not any(group.crosses for kind in inside if (group := planned[kind]) is not None)
-        for kind in ("data", "tensor_data", "world"):
+        for kind in ("data", "data_context", "tensor_data_context", "world"):
             group = planned[kind]
             assert group is not None
             assert group.crosses
@@ -184,6 +192,24 @@ def test_ranks_that_wait_for_each_others_groups_all_get_on(plan: Plan) -> None:
                 left[rank].pop(0)
 
 
+def test_ranks_that_share_sequences_lie_between_tensor_and_data_parallel_ones() -> None:
+    plan = Plan((Mesh("amd", 1, tensor=2, context=2, data=2),), layers=((1,),))
+    planned = planned_groups(plan, 5, vendor_backend="nccl")
+    assert {kind: group.ranks for kind, group in planned.items() if group is not None} == {
+        "single": (5,),
+        "tensor": (4, 5),
+        "context": (5, 7),
+        "tensor_context": (4, 5, 6, 7),
+        "data": (1, 5),
+        "data_context": (1, 3, 5, 7),
+        "tensor_data_context": tuple(range(8)),
+        "pipeline": (5,),
+        "model": (4, 5),
+        "world": tuple(range(8)),
+        "embedding": (5,),
+    }
+
+
 def _job(stages: int, tensor: int, data: int) -> Plan:
     half = stages // 2
     meshes = tuple(Mesh(v, stages=half, tensor=tensor, data=data) for v in ("amd", "nvidia"))
@@ -213,8 +239,11 @@ def test_the_groups_of_one_rank_of_a_mixed_plan() -> None:
     assert found == {
         "single": (5,),
         "tensor": (4, 5),
+        "context": (5,),
+        "tensor_context": (4, 5),
         "data": (5, 7),
-        "tensor_data": (4, 5, 6, 7),
+        "data_context": (5, 7),
+        "tensor_data_context": (4, 5, 6, 7),
         "pipeline": None,
         "model": tuple(range(12)),
         "world": tuple(range(12)),

@@ -20,6 +20,7 @@ meshes = st.builds(
     vendor=st.sampled_from(VENDORS),
     stages=sizes,
     tensor=sizes,
+    context=sizes,
     data=sizes,
     **options,
 )

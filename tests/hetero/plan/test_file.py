@@ -61,7 +61,7 @@ def test_a_file_that_counts_layers_by_stage_is_split_over_the_chunks() -> None:
 def test_all_errors_of_a_file_are_told_at_once() -> None:
     """Of keys, of types and of counts, also where no mesh of it can be read."""
     first = {"vendor": "nvidea", "layers": [4, 1], "stages": 3, "data": "two", "bogus": 1}
-    second = {"layers": [2], "context": 2, "sequence_parallel": 2}
+    second = {"layers": [2], "context": 0, "sequence_parallel": 2}
     with pytest.raises(UserError) as error:
         read_mapping({"meshes": [first, second], "mesh": 1}, source="it").plan()
     told = "\n".join(error.value.sentences)
@@ -72,7 +72,7 @@ def test_all_errors_of_a_file_are_told_at_once() -> None:
         "mesh 0: data 'two'",
         "mesh 0: 3 stages but layers for 2",
         "mesh 1: the key 'vendor' is missing",
-        "mesh 1: context parallelism is not available",
+        "mesh 1: context 0 must be a whole number of at least 1",
         "mesh 1: sequence_parallel 2 must be true or false",
     ):
         assert told.count(wrong) == 1
@@ -198,7 +198,7 @@ def test_a_mapping_that_is_no_plan_is_refused_in_one_sentence(data: Any, names: 
 def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
     bad = {"vendor": "intel", "layers": [1.5, -2, -2], "tensor": "2", "tensr": 2}
     nameless = {"layer": [1], "data": 0}
-    several = {"vendor": "amd", "layers": [-1], "stages": 2, "context": 2}
+    several = {"vendor": "amd", "layers": [-1], "stages": 2, "context": "2"}
     data = {"meshes": [bad, AMD, nameless, several, "amd"], "mesh": 1}
     with pytest.raises(UserError) as error:
         read_mapping(data, source="p.yaml").plan()
@@ -214,7 +214,7 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
         "p.yaml: mesh 2: the key 'layers' is missing",
         "p.yaml: mesh 2: data 0 must be a whole number of at least 1",
         "p.yaml: mesh 3: a stage has layers -1",
-        "p.yaml: mesh 3: context parallelism is not available",
+        "p.yaml: mesh 3: context '2' must be a whole number of at least 1",
         "p.yaml: mesh 3: 2 stages but layers for 1",
         "p.yaml: mesh 4: expected keys vendor",
     ]

@@ -27,16 +27,16 @@ def test_coordinate_and_rank_at_are_each_others_inverse(plan: Plan) -> None:
     for rank in range(plan.world_size):
         c = plan.coordinate(rank)
         assert c.rank == rank
-        assert plan.rank_at(c.stage, data=c.data, tensor=c.tensor) == rank
+        assert plan.rank_at(c.stage, data=c.data, context=c.context, tensor=c.tensor) == rank
         assert c.mesh in {block.mesh for block in plan.blocks_of_stage(c.stage)}
     vendors = [plan.vendor_of_rank(rank) for rank in range(plan.world_size)]
     assert vendors == [mesh.vendor for mesh in plan.meshes for _ in range(mesh.world_size)]
 
 
 @given(plans())
-def test_tensor_is_fastest_then_data_then_stage(plan: Plan) -> None:
+def test_tensor_is_fastest_then_context_then_data_then_stage(plan: Plan) -> None:
     places = [plan.coordinate(rank) for rank in range(plan.world_size)]
-    keys = [(c.stage, c.data, c.tensor) for c in places]
+    keys = [(c.stage, c.data, c.context, c.tensor) for c in places]
     assert keys == sorted(keys)
     assert len(set(keys)) == len(keys)
 
@@ -137,8 +137,12 @@ Numbers = np.ndarray
 
 def held_by(layout: Layout, rank: int, whole: Numbers) -> Numbers:
     """What a rank holds of the tensor, as megatron-core lays it out."""
-    data, tensor = divmod(rank, layout.tensor)
+    copy, tensor = divmod(rank, layout.tensor)
+    data, context = divmod(copy, layout.context)
     mine = np.split(whole, layout.data, axis=1)[data]
+    if layout.context > 1:
+        chunks = np.split(mine, 2 * layout.context)
+        mine = np.concatenate([chunks[context], chunks[2 * layout.context - 1 - context]])
     return np.split(mine, layout.tensor)[tensor] if layout.sequence_parallel else mine
 
 
@@ -146,14 +150,17 @@ def send(slab: Slab, layout: Layout, held: Numbers, sequence: int) -> Numbers:
     """What crosses, out of what the sending rank holds."""
     part = held
     if not layout.sequence_parallel:
-        rows = layout.part(slab.source, sequence)
+        rows = layout.own_rows(slab.source, sequence)
         part = held[rows.start : rows.stop]
-    return part[_cut(layout.in_part(slab, slab.source, sequence))]
+    return part[_indices(layout.in_part(slab, slab.source, sequence))]
 
 
-def _cut(place: tuple[slice, slice]) -> tuple[slice, slice]:
-    assert all(0 <= interval.start < interval.stop for interval in place)
-    return place
+def _indices(place: tuple[tuple[slice, ...], slice]) -> tuple[Numbers, Numbers]:
+    """The elements of a slab's place in a part, rows by sequences."""
+    rows, batch = place
+    for interval in (*rows, batch):
+        assert 0 <= interval.start < interval.stop
+    return np.ix_(np.r_[rows], np.r_[batch])
 
 
 def gathered(layout: Layout, parts: list[Numbers], rank: int, held: int) -> Numbers:
@@ -170,13 +177,14 @@ sizes = st.sampled_from([1, 2, 3, 4])
 @st.composite
 def crossings(draw: st.DrawFn) -> tuple[Layout, Layout, int]:
     """Two layouts of one batch, and the length of a sequence that both can share."""
-    pairs = [draw(st.tuples(sizes, st.booleans())) for _ in range(2)]
+    shapes = [draw(st.tuples(sizes, sizes, st.booleans())) for _ in range(2)]
     batch = draw(st.sampled_from([1, 2, 4, 6, 12]))
-    unit = int(np.lcm.reduce([t if sp else 1 for t, sp in pairs]))
+    units = [(2 * c if c > 1 else 1, c * t if sp else 1) for t, c, sp in shapes]
+    unit = int(np.lcm.reduce([count for pair in units for count in pair]))
     layouts = []
-    for tensor, is_parallel in pairs:
+    for tensor, context, is_parallel in shapes:
         data = draw(st.sampled_from([n for n in (1, 2, 3, 4) if batch % n == 0]))
-        layouts.append(Layout(tensor, data, batch // data, is_parallel))
+        layouts.append(Layout(tensor, data, batch // data, is_parallel, context))
     return layouts[0], layouts[1], unit * draw(st.integers(1, 5))
 
 
@@ -194,9 +202,9 @@ def test_each_element_crosses_once_and_arrives_wherever_it_is_needed(
         sent = send(slab, source, held_by(source, slab.source, whole), sequence)
         assert sent.size == slab.elements
         crossed.update(sent.ravel().tolist())
-        place = parts[slab.target][_cut(target.in_part(slab, slab.target, sequence))]
-        assert (place == -1).all()
-        place[...] = sent
+        place = _indices(target.in_part(slab, slab.target, sequence))
+        assert (parts[slab.target][place] == -1).all()
+        parts[slab.target][place] = sent
     assert crossed == Counter(range(whole.size))
     for rank in range(target.ranks):
         needed = held_by(target, rank, whole)
@@ -213,7 +221,7 @@ def test_no_rank_sends_or_receives_more_than_its_part(crossing: tuple[Layout, La
         received[slab.target] += slab.elements
     for layout, counts in ((source, sent), (target, received)):
         assert max(counts.values()) == layout.part_rows(sequence) * layout.micro_batch_size
-        if sequence % layout.tensor == 0:
+        if sequence // layout.context % layout.tensor == 0:
             assert len(counts) == layout.ranks
             assert len(set(counts.values())) == 1
 
@@ -228,9 +236,10 @@ def test_gradients_go_back_as_activations_came(crossing: tuple[Layout, Layout, i
 
 
 def test_stages_of_one_layout_exchange_one_slab_a_rank() -> None:
-    for tensor, data, is_parallel in product((1, 2, 4), (1, 2), (False, True)):
-        layout = Layout(tensor, data, 2, is_parallel)
-        found = slabs(layout, layout, sequence=8)
+    sizes = product((1, 2, 4), (1, 2, 3), (1, 2), (False, True))
+    for tensor, context, data, is_parallel in sizes:
+        layout = Layout(tensor, data, 2, is_parallel, context)
+        found = slabs(layout, layout, sequence=24)
         assert [(slab.source, slab.target) for slab in found] == [(i, i) for i in range(len(found))]
         assert len(found) == layout.ranks
 
@@ -239,13 +248,22 @@ def test_two_tensor_parallel_ranks_each_send_half_to_each_of_two_replicas() -> N
     wide, replicas = Layout(2, 1, 2), Layout(1, 2, 1)
     found = slabs(wide, replicas, sequence=8)
     assert found == [
-        Slab(0, 0, range(4), range(1)),
-        Slab(0, 1, range(4), range(1, 2)),
-        Slab(1, 0, range(4, 8), range(1)),
-        Slab(1, 1, range(4, 8), range(1, 2)),
+        Slab(0, 0, (range(4),), range(1)),
+        Slab(0, 1, (range(4),), range(1, 2)),
+        Slab(1, 0, (range(4, 8),), range(1)),
+        Slab(1, 1, (range(4, 8),), range(1, 2)),
     ]
-    assert wide.in_part(found[3], 1, 8) == (slice(0, 4), slice(1, 2))
-    assert replicas.in_part(found[3], 1, 8) == (slice(4, 8), slice(0, 1))
+    assert wide.in_part(found[3], 1, 8) == ((slice(0, 4),), slice(1, 2))
+    assert replicas.in_part(found[3], 1, 8) == ((slice(4, 8),), slice(0, 1))
+
+
+def test_context_parallel_ranks_send_both_of_their_chunks_in_one_slab() -> None:
+    shared, alone = Layout(1, 1, 1, context=2), Layout(1, 1, 1)
+    first, second = slabs(shared, alone, sequence=16)
+    assert first == Slab(0, 0, (range(4), range(12, 16)), range(1))
+    assert shared.in_part(first, 0, 16) == ((slice(0, 8),), slice(0, 1))
+    assert alone.in_part(first, 0, 16) == ((slice(0, 4), slice(12, 16)), slice(0, 1))
+    assert second == Slab(1, 0, (range(4, 12),), range(1))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +271,7 @@ def test_two_tensor_parallel_ranks_each_send_half_to_each_of_two_replicas() -> N
     [
         (Layout(1, 1, 2), Layout(1, 2, 2), "take 2 and 4 sequences"),
         (Layout(1, 1, 1), Layout(4, 1, 1, True), "cannot share a sequence of 6"),
+        (Layout(1, 1, 1), Layout(1, 1, 1, context=2), "cannot share a sequence of 6"),
     ],
 )
 def test_layouts_that_cannot_be_joined_are_refused(

@@ -45,6 +45,6 @@ def test_an_engine_that_cannot_be_imported_is_refused_with_the_remedy(monkeypatc
 @pytest.mark.usefixtures("engine")
 def test_the_layers_are_the_engines(parse) -> None:
     with mock.patch.object(model, "get_gpt_layer_with_transformer_engine_spec") as spec:
-        built = model.layer_spec(parse(f"{TE} --qk-layernorm"), mock.Mock(), 2, mock.Mock())
+        built = model.layer_spec(parse(f"{TE} --qk-layernorm"), mock.Mock(), range(2), mock.Mock())
     spec.assert_called_once_with(qk_layernorm=True)
     assert built is spec.return_value
