@@ -243,6 +243,8 @@ LAYOUTS = [
     Run("pp4", 4, "--pipeline-model-parallel-size 4"),
     Run("mixed-pp4", 4, "--hetero-pipeline --hetero-vendors amd nvidia "
         "--hetero-pipeline-sizes 1 3"),
+    Run("cp2-dp2-distributed", 4, "--context-parallel-size 2 --use-distributed-optimizer"),
+    Run("mixed-cp2-then-cp1", 3, f"{HETERO} --hetero-context-sizes 2 1 --hetero-data-sizes 1 1"),
     Run("tp4", 4, "--tensor-model-parallel-size 4 --sequence-parallel "
         "--use-distributed-optimizer"),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ of it would show.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ def mesh(*layers: object, tensor: int = 1, data: int = 1, **own: object) -> Mesh
 
 
 def ranks(meshes: list[Mesh]) -> int:
-    return sum(len(m["layers"]) * m["tensor"] * m["data"] for m in meshes)  # type: ignore
+    sizes = ("tensor", "context", "data")
+    return sum(len(m["layers"]) * math.prod(m.get(n, 1) for n in sizes) for m in meshes)  # type: ignore
 
 
 def write_plan(meshes: list[Mesh], folder: Path) -> list[str]:
