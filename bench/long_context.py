@@ -1,0 +1,239 @@
+"""Measure training on long sequences that two GPUs share, beside torch's own context parallelism.
+
+    python bench/long_context.py --out long_context.json [--sequences 32768 131072] [--layers 8]
+
+For each length: one GPU; two GPUs that share the sequences, by each --cp-comm-type; and the same
+model in plain PyTorch with FSDP2 and `torch.distributed.tensor.experimental.context_parallel`. All
+recompute every layer and train one sequence a step in bfloat16. The layers are LLaMA-8B's, the
+vocabulary is a quarter of its: the logits of a whole sequence have to fit one GPU. Of one more run
+on a ring torch's profiler says how long keys and values were under way and for how much of that
+time the GPU computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
+
+import torch
+
+from hetero.errors import HeteroError
+from hetero.text import integer
+from hetero.tools import tool_command_line
+from hetero.tools.launching.processes import Step, run_step
+from hetero.tools.runs import Launch, failure_text, run_to_end
+
+PEER = Path(__file__).parent / "long_context/torch_peer.py"
+WARM_UP, SECONDS = 2, 300.0
+TYPES = ("p2p", "a2a", "all_gather")
+
+
+def model_flags(args: argparse.Namespace, sequence: int) -> list[str]:
+    """What every run of ours trains."""
+    shape = (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --ffn-hidden-size {args.ffn} "
+        f"--num-attention-heads {args.heads} --group-query-attention "
+        f"--num-query-groups {args.groups} --seq-length {sequence} "
+        f"--max-position-embeddings {sequence} --position-embedding-type rope "
+        "--rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16 "
+    )
+    training = (
+        f"--micro-batch-size 1 --global-batch-size 1 --train-iters {args.steps} --lr 1e-4 "
+        "--clip-grad 1 --use-distributed-optimizer --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 --mock-data --eval-iters 0 "
+        f"--tokenizer-type NullTokenizer --vocab-size {args.vocabulary - 1} --log-interval 1 "
+        "--num-workers 1"
+    )
+    return [*shape.split(), *training.split()]
+
+
+def ours(args: argparse.Namespace, sequence: int, folder: Path, *more: str, nproc: int) -> Any:
+    """Tokens a second and the peak of a rank's memory of one run, or why there are none."""
+    name = f"{sequence} {' '.join(more) or 'one'}".replace("--", "").replace("/", "_")
+    launch = Launch(
+        name=name,
+        flags=(*model_flags(args, sequence), *more),
+        nproc=nproc,
+        folder=folder,
+        environ={},
+        deadline=SECONDS,
+    )
+    try:
+        found = run_to_end(launch)
+    except HeteroError as error:
+        return {"error": failure_text(error, launch)}
+    seconds = [record["elapsed_ms"] / 1e3 for record in found.iterations[WARM_UP:]]
+    peaks = [row["peak_memory_bytes"] for row in found.report["ranks"]]
+    losses = [record["loss"] for record in found.iterations]
+    return figures(seconds, max(peaks), sequence, losses)
+
+
+def peer(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
+    sizes = ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "steps")
+    shape = [f"--{name}={getattr(args, name)}" for name in sizes]
+    out = folder / f"peer_{sequence}.jsonl"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    step = Step(
+        name=f"peer {sequence}",
+        command=(*launcher, "--nproc-per-node=2", str(PEER), *shape, f"--sequence={sequence}"),
+        log=folder / f"peer_{sequence}.log",
+        directory=Path.cwd(),
+        environment=dict(os.environ) | {"OUT": str(out)},
+    )
+    try:
+        run_step(step, lambda: None)
+    except HeteroError as error:
+        return {"error": str(error)[:500]}
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows[WARM_UP:]]
+    return figures(seconds, rows[-1]["peak"], sequence, [row["loss"] for row in rows])
+
+
+def figures(
+    seconds: Sequence[float], peak: int, sequence: int, losses: Sequence[float]
+) -> dict[str, Any]:
+    return {
+        "tokens_per_s": round(sequence / statistics.median(seconds), 1),
+        "seconds": [round(each, 4) for each in seconds],
+        "peak_gib": round(peak / 2**30, 2),
+        "losses": list(losses),
+    }
+
+
+def overlap(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
+    """Of one step on a ring: seconds of transfers on the GPU, and of those beside computation."""
+    traces = folder / "traces"
+    flags = ["--context-parallel-size", "2", "--profile", "--use-pytorch-profiler"]
+    flags += ["--profile-step-start", "2", "--profile-step-end", "3", "--profile-ranks", "0"]
+    found = ours(args, sequence, folder, *flags, "--tensorboard-dir", str(traces), nproc=2)
+    if "error" in found:
+        return found
+    files = sorted(traces.rglob("*.json*"))
+    if not files:
+        return {"error": "the profiler has written no trace"}
+    opened = gzip.open if files[-1].suffix == ".gz" else open
+    with opened(files[-1], "rt") as file:  # type: ignore[operator]
+        events = json.load(file)["traceEvents"]
+    return hidden_transfers(events)
+
+
+def hidden_transfers(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How much of the transfers' kernels lies beside kernels that compute, in a Chrome trace."""
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    transfers = [span(e) for e in kernels if "SendRecv" in e["name"]]
+    computing = list(merged(span(e) for e in kernels if "nccl" not in e["name"]))
+    hidden = sum(
+        max(0.0, min(end, until) - max(begin, since))
+        for begin, end in transfers
+        for since, until in computing
+    )
+    total = sum(end - begin for begin, end in transfers)
+    return {
+        "transfers": len(transfers),
+        "transfer_ms": round(total / 1e3, 3),
+        "beside_computation_ms": round(hidden / 1e3, 3),
+        "hidden": round(hidden / total, 4) if total else None,
+        "computing_ms": round(sum(end - begin for begin, end in computing) / 1e3, 3),
+    }
+
+
+def span(event: dict[str, Any]) -> tuple[float, float]:
+    """In microseconds."""
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The same times, without overlaps."""
+    current: tuple[float, float] | None = None
+    for begin, end in sorted(spans):
+        if current is not None and begin <= current[1]:
+            current = current[0], max(current[1], end)
+            continue
+        if current is not None:
+            yield current
+        current = begin, end
+    if current is not None:
+        yield current
+
+
+def measure(args: argparse.Namespace) -> str:
+    gpus = torch.cuda.device_count()
+    if gpus < 2 and not args.on_cpu:
+        raise HeteroError("this needs two GPUs; --on-cpu tries the command on a small model")
+    record: dict[str, Any] = {
+        "command": " ".join(["python bench/long_context.py", *args.typed]),
+        "date": date.today().isoformat(),
+        "hardware": f"{gpus}x {torch.cuda.get_device_name()}" if gpus else "CPU",
+        "torch": torch.__version__,
+        "model": {name: getattr(args, name) for name in ("layers", "hidden", "ffn", "vocabulary")},
+        "sequences": {},
+    }
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        for sequence in args.sequences:
+            rows = record["sequences"].setdefault(str(sequence), {})
+            for key, row in rows_of(args, sequence, Path(name)):
+                rows[key] = row
+                lines.append(f"{sequence} {key}: {json.dumps(row)[:240]}")
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
+    return "\n".join([*lines, f"written: {args.out}"])
+
+
+def rows_of(args: argparse.Namespace, sequence: int, folder: Path) -> Iterator[tuple[str, Any]]:
+    """The runs of one length, by name."""
+    for kind in TYPES:
+        flags = ("--context-parallel-size", "2", "--cp-comm-type", kind)
+        yield kind, ours(args, sequence, folder, *flags, nproc=2)
+        if kind == TYPES[0]:
+            if not args.on_cpu:
+                yield "torch", peer(args, sequence, folder)
+                yield "ring", overlap(args, sequence, folder)
+            yield "one", ours(args, sequence, folder, nproc=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument(
+        "--sequences",
+        type=integer(1),
+        nargs="+",
+        default=[32768, 131072],
+        help="lengths, in tokens",
+    )
+    for name, value, what in (
+        ("layers", 8, "layers"),
+        ("hidden", 4096, "width of a layer"),
+        ("ffn", 14336, "width of the MLP"),
+        ("heads", 32, "attention heads"),
+        ("groups", 8, "groups of query heads"),
+        ("vocabulary", 32000, "tokens of the vocabulary"),
+        ("steps", 6, "steps of each run, of which two warm up"),
+    ):
+        parser.add_argument(f"--{name}", type=integer(1), default=value, help=what)
+    parser.add_argument("--on-cpu", action="store_true", help="without GPUs, and without peers")
+    args = parser.parse_args(argv)
+    args.typed = list(sys.argv[1:] if argv is None else argv)
+    tool_command_line.require_results_file(args.out, "--out")
+    return tool_command_line.run(lambda: measure(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Attention of ranks that share sequences, against one rank that has all of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from hetero.plan.plan import context_chunks
+from megatron.hetero.context_parallel import COMM_TYPES, attend, slice_batch
+from tests.forked_ranks import run_forked
+
+BATCH, WIDTH, GROUPS = 2, 16, 4
+ROWS_A_RANK = 16
+PATIENCE = 120.0
+
+
+def rows_of(whole: torch.Tensor, axis: int = 2) -> torch.Tensor:
+    chunks = context_chunks(dist.get_world_size(), dist.get_rank(), whole.shape[axis])
+    return torch.cat([whole.narrow(axis, rows.start, len(rows)) for rows in chunks], axis)
+
+
+def compute(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, is_causal=allowed is None, enable_gqa=True
+    )
+
+
+def documents(sequence: int, device: str) -> torch.Tensor:
+    """A causal mask of three documents of different lengths."""
+    ends = torch.tensor([sequence // 5, sequence // 2, sequence], device=device)
+    of = torch.bucketize(torch.arange(sequence, device=device), ends, right=True)
+    return ((of[:, None] == of[None]) & torch.ones_like(of[:, None] == of[None]).tril())[None, None]
+
+
+def differences(
+    kind: str, heads: int, dtype: torch.dtype, *, masked: bool, blockwise: bool, device: str
+) -> list[float]:
+    """Of the output and of the gradients of query, key and value: norm of it over the norm."""
+    torch.manual_seed(1)
+    sequence = ROWS_A_RANK * dist.get_world_size()
+    query, key, value, grad = (
+        torch.randn(BATCH, count, sequence, WIDTH, device=device).to(dtype)
+        for count in (heads, GROUPS, GROUPS, heads)
+    )
+    allowed = documents(sequence, device) if masked else None
+    whole = [each.clone().requires_grad_() for each in (query, key, value)]
+    output = compute(*whole, allowed)
+    output.backward(grad)
+    own = [rows_of(each).clone().requires_grad_() for each in (query, key, value)]
+    mine = attend(
+        *own,
+        allowed,
+        compute=compute,
+        comm_type=kind,
+        group=dist.group.WORLD,
+        scale=None,
+        blockwise=blockwise,
+    )
+    mine.backward(rows_of(grad))
+    found = [mine, *(each.grad for each in own)]
+    expected = [output, *(each.grad for each in whole)]
+    return [
+        float((one.float() - rows_of(other).float()).norm() / rows_of(other).float().norm())
+        for one, other in zip(found, expected, strict=True)
+    ]
+
+
+def all_differences(rank: int, size: int, folder: str, device: str, end: Connection) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    of = partial(differences, device=device)
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for kind in COMM_TYPES:
+        for heads in (GROUPS, 2 * GROUPS):
+            for dtype in (torch.float32, torch.bfloat16):
+                for masked in (False, True):
+                    for blockwise in (True, False):
+                        key = (kind, heads, dtype, masked, blockwise)
+                        found[key] = of(kind, heads, dtype, masked=masked, blockwise=blockwise)
+    dist.destroy_process_group()
+    end.send((found, None))
+
+
+def run_ranks(size: int, folder: Path, device: str) -> list[dict[tuple[Any, ...], list[float]]]:
+    arguments = [(rank, size, str(folder), device) for rank in range(size)]
+    outcomes = run_forked(all_differences, arguments, patience=PATIENCE)
+    assert all(outcome.exit_code == 0 for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+def judge(found: list[dict[tuple[Any, ...], list[float]]], *, rounding: float = 1e-6) -> None:
+    for rank in found:
+        assert len(rank) == 3 * 2 * 2 * 2 * 2
+        for key, measured in rank.items():
+            limit = rounding if torch.float32 in key else 1e-2
+            assert max(measured) < limit, key
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_type_computes_what_one_rank_does(size: int, tmp_path: Path) -> None:
+    found = run_ranks(size, tmp_path, "cpu")
+    judge(found)
+    for rank in found:
+        for (kind, *_), measured in rank.items():
+            if kind == "a2a":
+                assert measured == [0.0] * 4, "whole sequences of some heads have the same bits"
+
+
+@pytest.mark.gpu
+def test_every_type_computes_what_one_gpu_does(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    judge(run_ranks(2, tmp_path, "cuda"), rounding=1e-5)
+
+
+def test_a_rank_takes_its_chunks_of_a_batch_and_counts_the_tokens_of_all() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    mask = torch.ones(2, 8)
+    mask[0, :4] = 0
+    batch = {
+        "tokens": tokens,
+        "loss_mask": mask,
+        "attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool),
+    }
+    sliced = slice_batch(batch, size=2, rank=0)
+    assert sliced["tokens"].tolist() == [[0, 1, 6, 7], [8, 9, 14, 15]]
+    assert sliced["loss_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    assert sliced["attention_mask"].shape == (2, 1, 8, 8)
+    assert sliced["whole_tokens"] == 12
+    other = slice_batch(batch, size=2, rank=1)
+    assert other["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert slice_batch(batch, size=1, rank=0) == batch
