@@ -9,20 +9,22 @@ values of other ranks. --cp-comm-type chooses how they meet; the sums are the sa
 | `all_gather` | keys and values, gathered (Llama 3, arXiv:2407.21783, section 3.3.2) | memory for all keys and values of a layer |
 | `p2p` | keys and values, from rank to rank while the kernel runs (ring attention, arXiv:2310.01889) | |
 
-`all_gather` and `p2p` compute blocks of queries and keys with the flash kernels of torch and merge
-them by their log-sum-exp. A mask, dropout, or an --attention-backend without flash kernels takes
-the same keys gathered and one call of SDPA.
+`all_gather` and `p2p` compute blocks of queries and keys with the kernel that torch would choose for
+whole sequences, and merge them by their log-sum-exp. A mask, dropout, or an --attention-backend
+without such kernels takes the same keys gathered and one call of SDPA.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from hetero.plan.plan import context_chunks
 
@@ -70,8 +72,7 @@ def attend(
     compute: Attend,
     comm_type: str,
     group: dist.ProcessGroup,
-    scale: float | None,
-    blockwise: bool,
+    kernel: BlockKernel | None = None,
 ) -> torch.Tensor:
     """Causal attention of this rank's rows, (b, heads, own rows, d). Collective over the group.
 
@@ -79,15 +80,15 @@ def attend(
         query: (b, heads, own rows, d); key and value: (b, query groups, own rows, d).
         allowed: (b or 1, 1, s, s), whole: True where attention is allowed. None: causal.
         compute: attention on one rank.
-        blockwise: whether flash kernels may be used, which take no mask and no dropout here.
+        kernel: computes blocks of causal attention; None: `compute` has to do it.
     """
     if comm_type == A2A:
         whole = [_HeadsForRows.apply(each, group) for each in (query, key, value)]
         output: torch.Tensor = _RowsForHeads.apply(compute(*whole, allowed), group)
         return output
-    if blockwise and allowed is None:
+    if kernel is not None and allowed is None:
         attention: Any = _RingAttention if comm_type == P2P else _GatheredAttention
-        merged: torch.Tensor = attention.apply(query, key, value, group, scale)
+        merged: torch.Tensor = attention.apply(query, key, value, group, kernel)
         return merged
     key, value = (_GatherRows.apply(each, group) for each in (key, value))
     rows = _own_rows(key.shape[2], group, key.device)
@@ -199,11 +200,10 @@ class _GatheredAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         group: dist.ProcessGroup,
-        scale: float | None,
+        kernel: BlockKernel,
     ) -> torch.Tensor:
         held = torch.stack([key, value])
         sums = _Sums(query)
-        kernel = _flash_kernel(query, scale)
         whole = _gather_rows(held, group)
         for block in _gathered_blocks(query.shape[2], group):
             sums.add(kernel.forward(query, whole[0], whole[1], block), block.queries)
@@ -249,11 +249,10 @@ class _RingAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         group: dist.ProcessGroup,
-        scale: float | None,
+        kernel: BlockKernel,
     ) -> torch.Tensor:
         own = held = torch.stack([key, value])
         sums = _Sums(query)
-        kernel = _flash_kernel(query, scale)
         for step in range(group.size()):
             following = _Shift(held, group) if step + 1 < group.size() else None
             block = _ring_block(step, query.shape[2], group)
@@ -352,21 +351,30 @@ def _add_gradients(
         total[:, :, block.keys] += part
 
 
-class _FlashKernel:
-    """One block of attention by torch's flash kernels: output and log-sum-exp, and gradients.
+class BlockKernel:
+    """Blocks of attention by one of torch's fused kernels, whose operators give a log-sum-exp.
 
-    NVIDIA and AMD builds of torch have the same operators. float32, which those lack, takes the
-    memory-efficient kernels.
+    NVIDIA and AMD builds of torch have the same operators. One for each call: it remembers what the
+    operators of the forward pass tell those of the backward pass.
     """
 
     def __init__(self, scale: float | None) -> None:
         self._scale = scale
+        self._packed: Sequence[torch.Tensor | None] = ()
+        """Lengths of packed sequences, of which there are none."""
+        self._random: Sequence[torch.Tensor] = ()
+        """The state of random numbers, of which none is drawn without dropout."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: _Block
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (b, heads, queries, d) and log-sum-exp (b, heads, queries), float32."""
-        raise NotImplementedError
+        return self._forward(
+            query[:, :, block.queries],
+            key[:, :, block.keys],
+            value[:, :, block.keys],
+            block.is_causal,
+        )
 
     def backward(
         self,
@@ -383,20 +391,23 @@ class _FlashKernel:
         `output` and `log_sums` are those of all blocks together: the kernels compute the
         probabilities from them.
         """
+        queries, keys = block.queries, block.keys
+        return self._backward(
+            grad[:, :, queries],
+            query[:, :, queries],
+            key[:, :, keys],
+            value[:, :, keys],
+            output[:, :, queries],
+            log_sums[:, :, queries].contiguous(),
+            block.is_causal,
+        )
+
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
-
-class _CpuFlash(_FlashKernel):
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: _Block
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = (_repeated(each[:, :, block.keys], query) for each in (key, value))
-        output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[:, :, block.queries], key, value, 0.0, block.is_causal, scale=self._scale
-        )
-        return output, log_sums
-
-    def backward(
+    def _backward(
         self,
         grad: torch.Tensor,
         query: torch.Tensor,
@@ -404,37 +415,51 @@ class _CpuFlash(_FlashKernel):
         value: torch.Tensor,
         output: torch.Tensor,
         log_sums: torch.Tensor,
-        block: _Block,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+class _CpuFlash(BlockKernel):
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (_repeated(each, query) for each in (key, value))
+        output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=self._scale
+        )
+        return output, log_sums
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        log_sums: torch.Tensor,
+        is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         groups = key.shape[1]
-        grad, output, log_sums, query = (
-            each[:, :, block.queries].contiguous() for each in (grad, output, log_sums, query)
-        )
-        key, value = (_repeated(each[:, :, block.keys], query) for each in (key, value))
+        grad, output, query = (each.contiguous() for each in (grad, output, query))
+        key, value = (_repeated(each, query) for each in (key, value))
         dquery, dkey, dvalue = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, log_sums, 0.0, block.is_causal, scale=self._scale
+            grad, query, key, value, output, log_sums, 0.0, is_causal, scale=self._scale
         )
         return dquery, _summed(dkey, groups), _summed(dvalue, groups)
 
 
-class _GpuFlash(_FlashKernel):
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: _Block
+class _Flash(BlockKernel):
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = torch.ops.aten._scaled_dot_product_flash_attention(
-            query[:, :, block.queries],
-            key[:, :, block.keys],
-            value[:, :, block.keys],
-            0.0,
-            block.is_causal,
-            scale=self._scale,
+            query, key, value, 0.0, is_causal, scale=self._scale
         )
-        # Lengths of packed sequences, of which there are none, and the state of its random
-        # numbers, of which none is drawn without dropout.
         self._packed, self._random = found[2:4], found[6:8]
         return found[0], found[1]
 
-    def backward(
+    def _backward(
         self,
         grad: torch.Tensor,
         query: torch.Tensor,
@@ -442,23 +467,41 @@ class _GpuFlash(_FlashKernel):
         value: torch.Tensor,
         output: torch.Tensor,
         log_sums: torch.Tensor,
-        block: _Block,
+        is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grad, query, output = (each[:, :, block.queries] for each in (grad, query, output))
-        key, value = (each[:, :, block.keys] for each in (key, value))
+        lengths = query.shape[2], key.shape[2]
         dquery, dkey, dvalue = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            output,
-            log_sums[:, :, block.queries].contiguous(),
-            *self._packed,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            block.is_causal,
-            *self._random,
+            *(grad, query, key, value, output, log_sums, *self._packed, *lengths),
+            *(0.0, is_causal, *self._random),
+            scale=self._scale,
+        )
+        return dquery, dkey, dvalue
+
+
+class _Cudnn(BlockKernel):
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, scale=self._scale
+        )
+        self._packed, self._random = found[2:4], found[6:8]
+        return found[0], found[1].view(query.shape[:3])
+
+    def _backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        log_sums: torch.Tensor,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        lengths = query.shape[2], key.shape[2]
+        dquery, dkey, dvalue = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(grad, query, key, value, output, log_sums.unsqueeze(-1), *self._random),
+            *(None, *self._packed, *lengths, 0.0, is_causal),
             scale=self._scale,
         )
         return dquery, dkey, dvalue
@@ -468,18 +511,17 @@ _ALIGNED_LOG_SUMS = 32
 """Rows of the log-sum-exp of the memory-efficient kernels, padded."""
 
 
-class _GpuEfficient(_FlashKernel):
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: _Block
+class _Efficient(BlockKernel):
+    def _forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        query = query[:, :, block.queries]
-        key, value = (_repeated(each[:, :, block.keys], query) for each in (key, value))
+        key, value = (_repeated(each, query) for each in (key, value))
         output, log_sums, *self._random = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, block.is_causal, scale=self._scale
+            query, key, value, None, True, 0.0, is_causal, scale=self._scale
         )
         return output, log_sums[:, :, : query.shape[2]]
 
-    def backward(
+    def _backward(
         self,
         grad: torch.Tensor,
         query: torch.Tensor,
@@ -487,40 +529,42 @@ class _GpuEfficient(_FlashKernel):
         value: torch.Tensor,
         output: torch.Tensor,
         log_sums: torch.Tensor,
-        block: _Block,
+        is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         groups = key.shape[1]
-        grad, query, output = (each[:, :, block.queries] for each in (grad, query, output))
-        key, value = (_repeated(each[:, :, block.keys], query) for each in (key, value))
+        key, value = (_repeated(each, query) for each in (key, value))
         padding = -query.shape[2] % _ALIGNED_LOG_SUMS
-        log_sums = F.pad(log_sums[:, :, block.queries], (0, padding), value=torch.inf)
+        log_sums = F.pad(log_sums, (0, padding), value=torch.inf)
         dquery, dkey, dvalue, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad.contiguous(),
-            query,
-            key,
-            value,
-            None,
-            output,
-            log_sums,
-            *self._random,
-            0.0,
-            [True, True, True, False],
-            block.is_causal,
+            *(grad.contiguous(), query, key, value, None, output, log_sums, *self._random),
+            *(0.0, [True, True, True, False], is_causal),
             scale=self._scale,
         )
         return dquery, _summed(dkey, groups), _summed(dvalue, groups)
 
 
-_WIDEST_FLASH_HEAD = 256
+_KERNELS: Mapping[SDPBackend, type[BlockKernel]] = MappingProxyType(
+    {
+        SDPBackend.CUDNN_ATTENTION: _Cudnn,
+        SDPBackend.FLASH_ATTENTION: _Flash,
+        SDPBackend.EFFICIENT_ATTENTION: _Efficient,
+    }
+)
 
 
-def _flash_kernel(query: torch.Tensor, scale: float | None) -> _FlashKernel:
+def block_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None
+) -> BlockKernel | None:
+    """The kernel that torch would choose, among those that `sdpa_kernel` allows; None for math."""
     if query.device.type == "cpu":
-        return _CpuFlash(scale)
-    width, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    if is_half and width % 8 == 0 and width <= _WIDEST_FLASH_HEAD:
-        return _GpuFlash(scale)
-    return _GpuEfficient(scale)
+        # Of query groups torch would choose none on a CPU, and repeat them for math.
+        is_allowed = torch.backends.cuda.flash_sdp_enabled()
+        return _CpuFlash(scale) if is_allowed else None
+    chosen = torch._fused_sdp_choice(
+        query, key, value, None, 0.0, True, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    found = _KERNELS.get(SDPBackend(chosen))
+    return None if found is None else found(scale)
 
 
 def _repeated(groups: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,6 @@ _SDPA_BACKENDS = {
     AttnBackend.local: [SDPBackend.MATH],
 }
 
-_UNFUSED = (AttnBackend.unfused, AttnBackend.local)
-
 
 class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm with megatron-core's constructor and parameter attributes."""
@@ -224,15 +222,19 @@ class SdpaAttention(MegatronModule):
                     compute=self._attend,
                     comm_type=self._context_comm,
                     group=self._context_group,
-                    scale=self.scale,
-                    blockwise=self._takes_flash(),
+                    kernel=self._block_kernel(query_bnsd, key_bnsd, value_bnsd),
                 )
         return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
 
-    def _takes_flash(self) -> bool:
-        """Whether flash kernels may compute blocks of queries and keys."""
-        has_dropout = self.training and self.dropout > 0.0
-        return not has_dropout and self.config.attention_backend not in _UNFUSED
+    def _block_kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> context_parallel.BlockKernel | None:
+        """The kernel for blocks of queries and keys; None where there is dropout, or none fits."""
+        if self.training and self.dropout > 0.0:
+            return None
+        backends = _SDPA_BACKENDS.get(self.config.attention_backend)
+        with contextlib.nullcontext() if backends is None else sdpa_kernel(backends):
+            return context_parallel.block_kernel(query, key, value, scale=self.scale)
 
     def _attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -12,14 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetero.plan.plan import context_chunks
-from megatron.hetero.context_parallel import COMM_TYPES, attend, slice_batch
+from megatron.hetero.context_parallel import COMM_TYPES, attend, block_kernel, slice_batch
 from tests.forked_ranks import run_forked
 
 BATCH, WIDTH, GROUPS = 2, 16, 4
 ROWS_A_RANK = 16
 PATIENCE = 120.0
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+WHOLE, CHOSEN = "whole", "chosen"
 
 
 def rows_of(whole: torch.Tensor, axis: int = 2) -> torch.Tensor:
@@ -43,9 +51,13 @@ def documents(sequence: int, device: str) -> torch.Tensor:
 
 
 def differences(
-    kind: str, heads: int, dtype: torch.dtype, *, masked: bool, blockwise: bool, device: str
+    kind: str, heads: int, dtype: torch.dtype, *, masked: bool, blocks: str, device: str
 ) -> list[float]:
-    """Of the output and of the gradients of query, key and value: norm of it over the norm."""
+    """Of the output and of the gradients of query, key and value: norm of it over the norm.
+
+    `blocks`: the kernel that computes them, or CHOSEN for torch's choice, or WHOLE for none. One
+    that does not fit has no differences.
+    """
     torch.manual_seed(1)
     sequence = ROWS_A_RANK * dist.get_world_size()
     query, key, value, grad = (
@@ -57,14 +69,19 @@ def differences(
     output = compute(*whole, allowed)
     output.backward(grad)
     own = [rows_of(each).clone().requires_grad_() for each in (query, key, value)]
+    kernel = None
+    if blocks != WHOLE:
+        with sdpa_kernel(BACKENDS[blocks]) if blocks in BACKENDS else nullcontext():
+            kernel = block_kernel(*own, scale=None)
+        if kernel is None:
+            return [0.0]
     mine = attend(
         *own,
         allowed,
         compute=compute,
         comm_type=kind,
         group=dist.group.WORLD,
-        scale=None,
-        blockwise=blockwise,
+        kernel=kernel,
     )
     mine.backward(rows_of(grad))
     found = [mine, *(each.grad for each in own)]
@@ -92,9 +109,9 @@ def all_differences(rank: int, size: int, folder: str, device: str, end: Connect
         for heads in (GROUPS, 2 * GROUPS):
             for dtype in (torch.float32, torch.bfloat16):
                 for masked in (False, True):
-                    for blockwise in (True, False):
-                        key = (kind, heads, dtype, masked, blockwise)
-                        found[key] = of(kind, heads, dtype, masked=masked, blockwise=blockwise)
+                    for blocks in (WHOLE, CHOSEN, *(BACKENDS if device == "cuda" else ())):
+                        key = (kind, heads, dtype, masked, blocks)
+                        found[key] = of(kind, heads, dtype, masked=masked, blocks=blocks)
     dist.destroy_process_group()
     end.send((found, None))
 
@@ -108,7 +125,7 @@ def run_ranks(size: int, folder: Path, device: str) -> list[dict[tuple[Any, ...]
 
 def judge(found: list[dict[tuple[Any, ...], list[float]]], *, rounding: float = 1e-6) -> None:
     for rank in found:
-        assert len(rank) == 3 * 2 * 2 * 2 * 2
+        assert len(rank) >= 3 * 2 * 2 * 2 * 2
         for key, measured in rank.items():
             limit = rounding if torch.float32 in key else 1e-2
             assert max(measured) < limit, key
@@ -119,13 +136,14 @@ def test_every_type_computes_what_one_rank_does(size: int, tmp_path: Path) -> No
     found = run_ranks(size, tmp_path, "cpu")
     judge(found)
     for rank in found:
+        assert all(len(measured) == 4 for measured in rank.values())
         for (kind, *_), measured in rank.items():
             if kind == "a2a":
                 assert measured == [0.0] * 4, "whole sequences of some heads have the same bits"
 
 
 @pytest.mark.gpu
-def test_every_type_computes_what_one_gpu_does(tmp_path: Path) -> None:
+def test_every_type_computes_what_one_gpu_does_with_every_kernel(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     judge(run_ranks(2, tmp_path, "cuda"), rounding=1e-5)
