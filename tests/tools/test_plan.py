@@ -260,7 +260,8 @@ TWO_GPUS = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
     ("words", "cluster", "said"),
     [
         ("--tensor 3", CLUSTER, "no --tensor size of 3 both divides the model's 32 heads"),
-        ("--context 3 5", CLUSTER, "no --context size of 3, 5 can share 8192 tokens"),
+        ("--context 3 5", CLUSTER, "no --context size of 3, 5 both divides 8192 tokens into"),
+        ("--context 32", CLUSTER, "has its ranks on one node, or on all GPUs of several"),
         ("--micro-batch 3", CLUSTER, "no --micro-batch of 3 divides it"),
         (f"--global-batch {10**18}", CLUSTER, "give at most 1000000000"),
         ("--interleave 17", CLUSTER, "32 layers cannot be 17 chunks of each of two stages"),

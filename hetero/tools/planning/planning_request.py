@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -312,12 +313,13 @@ def infeasible_error(request: PlanningRequest) -> UserError:
         )
     if not any(
         model.shares_sequences(context, tensor, sequence_parallel=parallel)
-        for context in space.context
-        for tensor in space.tensor
+        and tensor * context <= kind.usable_gpus(tensor, context)
+        for context, tensor, kind in itertools.product(space.context, space.tensor, kinds)
     ):
         return UserError(
-            f"{what}: no --context size of {_listed(space.context)} can share {model.seq_length} "
-            "tokens, of which each rank takes two equal chunks; allow another, 1 always is"
+            f"{what}: no --context size of {_listed(space.context)} both divides "
+            f"{model.seq_length} tokens into two equal chunks a rank and has its ranks on one "
+            "node, or on all GPUs of several; allow another, 1 always is"
         )
     if all(space.global_batch % size for size in space.micro_batch):
         return UserError(
