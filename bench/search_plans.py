@@ -46,6 +46,7 @@ from hetero.planner.search_space import (
     MeshCandidate,
     Problem,
     SearchSpace,
+    context_sizes,
     mesh_candidates,
     mesh_shapes,
     pipeline_model,
@@ -58,7 +59,7 @@ KINDS = ("H100-SXM", "MI300X", "A100-SXM4-80GB", "MI250X", "A100-SXM4-40GB", "MI
 _NOWHERE = 1e6
 
 
-def model(layers: int) -> ModelShape:
+def model(layers: int, seq_length: int = 4096) -> ModelShape:
     """A GPT of 100 billion parameters at 96 layers."""
     return ModelShape(
         layers=layers,
@@ -68,7 +69,7 @@ def model(layers: int) -> ModelShape:
         query_groups=72,
         head_size=128,
         vocabulary=128256,
-        seq_length=4096,
+        seq_length=seq_length,
         gated=False,
         tied=False,
     )
@@ -83,19 +84,20 @@ def cluster(gpus: int, kinds: int) -> Cluster:
     return cluster_from_mapping({"nodes": entries}, source="the benchmark")
 
 
-def problem(gpus: int, kinds: int, layers: int, batch: int) -> Problem:
-    shape, nodes = model(layers), cluster(gpus, kinds)
-    return Problem(nodes, shape, analytic_profile(shape, nodes), SearchSpace(global_batch=batch))
+def problem(gpus: int, kinds: int, layers: int, batch: int, seq_length: int = 4096) -> Problem:
+    shape, nodes = model(layers, seq_length), cluster(gpus, kinds)
+    space = SearchSpace(global_batch=batch, context=context_sizes(seq_length, 8))
+    return Problem(nodes, shape, analytic_profile(shape, nodes), space)
 
 
-def growth() -> list[dict[str, float]]:
+def growth(seq_length: int) -> list[dict[str, float]]:
     """Seconds over accelerators, over layers and over kinds."""
     cases = [(gpus, 4, 96) for gpus in (64, 128, 256, 512, 1024, 4096, 16384)]
     cases += [(1024, 4, layers) for layers in (24, 48, 192)]
     cases += [(1024, kinds, 96) for kinds in (1, 2, 3, 5, 6)] + [(16384, 6, 96)]
     rows = []
     for gpus, kinds, layers in cases:
-        asked = problem(gpus, kinds, layers, max(512, gpus))
+        asked = problem(gpus, kinds, layers, max(512, gpus), seq_length)
         begin, used = time.monotonic(), time.process_time()
         found = search(asked)
         rows.append(
@@ -319,6 +321,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     grows = commands.add_parser("growth", description="How long the search takes.")
+    grows.add_argument(
+        "--seq-length",
+        type=text.integer(1),
+        default=4096,
+        help="tokens of a sample; ranks may share those of 16384 or more; default: 4096",
+    )
     grows.add_argument("--out", type=Path, required=True, help="JSON; a PNG is put beside it")
     besides = commands.add_parser("beside", description="The search beside scipy's.")
     besides.add_argument("--out", type=Path, required=True, help="JSON; a row is added to it")
@@ -370,7 +378,7 @@ def measure(options: argparse.Namespace) -> str:
         )
         print(rows[-1])
     else:
-        rows = growth()
+        rows = growth(options.seq_length)
         draw(rows, options.out.with_suffix(".png"))
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return ""

@@ -113,9 +113,15 @@ class NodeKind:
     def gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 
-    def usable_gpus(self, size: int) -> int:
-        """GPUs that consecutive groups of `size` can use with no group on two nodes."""
-        return self.gpus if self.gpus_per_node % size == 0 else self.gpus_per_node
+    def usable_gpus(self, tensor: int, context: int = 1) -> int:
+        """GPUs that meshes of these sizes can use.
+
+        No tensor-parallel group lies on two nodes. A context-parallel group lies on one too, or
+        has all GPUs of several.
+        """
+        size, group = self.gpus_per_node, tensor * context
+        fills_nodes = size % tensor == 0 and (size % group == 0 or group % size == 0)
+        return self.gpus if fills_nodes else size
 
     @property
     def vendor(self) -> str:

@@ -50,13 +50,9 @@ def edge_costs(
 
     Inside a mesh each rank sends what it holds; between meshes each element is sent once.
     """
-    size = model.boundary_bytes(source.micro_batch, options.activation_bytes)
-    other = model.boundary_bytes(target.micro_batch, options.activation_bytes)
-    is_boundary = (source.kind, source.tensor, source.data) != (
-        target.kind,
-        target.tensor,
-        target.data,
-    )
+    size, other = (_held_bytes(stage, model, options) for stage in (source, target))
+    shapes = {(one.kind, one.tensor, one.context, one.data) for one in (source, target)}
+    is_boundary = len(shapes) > 1
     is_gathered = is_boundary or options.deepspeed_transfers
     is_sharded = is_gathered or source.sequence_parallel
     sent = size / source.tensor if is_sharded else size
@@ -79,13 +75,17 @@ def boundary_seconds(
     cluster: Cluster, stage: StageShape, *, model: ModelShape, options: TrainingOptions
 ) -> float:
     """The least that a transfer to another kind of nodes occupies this end; 0 without another."""
-    size = model.boundary_bytes(stage.micro_batch, options.activation_bytes) / stage.tensor
-    size *= _sharing_ranks(cluster, stage)
+    size = _held_bytes(stage, model, options) / stage.tensor * _sharing_ranks(cluster, stage)
     rails = [cluster.rail(stage.kind, one.name) for one in cluster.kinds if one.name != stage.kind]
     return min(
         (rail.seconds(size) - (0.0 if rail.measured else rail.latency) for rail in rails),
         default=0.0,
     )
+
+
+def _held_bytes(stage: StageShape, model: ModelShape, options: TrainingOptions) -> float:
+    """The hidden state of one micro-batch in the rows that a tensor-parallel group holds."""
+    return model.boundary_bytes(stage.micro_batch, options.activation_bytes) / stage.context
 
 
 def _ends(
@@ -156,19 +156,19 @@ def ring_seconds(link: LinkModel, *, ranks: int, size: float) -> float:
 
 
 def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
-    """A reduce-scatter or all-gather of `size` bytes a rank over a stage's data-parallel ranks.
+    """A reduce-scatter or all-gather of `size` bytes a rank over the copies of a stage's weights.
 
     All tensor-parallel ranks run theirs at once and share the NICs of their GPUs; the node with the
     fewest of them is the slowest. Between nodes, latency is that of a tree.
     """
-    kind, replicas = cluster.kind(stage.kind), stage.data
-    if replicas < 2:
+    kind, copies = cluster.kind(stage.kind), stage.copies
+    if copies < 2:
         return 0.0
     ranks = _ranks_on_nodes(kind, stage)
     if len(ranks) == 1:
-        return ring_seconds(kind.intra_node, ranks=replicas, size=size)
+        return ring_seconds(kind.intra_node, ranks=copies, size=size)
     ranks_per_nic = stage.tensor / max(1, min(ranks) * kind.rails // kind.gpus_per_node)
-    moved_bytes = (replicas - 1) / replicas * size
+    moved_bytes = (copies - 1) / copies * size
     slowest = max(
         moved_bytes / kind.intra_node.within(max(ranks) // stage.tensor).bandwidth,
         kind.rail.exchange_seconds(moved_bytes * ranks_per_nic),
@@ -178,6 +178,20 @@ def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> floa
         + kind.rail.latency * math.log2(len(ranks))
         + kind.intra_node.latency * (max(ranks) // stage.tensor - 1)
     )
+
+
+def next_rank_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
+    """Each rank of the context-parallel groups sends `size` bytes to the next, all at once.
+
+    Inside a node from GPU to GPU, over one link. Of a group on several nodes, the last
+    tensor-parallel group of each node sends over the NICs of its GPUs.
+    """
+    kind, group = cluster.kind(stage.kind), stage.tensor * stage.context
+    seconds = kind.intra_node.within(2).seconds(size)
+    is_aligned = kind.gpus_per_node % group == 0 and stage.first_gpu % group == 0
+    if is_aligned or len(_ranks_on_nodes(kind, stage)) == 1:
+        return seconds
+    return max(seconds, kind.rail.exchange_seconds(size * ranks_per_rail(kind, stage.tensor)))
 
 
 def _ranks_on_nodes(kind: NodeKind, stage: StageShape) -> list[int]:
@@ -230,7 +244,7 @@ def _cross_mesh_seconds(cluster: Cluster, dp_group: Sequence[StageShape], size: 
     seconds = 0.0
     for stage in dp_group:
         kind = cluster.kind(stage.kind)
-        shard = size / stage.data * ranks_per_rail(kind, stage.ranks)
+        shard = size / stage.copies * ranks_per_rail(kind, stage.ranks)
         links = [cluster.rail(stage.kind, other.kind) for other in dp_group if other is not stage]
         seconds = max(seconds, sum(link.exchange_seconds(shard) for link in links))
     return seconds

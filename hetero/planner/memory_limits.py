@@ -47,7 +47,7 @@ def memory_problems(
                 remedy = f"with {change} it is {_sizes_text(needed)}"
                 break
         else:
-            remedy = "give the mesh smaller micro-batches or more tensor-parallel ranks"
+            remedy = "give the mesh smaller micro-batches or more tensor- or context-parallel ranks"
         needed_text = _sizes_text(peaks(plan, stages))
         yield (
             f"mesh {index} ({mesh.vendor}) needs an estimated {needed_text} a rank on stage "
@@ -81,7 +81,7 @@ def _memory_savings(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
     saving: dict[str, Any] = {}
     if mesh.tensor > 1 and not mesh.sequence_parallel:
         saving["sequence_parallel"] = True
-    if mesh.data > 1 and not mesh.distributed_optimizer:
+    if mesh.copies > 1 and not mesh.distributed_optimizer:
         saving["distributed_optimizer"] = True
     if mesh.recompute != "full":
         saving["recompute"] = "full"

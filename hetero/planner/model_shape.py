@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero.errors import UserError
+from hetero.plan.plan import context_problems
 from hetero.presets import model_file
 from hetero.yaml_file import load_yaml
 
@@ -71,6 +72,11 @@ class ModelShape:
         parts = [self.heads, self.query_groups, self.ffn, self.vocabulary]
         parts += [self.seq_length] if sequence_parallel else []
         return not any(part % tensor for part in parts)
+
+    def shares_sequences(self, context: int, tensor: int, *, sequence_parallel: bool) -> bool:
+        """Whether `context` ranks can share its sequences, and `tensor` ranks the rows of each."""
+        parts = tensor if sequence_parallel else 1
+        return not any(context_problems(self.seq_length, context, parts, name=""))
 
     def divided_sizes(self) -> str:
         """What tensor parallelism divides, for errors."""

@@ -43,14 +43,14 @@ def rank_memory(
     costs: PartCosts,
     model: ModelShape,
     options: TrainingOptions,
-    replicas: int,
+    copies: int,
 ) -> RankMemory:
     """Peak memory of a rank with the activations of `passes` forward passes in flight.
 
-    A distributed optimizer shards its state over `replicas` data-parallel ranks.
+    A distributed optimizer shards its state over so many `copies` of the weights.
     """
     parameters = stage.parameters(model)
-    shards = replicas if stage.distributed_optimizer else 1
+    shards = copies if stage.distributed_optimizer else 1
     activations = passes * max(stage.layers) * costs.layer_activation_bytes
     activations += costs.working_bytes(embedding=stage.has_embedding, head=stage.has_head)
     if stage.has_head:

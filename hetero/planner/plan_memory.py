@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hetero.plan import Plan
 from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.analytic_profile import AnalyticProfile
+from hetero.planner.context_costs import shared_costs
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
 from hetero.planner.stage_shape import StageShape
@@ -39,13 +40,19 @@ def stage_memory(
     profile = AnalyticProfile(
         model, {accelerator.name: accelerator}, element_bytes=options.activation_bytes
     )
+    costs = shared_costs(
+        profile.costs(accelerator.name, shape.point(model)),
+        shape,
+        model=model,
+        element_bytes=options.activation_bytes,
+    )
     memory = rank_memory(
         shape,
         passes=passes,
-        costs=profile.costs(accelerator.name, shape.point(model)),
+        costs=costs,
         model=model,
         options=options,
-        replicas=mesh.data,
+        copies=mesh.copies,
     )
     return StageMemory(
         parameters=shape.parameters(model),

@@ -68,6 +68,7 @@ def _reduction_lower_bound(problem: Problem, shape: ReplicaShape) -> float:
             problem.space,
             kind,
             tensor=shape.tensor,
+            context=shape.context,
             data=data,
             micro_batch=shape.micro_batch,
             recompute="none",
@@ -143,11 +144,12 @@ def _mesh_shape(
         problem.space,
         kind,
         tensor=shape.tensor,
+        context=shape.context,
         data=data,
         micro_batch=shape.micro_batch,
         recompute=recompute,
     )
-    return mesh_shape(problem, kind, stage, replicas=sum(shape.data))
+    return mesh_shape(problem, kind, stage, copies=shape.context * sum(shape.data))
 
 
 def _candidate_splits(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from hetero.planner.cluster_shape import NodeKind
+from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import ProfileError
-from hetero.planner.search_space import Problem, stage_shape
+from hetero.planner.search_space import Problem, layer_sizes, stage_shape
 
 _MAX_GPU_PRODUCT = 1024
 """Product of the kinds' GPUs up to which any numbers of replicas are searched."""
@@ -29,6 +30,7 @@ class ReplicaShape:
 
     kinds: tuple[NodeKind, ...]
     tensor: int
+    context: int
     micro_batch: int
     stages: int
     data: tuple[int, ...]
@@ -66,30 +68,30 @@ def is_truncated(problem: Problem) -> bool:
 
 def _replica_shapes(problem: Problem, *, every: bool) -> Iterator[ReplicaShape]:
     space, model = problem.space, problem.model
-    sizes = [
-        size
-        for size in space.tensor
-        if model.divides(size, sequence_parallel=space.sequence_parallel)
-    ]
-    for tensor, micro_batch in itertools.product(sizes, space.micro_batch):
+    sizes = itertools.product(layer_sizes(problem), space.micro_batch)
+    for (tensor, context), micro_batch in sizes:
         if space.global_batch % micro_batch:
             continue
+        size = tensor * context
         seconds = {
             kind: found
             for kind in problem.cluster.kinds
-            if kind.usable_gpus(tensor) >= tensor
-            and (found := _fastest_micro_batch(problem, kind, tensor, micro_batch)) is not None
+            if kind.usable_gpus(tensor, context) >= size
+            and (found := _fastest_micro_batch(problem, kind, tensor, context, micro_batch))
+            is not None
         }
         for count in range(2, len(seconds) + 1):
             for kinds in itertools.combinations(seconds, count):
-                ranks = [kind.usable_gpus(tensor) // tensor for kind in kinds]
+                ranks = [kind.usable_gpus(tensor, context) // size for kind in kinds]
                 times = tuple(seconds[kind] for kind in kinds)
                 for stages in range(1, min(model.layers, *ranks) + 1):
                     most = tuple(count // stages for count in ranks)
                     each = (range(1, count + 1) for count in most)
                     for data in itertools.product(*each) if every else (most,):
                         bound = _lower_bound(problem, times, micro_batch, stages, data)
-                        yield ReplicaShape(kinds, tensor, micro_batch, stages, data, times, bound)
+                        yield ReplicaShape(
+                            kinds, tensor, context, micro_batch, stages, data, times, bound
+                        )
 
 
 def _with_fewer(problem: Problem, shape: ReplicaShape) -> Iterator[ReplicaShape]:
@@ -106,17 +108,28 @@ def _with_fewer(problem: Problem, shape: ReplicaShape) -> Iterator[ReplicaShape]
 
 
 def _fastest_micro_batch(
-    problem: Problem, kind: NodeKind, tensor: int, micro_batch: int
+    problem: Problem, kind: NodeKind, tensor: int, context: int, micro_batch: int
 ) -> float | None:
     """Seconds of one micro-batch through the whole model, with the fastest recomputation."""
     seconds = []
     for recompute in problem.space.recompute:
         stage = stage_shape(
-            problem.space, kind, tensor=tensor, data=1, micro_batch=micro_batch, recompute=recompute
+            problem.space,
+            kind,
+            tensor=tensor,
+            context=context,
+            data=1,
+            micro_batch=micro_batch,
+            recompute=recompute,
         )
-        point = stage.point(problem.model)
         with contextlib.suppress(ProfileError):
-            costs = problem.profile.costs(kind.accelerator.name, point)
+            costs = stage_costs(
+                problem.cluster,
+                stage,
+                model=problem.model,
+                profile=problem.profile,
+                options=problem.options,
+            )
             layers = problem.model.layers * (costs.layer.forward + costs.layer.backward)
             ends = (costs.embedding, costs.head)
             seconds.append(layers + sum(part.forward + part.backward for part in ends))

@@ -5,6 +5,7 @@ Coefficients are the costs of `step_costs` as linear functions of a stage's laye
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from hetero.planner.communication_costs import (
     reduce_and_gather_seconds,
     tied_embedding_seconds,
 )
+from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import PartCosts, Profile, ProfileError
 from hetero.planner.layer_split import FloatArray, IntArray, PipelineModel
 from hetero.planner.mesh_hops import MeshHops, busiest_rails, mesh_hops
@@ -27,6 +29,9 @@ from hetero.planner.placement import Placement
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
 
+_LEAST_ROWS = 8192
+"""Of a sequence that a rank keeps where context-parallel sizes are not given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
@@ -35,6 +40,8 @@ class SearchSpace:
     global_batch: int
     """Samples per training step."""
     tensor: tuple[int, ...] = (1, 2, 4, 8)
+    context: tuple[int, ...] = (1,)
+    """Context-parallel sizes; those that cannot share a sequence are skipped."""
     micro_batch: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[str, ...] = ("none", "full")
     chunks: tuple[int, ...] = (1,)
@@ -57,6 +64,23 @@ class Problem:
     profile: Profile
     space: SearchSpace
     options: TrainingOptions = field(default_factory=TrainingOptions)
+
+
+def context_sizes(seq_length: int, gpus_per_node: int) -> tuple[int, ...]:
+    """The context-parallel sizes to choose from: 1, and powers of two up to a node.
+
+    Each leaves a rank so many rows that its kernels are as efficient as with whole sequences, which
+    `context_costs` assumes. So short sequences have size 1 alone.
+    """
+    sizes = [1]
+    while (size := 2 * sizes[-1]) <= min(gpus_per_node, seq_length // _LEAST_ROWS):
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def max_stages(kind: NodeKind, stage: StageShape) -> int:
+    """The most stages like this one that the GPUs of a kind can hold."""
+    return kind.usable_gpus(stage.tensor, stage.context) // stage.ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +107,7 @@ class MeshShape:
 
     @property
     def max_stages(self) -> int:
-        return self.kind.usable_gpus(self.stage.tensor) // self.stage.ranks
+        return max_stages(self.kind, self.stage)
 
     def max_layers(
         self, model: ModelShape, in_flight: IntArray, *, chunks: int, first: bool, last: bool
@@ -176,19 +200,19 @@ def mesh_shapes(problem: Problem, kind: NodeKind, sequences: int) -> Iterator[Me
 
     Points that the profile lacks are skipped.
     """
-    space, model = problem.space, problem.model
-    for tensor in space.tensor:
-        if not model.divides(tensor, sequence_parallel=space.sequence_parallel):
-            continue
+    space = problem.space
+    for tensor, context in layer_sizes(problem):
         for micro_batch in space.micro_batch:
             data, rest = divmod(sequences, micro_batch)
-            if rest or not data or tensor * data > kind.usable_gpus(tensor):
+            ranks = tensor * context * data
+            if rest or not data or ranks > kind.usable_gpus(tensor, context):
                 continue
             for recompute in space.recompute:
                 stage = stage_shape(
                     space,
                     kind,
                     tensor=tensor,
+                    context=context,
                     data=data,
                     micro_batch=micro_batch,
                     recompute=recompute,
@@ -197,11 +221,23 @@ def mesh_shapes(problem: Problem, kind: NodeKind, sequences: int) -> Iterator[Me
                     yield shape
 
 
+def layer_sizes(problem: Problem) -> Iterator[tuple[int, int]]:
+    """The (tensor, context) sizes of the space that divide the model and its sequences."""
+    space, model = problem.space, problem.model
+    is_shared = space.sequence_parallel
+    for tensor, context in itertools.product(space.tensor, space.context):
+        if model.divides(tensor, sequence_parallel=is_shared) and model.shares_sequences(
+            context, tensor, sequence_parallel=is_shared
+        ):
+            yield tensor, context
+
+
 def stage_shape(
     space: SearchSpace,
     kind: NodeKind,
     *,
     tensor: int,
+    context: int,
     data: int,
     micro_batch: int,
     recompute: str,
@@ -213,6 +249,7 @@ def stage_shape(
         has_embedding=False,
         has_head=False,
         tensor=tensor,
+        context=context,
         data=data,
         micro_batch=micro_batch,
         recompute=recompute,
@@ -222,18 +259,19 @@ def stage_shape(
 
 
 def mesh_shape(
-    problem: Problem, kind: NodeKind, stage: StageShape, *, replicas: int = 0
+    problem: Problem, kind: NodeKind, stage: StageShape, *, copies: int = 0
 ) -> MeshShape | None:
     """A shape with its coefficients; None where the profile lacks its point.
 
-    A distributed optimizer is sharded over `replicas`, or over the mesh's own where left out.
+    A distributed optimizer is sharded over so many `copies` of the weights, or over the mesh's own
+    where left out.
     """
     model, options, profile = problem.model, problem.options, problem.profile
     try:
-        costs = profile.costs(kind.accelerator.name, stage.point(model))
+        costs = stage_costs(problem.cluster, stage, model=model, profile=profile, options=options)
     except ProfileError:
         return None
-    shards = (replicas or stage.data) if stage.distributed_optimizer else 1
+    shards = (copies or stage.copies) if stage.distributed_optimizer else 1
     fixed = profile.optimizer_seconds(kind.accelerator.name, 0.0)
     slope = (profile.optimizer_seconds(kind.accelerator.name, 1e9) - fixed) / 1e9 / shards
     reduction_fixed, reduction_slope = _reductions_of_stages(problem, kind, stage)
@@ -249,7 +287,7 @@ def mesh_shape(
         hops=mesh_hops(
             problem.cluster,
             stage,
-            stages=max(min(kind.usable_gpus(stage.tensor) // stage.ranks, model.layers), 1),
+            stages=max(min(max_stages(kind, stage), model.layers), 1),
             model=model,
             options=options,
         ),
@@ -262,7 +300,7 @@ def _reductions_of_stages(
 ) -> tuple[FloatArray, FloatArray]:
     """`_reduction_costs` of each stage of a mesh, which differ where some lie over two nodes."""
     size, ranks = kind.gpus_per_node, stage.ranks
-    first = np.arange(max(kind.usable_gpus(stage.tensor) // ranks, 1)) * ranks % size
+    first = np.arange(max(max_stages(kind, stage), 1)) * ranks % size
     if size % ranks == 0 or ranks % size == 0:
         first[:] = 0
     costs = {
@@ -383,6 +421,7 @@ def build_placement(
                 vendor=mesh.shape.kind.vendor,
                 stages=mesh.stages,
                 tensor=mesh.shape.stage.tensor,
+                context=mesh.shape.stage.context,
                 data=mesh.shape.stage.data,
                 share=shares[index] if shares else 1,
                 micro_batch_size=mesh.shape.stage.micro_batch,

@@ -25,6 +25,8 @@ class StageShape:
     has_embedding: bool
     has_head: bool
     tensor: int = 1
+    context: int = 1
+    """Ranks that share each sequence."""
     data: int = 1
     micro_batch: int = 1
     recompute: str = "none"
@@ -41,6 +43,7 @@ class StageShape:
             has_embedding=stage == 0,
             has_head=stage == plan.stages - 1,
             tensor=mesh.tensor,
+            context=mesh.context,
             data=mesh.data,
             micro_batch=mesh.micro_batch_size or 1,
             recompute=mesh.recompute or "none",
@@ -50,9 +53,15 @@ class StageShape:
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same weights, over which gradients and optimizer state go."""
+        return self.context * self.data
 
     def point(self, model: ModelShape) -> Point:
+        """Of whole sequences, whatever the context size: see `context_costs`."""
         return Point(
             self.tensor,
             self.micro_batch,

@@ -13,6 +13,7 @@ from hetero.planner.communication_costs import (
     stage_rails,
     tied_embedding_seconds,
 )
+from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import PartCosts, Profile
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
@@ -71,9 +72,9 @@ class CostModel:
     ) -> StepCosts:
         """The costs of distinct pipelines with so many micro-batches each.
 
-        `dp_groups` has, for each stage, the meshes whose data-parallel ranks reduce together.
+        `dp_groups` has, for each stage, the meshes whose copies of its weights reduce together.
         """
-        replicas = [sum(stage.data for stage in dp_group) for dp_group in dp_groups]
+        copies = [sum(stage.copies for stage in dp_group) for dp_group in dp_groups]
         reductions = [self.gradient_reduction(dp_group) for dp_group in dp_groups]
         return StepCosts(
             stages=tuple(map(tuple, pipelines)),
@@ -85,19 +86,20 @@ class CostModel:
             update=tuple(
                 tuple(
                     self.update(stage, shards) + gather
-                    for stage, shards, (_, gather) in zip(stages, replicas, reductions, strict=True)
+                    for stage, shards, (_, gather) in zip(stages, copies, reductions, strict=True)
                 )
                 for stages in pipelines
             ),
             memory=tuple(
-                self._memory(stages, count, replicas)
+                self._memory(stages, count, copies)
                 for stages, count in zip(pipelines, micro_batches, strict=True)
             ),
         )
 
     def costs(self, stage: StageShape) -> PartCosts:
-        accelerator = self.cluster.kind(stage.kind).accelerator.name
-        return self.profile.costs(accelerator, stage.point(self.model))
+        return stage_costs(
+            self.cluster, stage, model=self.model, profile=self.profile, options=self.options
+        )
 
     def pipeline_times(self, stages: Sequence[StageShape], count: int) -> PipelineTimes:
         """Durations of one pipeline with `count` micro-batches.
@@ -162,16 +164,16 @@ class CostModel:
             reduce[-1] += seconds
         return tuple(reduce)
 
-    def update(self, stage: StageShape, replicas: int) -> float:
+    def update(self, stage: StageShape, copies: int) -> float:
         """Seconds of the optimizer step over one rank's parameters."""
-        shards = replicas if stage.distributed_optimizer else 1
+        shards = copies if stage.distributed_optimizer else 1
         accelerator = self.cluster.kind(stage.kind).accelerator.name
         return self.profile.optimizer_seconds(accelerator, stage.parameters(self.model) / shards)
 
     def _memory(
-        self, stages: Sequence[StageShape], count: int, replicas: Sequence[int]
+        self, stages: Sequence[StageShape], count: int, copies: Sequence[int]
     ) -> tuple[RankMemory, ...]:
-        """Peak memory of each stage; `replicas` data-parallel ranks shard its optimizer state."""
+        """Peak memory of each stage; `copies` of its weights shard its optimizer state."""
         return tuple(
             rank_memory(
                 stage,
@@ -181,7 +183,7 @@ class CostModel:
                 costs=self.costs(stage),
                 model=self.model,
                 options=self.options,
-                replicas=replicas[number],
+                copies=copies[number],
             )
             for number, stage in enumerate(stages)
         )

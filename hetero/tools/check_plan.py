@@ -30,6 +30,7 @@ from hetero.plan.plan import (
     VENDORS,
     Mesh,
     Plan,
+    context_problems,
     layer_problems,
     mesh_names,
     micro_batch_sizes,
@@ -196,6 +197,7 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         if file.layers:
             yield from layer_problems([sum(chunks) for chunks in file.layers], run.model.layers)
         yield from _tensor_problems(meshes, run, run.model)
+        yield from _context_problems(meshes, run, run.model)
     if not sizes:
         return
     step = sizes[0] * meshes[0].data
@@ -226,10 +228,23 @@ def _tensor_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShap
             "--num-query-groups": model.query_groups,
             "--ffn-hidden-size": model.ffn,
         }
-        own = mesh.sequence_parallel
-        if run.flags.get("sequence-parallel") if own is None else own:
+        if _is_sequence_parallel(mesh, run):
             counts["with sequence parallelism, --seq-length"] = model.seq_length
         yield from tensor_problems(counts, mesh.tensor, name=f"the tensor-parallel size of {name},")
+
+
+def _context_problems(
+    meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape
+) -> Iterator[str]:
+    for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
+        parts = mesh.tensor if _is_sequence_parallel(mesh, run) else 1
+        size = f"the context-parallel size of {name},"
+        yield from context_problems(model.seq_length, mesh.context, parts, name=size)
+
+
+def _is_sequence_parallel(mesh: Mesh, run: _TrainingRun) -> bool:
+    own = mesh.sequence_parallel
+    return bool(run.flags.get("sequence-parallel") if own is None else own)
 
 
 def _report(plan: Plan, run: _TrainingRun, options: argparse.Namespace) -> Iterator[str]:

@@ -70,6 +70,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ):
         parser.add_argument(flag, nargs="+", type=integer(1), default=default, help=what)
     parser.add_argument(
+        "--context",
+        nargs="+",
+        type=integer(1),
+        metavar="N",
+        help="context-parallel sizes to choose from; default: 1, and powers of two up to a node "
+        "that leave each rank 8192 tokens of a sequence",
+    )
+    parser.add_argument(
         "--recompute",
         nargs="+",
         choices=RECOMPUTE,

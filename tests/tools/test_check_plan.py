@@ -169,6 +169,24 @@ def test_plan_and_model_errors_are_reported_together(
     assert len(of_the_plan) == 3
 
 
+def test_sequences_that_context_parallel_ranks_cannot_share_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "meshes:\n"
+        "- {vendor: nvidia, layers: [16], context: 3}\n"
+        "- {vendor: amd, layers: [16], tensor: 2, context: 2}\n"
+    )
+    (said,) = refused(capsys, path, "--model", "llama3.1-8b")
+    assert said == (
+        "--seq-length 8192 must be a multiple of 6: the context-parallel size of mesh 0 (nvidia), "
+        "3 makes 6 chunks of each sequence; the nearest that are: 8190 and 8196"
+    )
+    path.write_text(path.read_text().replace("context: 3", "context: 4"))
+    assert "TP 1  CP 4  DP 1" in drawn(capsys, path, "--model", "llama3.1-8b")
+
+
 def test_a_mistyped_size_is_refused_rather_than_drawn(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -199,7 +217,9 @@ def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     assert "recompute: full, at most 17 layers on a stage it is 17." in fewer
     batch, hopeless = refused(capsys, *words, "amd=2", "--global-batch-size", "63")
     assert batch.startswith("a global batch of 63 must be a multiple of the 4 sequences")
-    assert hopeless.endswith("give the mesh smaller micro-batches or more tensor-parallel ranks")
+    assert hopeless.endswith(
+        "give the mesh smaller micro-batches or more tensor- or context-parallel ranks"
+    )
 
 
 @pytest.mark.parametrize(

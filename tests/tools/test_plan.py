@@ -14,6 +14,7 @@ import yaml
 
 from hetero.plan import Mesh, Plan, load_plan
 from hetero.planner.placement import Placement
+from hetero.planner.solution import find_best_plans
 from hetero.presets import model_file
 from hetero.tools.plan import _parse, main
 from hetero.tools.planning.plan_files import node_commands, training_flags
@@ -162,6 +163,49 @@ def test_the_faster_vendor_takes_more_layers(tmp_path: Path) -> None:
     assert layers["amd"] > layers["nvidia"] > 0
 
 
+LONG = "nodes: [{name: green, accelerator: H200}, {name: red, accelerator: MI325X}]\n"
+LONG_WORDS = "--seq-length 131072 --global-batch 16".split()
+
+
+def test_a_context_of_128_thousand_tokens_fits_where_ranks_share_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    words = request(tmp_path, *LONG_WORDS, "--tensor", "1", "--recompute", "none", cluster=LONG)
+    told = refused(main, [*words, "--context", "1"])
+    assert "activations of 131072 tokens a sample come on top" in told
+    assert main([*words, "--no-replicas"]) == 0
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    assert all(mesh.context > 1 for mesh in plan.meshes)
+    assert " x CP 8 x DP 1" in capsys.readouterr().out
+    files = ["--yaml-cfg", str(model_file("llama3-8b"))]
+    files += ["--yaml-cfg", str(tmp_path / "out" / "flags.yaml")]
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    read = read_command_line([*files, *more], world_size=plan.world_size).plan
+    assert [mesh.context for mesh in read.meshes] == [mesh.context for mesh in plan.meshes]
+
+
+def test_ranks_share_long_sequences_where_that_is_faster_than_what_fits_without(
+    tmp_path: Path,
+) -> None:
+    """Tensor parallelism over whole nodes fits, too."""
+
+    def seconds(*words: str) -> float:
+        options = _parse(request(tmp_path, *LONG_WORDS, *words, cluster=LONG))
+        best = find_best_plans(read_request(options).problem)
+        assert best is not None
+        return best.first.seconds
+
+    sizes = ["--tensor", "1", "2", "4", "8"]
+    assert 1.15 * seconds(*sizes) < seconds(*sizes, "--context", "1")
+
+
+def test_replicas_of_ranks_that_share_sequences_are_flags_too(tmp_path: Path) -> None:
+    assert main(request(tmp_path, *LONG_WORDS, cluster=LONG)) == 0
+    flags = yaml.safe_load((tmp_path / "out" / "flags.yaml").read_text())
+    assert flags["hetero-data-parallel"] == "nvidia:1,amd:1"
+    assert flags["context-parallel-size"] == 8
+
+
 @pytest.mark.parametrize("other", ["amd", "nvidia"])
 def test_replicas_are_written_as_flags_that_training_understands(
     other: str, tmp_path: Path
@@ -216,6 +260,8 @@ TWO_GPUS = CLUSTER.replace("nodes: 1", "gpus_per_node: 1")
     ("words", "cluster", "said"),
     [
         ("--tensor 3", CLUSTER, "no --tensor size of 3 both divides the model's 32 heads"),
+        ("--context 3 5", CLUSTER, "no --context size of 3, 5 both divides 8192 tokens into"),
+        ("--context 32", CLUSTER, "has its ranks on one node, or on all GPUs of several"),
         ("--micro-batch 3", CLUSTER, "no --micro-batch of 3 divides it"),
         (f"--global-batch {10**18}", CLUSTER, "give at most 1000000000"),
         ("--interleave 17", CLUSTER, "32 layers cannot be 17 chunks of each of two stages"),
@@ -234,10 +280,10 @@ def test_choices_of_which_none_can_be_are_named(
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
-    others = "num-experts: 8\nmtp-num-layers: 1\ncontext-parallel-size: 2\n"
+    others = "num-experts: 8\nmtp-num-layers: 1\n"
     model.write_text(model_file("llama3-8b").read_text() + others)
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)
-    for name in ("num-experts", "mtp-num-layers", "context-parallel-size"):
+    for name in ("num-experts", "mtp-num-layers"):
         assert told.count(f"--{name} is a flag of ") == 1
     # A misspelt flag is not left at its default.
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
@@ -310,7 +356,7 @@ def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
         preset + "\nlayout: {tensor_model_parallel_size: 2, pipeline-model-parallel-size: 2,\n"
         "  num-layers-per-virtual-pipeline-stage: 2, decoder-first-pipeline-num-layers: 9,\n"
         "  recompute-granularity: full, recompute-method: block, recompute-num-layers: 1,\n"
-        "  use-distributed-optimizer: true, sequence-parallel: true,\n"
+        "  use-distributed-optimizer: true, sequence-parallel: true, context-parallel-size: 4,\n"
         "  distribute-saved-activations: true}\n"
     )
     own = ("--model", str(model), "--recompute", "none", "--no-distributed-optimizer")

@@ -157,6 +157,8 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     flags["hetero-data-parallel"] = ",".join(f"{m.vendor}:{m.data}" for m in plan.meshes)
     flags["hetero-data-shares"] = ",".join(str(mesh.share) for mesh in plan.meshes)
     flags["tensor-model-parallel-size"] = first.tensor
+    if first.context > 1:
+        flags["context-parallel-size"] = first.context
     flags["pipeline-model-parallel-size"] = plan.stages
     if first.sequence_parallel:
         flags["sequence-parallel"] = True
@@ -179,6 +181,8 @@ def _short(path: Path) -> str:
 _FOR_TRAINING = ("flags.yaml", "plan.yaml")
 _LAYOUT_FLAGS = (
     "tensor-model-parallel-size",
+    "context-parallel-size",
+    "hierarchical-context-parallel-sizes",
     "pipeline-model-parallel-size",
     "sequence-parallel",
     "use-distributed-optimizer",
@@ -201,6 +205,7 @@ _LAYOUT_FLAGS = (
     "hetero-pipeline-sizes",
     "hetero-pipeline-layers",
     "hetero-tensor-sizes",
+    "hetero-context-sizes",
     "hetero-data-sizes",
     "hetero-micro-batch-sizes",
     "hetero-recompute",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from hetero.planner.layer_profile import (
     load_profile,
 )
 from hetero.planner.model_shape import ModelShape, load_model, read_flags
-from hetero.planner.search_space import Problem, SearchSpace
+from hetero.planner.search_space import Problem, SearchSpace, context_sizes
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions
 from hetero.presets import model_file
@@ -111,10 +112,13 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     assert model is not None
     measured = merged_profile(list(read_profiles.values()))
     training = _training(options)
+    largest_node = max(kind.gpus_per_node for kind in cluster.kinds)
     joined, sources = _profile(cluster, model, measured, training)
     space = SearchSpace(
         global_batch=options.global_batch,
         tensor=tuple(sorted(set(options.tensor))),
+        context=tuple(sorted(set(options.context or ())))
+        or context_sizes(model.seq_length, largest_node),
         micro_batch=tuple(sorted(set(options.micro_batch))),
         recompute=tuple(dict.fromkeys(options.recompute)),
         chunks=tuple(sorted(set(options.interleave))),
@@ -307,6 +311,16 @@ def infeasible_error(request: PlanningRequest) -> UserError:
             + f" and is within a node of {max(kind.gpus_per_node for kind in kinds)} GPUs; "
             "allow another, 1 always is"
         )
+    if not any(
+        model.shares_sequences(context, tensor, sequence_parallel=parallel)
+        and tensor * context <= kind.usable_gpus(tensor, context)
+        for context, tensor, kind in itertools.product(space.context, space.tensor, kinds)
+    ):
+        return UserError(
+            f"{what}: no --context size of {_listed(space.context)} both divides "
+            f"{model.seq_length} tokens into two equal chunks a rank and has its ranks on one "
+            "node, or on all GPUs of several; allow another, 1 always is"
+        )
     if all(space.global_batch % size for size in space.micro_batch):
         return UserError(
             f"{what}: no --micro-batch of {_listed(space.micro_batch)} divides it; allow another"
@@ -334,7 +348,8 @@ def infeasible_error(request: PlanningRequest) -> UserError:
         f"with their gradients and optimizer state, activations of {model.seq_length} tokens a "
         f"sample come on top, and all GPUs together have {memory:.0f} GiB, of which "
         f"{options.reserved_bytes / 2**30:g} GiB a GPU are reserved; "
-        "add nodes, or allow larger --tensor sizes, a --micro-batch of 1 and --recompute full"
+        "add nodes, or allow larger --tensor and --context sizes, a --micro-batch of 1 and "
+        "--recompute full"
     )
 
 

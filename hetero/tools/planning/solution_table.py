@@ -8,7 +8,7 @@ from hetero.text import counted, seconds_text
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.reports.text_table import aligned
 
-MESH_HEAD = ("nodes", "stages", "layers", "TP", "DP", "micro-batch", "recompute", "share")
+MESH_HEAD = ("nodes", "stages", "layers", "TP", "CP", "DP", "micro-batch", "recompute", "share")
 PLAN_HEAD = ("plan", "step", "tokens/s", "")
 
 
@@ -20,7 +20,7 @@ def solution_text(request: PlanningRequest, found: Solution) -> str:
         [
             headline(request, found),
             "",
-            *aligned(rows, text={0, 2, 6}),
+            *aligned(rows, text={0, 2, 7}),
             "",
             *explain_bottleneck(request.problem, first),
             "",
@@ -53,6 +53,7 @@ def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
                 str(mesh.stages),
                 run_lengths(counts),
                 str(mesh.tensor),
+                str(mesh.context),
                 str(mesh.data),
                 str(mesh.micro_batch_size),
                 str(mesh.recompute),
@@ -76,7 +77,9 @@ def run_lengths(counts: list[int]) -> str:
 def one_line(planned: SimulatedPlan) -> str:
     plan = planned.placement.plan
     across = " | ".join(
-        f"{kind} {mesh.stages} x TP {mesh.tensor} x DP {mesh.data}"
+        f"{kind} {mesh.stages} x TP {mesh.tensor}"
+        + (f" x CP {mesh.context}" if mesh.context > 1 else "")
+        + f" x DP {mesh.data}"
         + (f" x share {mesh.share}" if plan.whole_replicas else "")
         + f", micro-batch {mesh.micro_batch_size}"
         + (f", recompute {mesh.recompute}" if mesh.recompute != "none" else "")

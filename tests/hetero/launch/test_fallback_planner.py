@@ -75,6 +75,14 @@ def test_it_recomputes_where_the_model_does_not_fit_otherwise() -> None:
     assert recomputed == ["full", "none"]
 
 
+def test_ranks_share_long_sequences_in_the_plan_as_they_did_in_the_job() -> None:
+    long = [*LLAMA_8B, *"--seq-length 131072 --context-parallel-size 2".split()]
+    _, chosen = planned(long, AMD)
+    meshes = yaml.safe_load(chosen.text)["meshes"]
+    assert all(mesh["context"] > 1 for mesh in meshes)
+    assert check_words(long, chosen.text, ranks=8) == []
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_make_it_fit() -> None:
     said = refusal(LLAMA_8B, Node("nvidia", 1, H100, 80 * GIB))
     assert "no plan fits on 1 node of nvidia NVIDIA H100 80GB HBM3 with 1 rank of 80.00 GiB" in said

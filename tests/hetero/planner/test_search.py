@@ -114,6 +114,7 @@ def random_problem(seed: int) -> Problem:
         chunks=draw.choice(((1,), (1, 2))),
         replicas=False,
         distributed_optimizer=draw.random() < 0.5,
+        context=draw.choice(((1,), (1, 2))),
     )
     options = TrainingOptions(reserved_bytes=0.0)
     return Problem(Cluster(tuple(kinds), {}), model, DrawnProfile(draw, names), space, options)
