@@ -42,6 +42,8 @@ from hetero.tools.runs import Launch, failure_text, run_to_end
 PEER = Path(__file__).parent / "long_context/torch_peer.py"
 WARM_UP, SECONDS = 2, 300.0
 TYPES = ("p2p", "a2a", "all_gather")
+ALONE, PEER_RUN, TRACED = "one", "torch", "ring"
+RUNS = ("p2p", PEER_RUN, TRACED, ALONE, "a2a", "all_gather")
 
 
 def model_flags(args: argparse.Namespace, sequence: int) -> list[str]:
@@ -198,14 +200,14 @@ def measure(args: argparse.Namespace) -> str:
 
 def rows_of(args: argparse.Namespace, sequence: int, folder: Path) -> Iterator[tuple[str, Any]]:
     """The runs of one length, by name."""
-    for kind in TYPES:
-        flags = ("--context-parallel-size", "2", "--cp-comm-type", kind)
-        yield kind, ours(args, sequence, folder, *flags, nproc=2)
-        if kind == TYPES[0]:
-            if not args.on_cpu:
-                yield "torch", peer(args, sequence, folder)
-                yield "ring", overlap(args, sequence, folder)
-            yield "one", ours(args, sequence, folder, nproc=1)
+    for name in args.runs:
+        if name in TYPES:
+            flags = ("--context-parallel-size", "2", "--cp-comm-type", name)
+            yield name, ours(args, sequence, folder, *flags, nproc=2)
+        elif name == ALONE:
+            yield name, ours(args, sequence, folder, nproc=1)
+        elif not args.on_cpu:
+            yield name, (peer if name == PEER_RUN else overlap)(args, sequence, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,6 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[32768, 131072],
         help="lengths, in tokens",
+    )
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        choices=RUNS,
+        default=list(RUNS),
+        help="which runs of each length; default: all",
     )
     for name, value, what in (
         ("layers", 8, "layers"),
