@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetero.plan.plan import context_chunks
+from megatron.hetero import context_parallel
 from megatron.hetero.context_parallel import COMM_TYPES, attend, block_kernel, slice_batch
 from tests.forked_ranks import run_forked
 
@@ -166,3 +168,84 @@ def test_a_rank_takes_its_chunks_of_a_batch_and_counts_the_tokens_of_all() -> No
     other = slice_batch(batch, size=2, rank=1)
     assert other["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert slice_batch(batch, size=1, rank=0) == batch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands in for a group of one of its ranks."""
+
+    number: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def chunks_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    chunks = context_chunks(size, rank, whole.shape[2])
+    return torch.cat([whole[:, :, rows.start : rows.stop] for rows in chunks], 2)
+
+
+def ring_differences(backend: str, dtype: torch.dtype, *, size: int, device: str) -> list[float]:
+    """As `differences`, of all ranks of a ring, whose blocks one process computes."""
+    torch.manual_seed(2)
+    sequence = 64 * size
+    query, key, value, grad = (
+        torch.randn(BATCH, heads, sequence, 64, device=device).to(dtype) for heads in (8, 4, 4, 8)
+    )
+    whole = [each.clone().requires_grad_() for each in (query, key, value)]
+    expected = compute(*whole, None)
+    expected.backward(grad)
+    held = [torch.stack([chunks_of(t, r, size) for t in (key, value)]) for r in range(size)]
+    dheld = [torch.zeros_like(each, dtype=torch.float32) for each in held]
+    worst = [0.0] * 4
+    for rank in range(size):
+        own, own_grad = (chunks_of(each, rank, size) for each in (query, grad))
+        with sdpa_kernel(BACKENDS[backend]) if backend in BACKENDS else nullcontext():
+            kernel = block_kernel(own, *held[rank], scale=None)
+        if kernel is None:
+            return []
+        group: Any = Place(rank, size)
+        sums = context_parallel._Sums(own)
+        blocks = [context_parallel._ring_block(s, own.shape[2], group) for s in range(size)]
+        sources = [(rank - step) % size for step in range(size)]
+        for block, source in zip(blocks, sources, strict=True):
+            sums.add(kernel.forward(own, *held[source], block), block.queries)
+        output, dquery = sums.output.to(dtype), torch.zeros_like(own, dtype=torch.float32)
+        for block, source in zip(blocks, sources, strict=True):
+            parts = kernel.backward(own_grad, own, *held[source], output, sums.log_sums, block)
+            context_parallel._add_gradients(parts, block, dquery, dheld[source])
+        for place, (mine, theirs) in enumerate(((output, expected), (dquery, whole[0].grad))):
+            theirs = chunks_of(theirs, rank, size)
+            worst[place] = max(worst[place], distance(mine, theirs))
+    for rank in range(size):
+        for place, mine, theirs in zip((2, 3), dheld[rank], whole[1:], strict=True):
+            worst[place] = max(worst[place], distance(mine, chunks_of(theirs.grad, rank, size)))
+    return worst
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).norm() / other.float().norm())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_blocks_of_a_ring_add_up_to_the_whole(size: int) -> None:
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        measured = ring_differences(CHOSEN, dtype, size=size, device="cpu")
+        assert len(measured) == 4
+        assert max(measured) < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [CHOSEN, *BACKENDS])
+def test_the_blocks_of_a_ring_add_up_with_every_kernel(backend: str, dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    measured = ring_differences(backend, dtype, size=3, device="cuda")
+    if not measured:
+        pytest.skip(f"{backend} kernels of this GPU do not take {dtype}")
+    assert max(measured) < (1e-5 if dtype == torch.float32 else 1e-2)
