@@ -512,10 +512,11 @@ _ALIGNED_LOG_SUMS = 32
 
 
 class _Efficient(BlockKernel):
+    """torch chooses it for as many heads of keys as of queries alone."""
+
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = (_repeated(each, query) for each in (key, value))
         output, log_sums, *self._random = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, is_causal, scale=self._scale
         )
@@ -531,8 +532,6 @@ class _Efficient(BlockKernel):
         log_sums: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        groups = key.shape[1]
-        key, value = (_repeated(each, query) for each in (key, value))
         padding = -query.shape[2] % _ALIGNED_LOG_SUMS
         log_sums = F.pad(log_sums, (0, padding), value=torch.inf)
         dquery, dkey, dvalue, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -540,7 +539,7 @@ class _Efficient(BlockKernel):
             *(0.0, [True, True, True, False], is_causal),
             scale=self._scale,
         )
-        return dquery, _summed(dkey, groups), _summed(dvalue, groups)
+        return dquery, dkey, dvalue
 
 
 _KERNELS: Mapping[SDPBackend, type[BlockKernel]] = MappingProxyType(
@@ -555,14 +554,21 @@ _KERNELS: Mapping[SDPBackend, type[BlockKernel]] = MappingProxyType(
 def block_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None
 ) -> BlockKernel | None:
-    """The kernel that torch would choose, among those that `sdpa_kernel` allows; None for math."""
+    """The kernel that torch would choose, among those that `sdpa_kernel` allows.
+
+    None for torch's mathematical one, and where none fits.
+    """
     if query.device.type == "cpu":
         # Of query groups torch would choose none on a CPU, and repeat them for math.
         is_allowed = torch.backends.cuda.flash_sdp_enabled()
         return _CpuFlash(scale) if is_allowed else None
-    chosen = torch._fused_sdp_choice(
-        query, key, value, None, 0.0, True, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
-    )
+    has_groups = key.shape[1] != query.shape[1]
+    try:
+        chosen = torch._fused_sdp_choice(
+            query, key, value, None, 0.0, True, scale=scale, enable_gqa=has_groups
+        )
+    except RuntimeError:  # torch has no exception class for "no kernel available"
+        return None
     found = _KERNELS.get(SDPBackend(chosen))
     return None if found is None else found(scale)
 

@@ -192,9 +192,10 @@ def chunks_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def ring_differences(backend: str, dtype: torch.dtype, *, size: int, device: str) -> list[float]:
     """As `differences`, of all ranks of a ring, whose blocks one process computes."""
     torch.manual_seed(2)
-    sequence = 64 * size
+    sequence, groups = 64 * size, 8 if backend == "efficient" else 4
     query, key, value, grad = (
-        torch.randn(BATCH, heads, sequence, 64, device=device).to(dtype) for heads in (8, 4, 4, 8)
+        torch.randn(BATCH, heads, sequence, 64, device=device).to(dtype)
+        for heads in (8, groups, groups, 8)
     )
     whole = [each.clone().requires_grad_() for each in (query, key, value)]
     expected = compute(*whole, None)
