@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=integer(1),
         nargs="+",
         default=[32768, 131072],
-        help="lengths, in tokens",
+        help="tokens of a sequence",
     )
     parser.add_argument(
         "--runs",
@@ -228,13 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="which runs of each length; default: all",
     )
     for name, value, what in (
-        ("layers", 8, "layers"),
-        ("hidden", 4096, "width of a layer"),
-        ("ffn", 14336, "width of the MLP"),
-        ("heads", 32, "attention heads"),
-        ("groups", 8, "groups of query heads"),
-        ("vocabulary", 32000, "tokens of the vocabulary"),
-        ("steps", 6, "steps of each run, of which two warm up"),
+        ("layers", 8, "number of layers"),
+        ("hidden", 4096, "number of elements of a hidden state"),
+        ("ffn", 14336, "number of elements inside the MLP"),
+        ("heads", 32, "number of attention heads"),
+        ("groups", 8, "number of query groups"),
+        ("vocabulary", 32000, "number of tokens of the vocabulary"),
+        ("steps", 6, "number of steps of each run, of which two warm up"),
     ):
         parser.add_argument(f"--{name}", type=integer(1), default=value, help=what)
     parser.add_argument("--on-cpu", action="store_true", help="without GPUs, and without peers")

@@ -131,7 +131,7 @@ TRAINS = {
     "bench.operator_watch_cost",
     "bench.memory_checkpoint_cost",
     "bench.random_faults",
-    *("bench.restart_times", "bench.goodput"),
+    *("bench.restart_times", "bench.goodput", "bench.long_context"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {
@@ -153,6 +153,11 @@ STARTS = {
     },
     "bench.restart_times": {
         *("--hetero-restarts", "--max-restarts", "--hetero-fallback", "--nnodes"),
+    },
+    "bench.long_context": {
+        *("--nproc-per-node", "--standalone"),
+        *("--layers", "--hidden", "--ffn", "--heads", "--groups", "--vocabulary", "--steps"),
+        "--sequence",
     },
     "bench.goodput": {"--hetero-restarts", "--max-restarts"},
 }

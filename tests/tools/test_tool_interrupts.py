@@ -109,6 +109,7 @@ STARTING = {
     "bench_splits": f"{TINY} {OUT}",
     "benchmark_parity": OUT,
     "compare_versions": "--pythons python3 --folder {folder}",
+    "long_context": "--on-cpu --out {folder}/out.json --sequences 64 --layers 1 --hidden 32",
     "count_start_up": f"--counted 8 --timed 64 {OUT}",
     "demo": OUT,
     "conversion_8b": "{folder}/out",

@@ -487,7 +487,9 @@ def _split_of_sequences(args: Namespace) -> Iterator[str]:
                 break
 
 
-@rule("context_sizes num_layers hierarchical_context_parallel_sizes", sets="cp_comm_type")
+@rule(
+    "context_sizes num_layers hierarchical_context_parallel_sizes typed_flags", sets="cp_comm_type"
+)
 def _context_comm(args: Namespace) -> Verdict:
     """The type of every layer: all of them, or one."""
     types, levels = args.cp_comm_type, args.hierarchical_context_parallel_sizes
@@ -505,7 +507,11 @@ def _context_comm(args: Namespace) -> Verdict:
             f"{' '.join(map(str, sorted(set(args.context_sizes))))}; make them equal, or remove "
             "the levels"
         )
-    if has_context and (levels or "a2a+p2p" in types):
+    if not has_context:
+        for flag in ("--cp-comm-type", "--hierarchical-context-parallel-sizes"):
+            if flag in args.typed_flags:
+                yield Note(f"{flag}: it needs a context-parallel size above 1")
+    elif levels or "a2a+p2p" in types:
         yield Note(
             "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes: keys and values go "
             "round one ring (p2p), the sums are the same"

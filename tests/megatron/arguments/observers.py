@@ -167,7 +167,7 @@ def backends(launch: Configuration) -> dict[str, Any]:
 def layout(launch: Configuration) -> dict[str, Any]:
     """Which ranks do what."""
     plan = launch.plan
-    of_meshes = ("vendor", "tensor", "data", "micro_batch_size", "recompute")
+    of_meshes = ("vendor", "tensor", "context", "data", "micro_batch_size", "recompute")
     return {
         "layers": plan.layers,
         "stages": plan.stages,

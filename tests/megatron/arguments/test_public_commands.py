@@ -17,7 +17,7 @@ from bench.public_commands import (
 )
 
 # Raise these with what they have reached; they never fall.
-ALL, WITHOUT_LEFT_OUT = 0.75, 0.99
+ALL, WITHOUT_LEFT_OUT = 0.87, 0.99
 
 
 def test_the_share_of_public_commands_that_is_accepted_does_not_fall() -> None:
@@ -30,7 +30,7 @@ def test_the_collection_is_broad() -> None:
     counted = [verdict.command for verdict in verdicts()]
     assert len(counted) >= 200
     assert len({command.repository for command in counted}) >= 10
-    assert {feature for command in counted for feature in command.features} == set(LEFT_OUT)
+    assert {feature for command in counted for feature in command.features} >= set(LEFT_OUT)
     assert len({command.words for command in load_commands()}) >= 0.9 * len(load_commands())
 
 
