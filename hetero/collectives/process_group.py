@@ -889,7 +889,11 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         crosses = len(layout.vendors) > 1
         if address is not None and begun is None and (crosses or is_of_all(global_ranks)):
             begun = join_world(
-                address, rank=global_rank, global_ranks=global_ranks, master=host_of(options.store)
+                address,
+                rank=global_rank,
+                global_ranks=global_ranks,
+                master=host_of(options.store),
+                timeout=options.timeout.total_seconds(),
             )
             cleanup.callback(begun.close)
         if begun is not None:

@@ -43,6 +43,8 @@ from hetero.startup.liveness import (
 if TYPE_CHECKING:
     from hetero.observe.server import MetricsServer
 
+_CONNECT_SECONDS = 20.0
+"""At most, for the rank that serves to answer one that connects."""
 _CONNECTED_SECONDS = 30.0
 """After which a rank that is there should have connected to the one that serves."""
 
@@ -288,14 +290,27 @@ def begin_world(rank: int, global_ranks: Sequence[int]) -> World | None:
 
 
 def join_world(
-    told: Mapping[str, Any], *, rank: int, global_ranks: Sequence[int], master: str
+    told: Mapping[str, Any],
+    *,
+    rank: int,
+    global_ranks: Sequence[int],
+    master: str,
+    timeout: float,
 ) -> World:
-    """Connect, in a thread, to the lowest of these ranks, which has told its address."""
+    """Connect, in a thread, to the lowest of these ranks, which has told its address.
+
+    `timeout`: seconds until the others give up; this rank does so before, and says why.
+    """
     ranks = sorted(global_ranks)
     address = ServerAddress.read(told, master=master)
     client = None
     try:
-        client = LivenessClient(lambda: address, rank=ranks.index(rank), world_size=len(ranks))
+        client = LivenessClient(
+            lambda: address,
+            rank=ranks.index(rank),
+            world_size=len(ranks),
+            connect_seconds=min(_CONNECT_SECONDS, timeout / 2),
+        )
     except RuntimeError as error:  # no thread can be started
         print_line(f"hetero: warning: rank 0 gets no records of rank {rank}: {error}")
     return World(ranks, rank=rank, liveness=client, name=address.token, is_of_all=is_of_all(ranks))

@@ -425,10 +425,15 @@ class LivenessClient(Liveness):
         rank: int,
         world_size: int,
         local_ranks: LocalRanks | None = None,
+        connect_seconds: float = _CONNECT_SECONDS,
     ) -> None:
-        """`find_server` waits until rank 0 has published its address."""
+        """
+        Args:
+            find_server: waits until rank 0 has published its address.
+            connect_seconds: for rank 0 to answer.
+        """
         super().__init__(world_size, local_ranks)
-        self._rank = rank
+        self._rank, self._connect_seconds = rank, connect_seconds
         self._connection: socket.socket | None = None
         self._unreachable: tuple[ServerAddress, OSError] | None = None
         self._last_heard, self._unread = 0.0, b""
@@ -453,7 +458,7 @@ class LivenessClient(Liveness):
         self._send({"leave": True})
 
     def await_connection(self) -> None:
-        if not self._connect_tried.wait(2 * _CONNECT_SECONDS):
+        if not self._connect_tried.wait(2 * self._connect_seconds):
             raise UserError(f"{socket.gethostname()} has not found rank 0; see rank 0's log")
         if self.unreachable is not None:
             raise UserError(self.unreachable)
@@ -510,7 +515,8 @@ class LivenessClient(Liveness):
             self._receive_loop(self._connection)
 
     def _connect(self, server: ServerAddress) -> socket.socket:
-        connection = socket.create_connection((server.host, server.port), timeout=_CONNECT_SECONDS)
+        address = server.host, server.port
+        connection = socket.create_connection(address, timeout=self._connect_seconds)
         keep_alive(connection, ack_timeout=_ACK_SECONDS)
         local, remote = connection.getsockname()[0], connection.getpeername()[0]
         host = socket.gethostname()
