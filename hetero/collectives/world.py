@@ -75,7 +75,7 @@ class World:
             is_adopted: whether another closes liveness.
         """
         self._is_adopted = is_adopted
-        self.ranks, self.name, self.is_of_all = tuple(ranks), name, is_of_all
+        self.name, self.is_of_all = name, is_of_all
         self._numbers = {rank: number for number, rank in enumerate(ranks)}
         self._liveness = liveness
         self._process = os.getpid()
@@ -176,7 +176,7 @@ class World:
 
     def _release(self, group: int) -> None:
         self._groups.discard(group)
-        if not (self._groups or self._is_adopted):
+        if not self._groups:
             self.close()
 
     def close(self) -> None:
@@ -184,8 +184,8 @@ class World:
 
         Where an exception ends the script, rank 0 is told.
         """
-        if os.getpid() != self._process:
-            return  # a forked child that exits: its parent is still there
+        if self._is_adopted or os.getpid() != self._process:
+            return  # in a forked child that exits its parent is still there
         worlds = _worlds().get(self._process, [])
         if self in worlds:
             worlds.remove(self)
@@ -322,7 +322,7 @@ def is_of_all(ranks: Sequence[int]) -> bool:
 
 
 def end_worlds() -> None:
-    """Close those of this process: its default group has been destroyed, or is about to be made."""
+    """Close those of this process whose default group is about to be made, if any are left."""
     for world in list(_worlds().get(os.getpid(), [])):
         world.close()
 
