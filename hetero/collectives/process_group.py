@@ -907,8 +907,6 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
             if not crosses:
                 group = _vendor_group(options, layout)
             else:
-                if world is not None:
-                    world.await_connection()
                 group = HeteroProcessGroup(
                     layout,
                     world,
@@ -917,6 +915,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                     timeout=options.timeout,
                     announcement=announcement,
                 )
+                # Only now: others of this vendor have waited for this rank's part until here.
+                if world is not None:
+                    world.await_connection()
         except Exception as failure:
             error = failure
         with _building(options.group_id):
