@@ -907,6 +907,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
             if not crosses:
                 group = _vendor_group(options, layout)
             else:
+                unreachable = None if world is None else world.await_connection()
                 group = HeteroProcessGroup(
                     layout,
                     world,
@@ -916,8 +917,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                     announcement=announcement,
                 )
                 # Only now: others of this vendor have waited for this rank's part until here.
-                if world is not None:
-                    world.await_connection()
+                if unreachable is not None:
+                    raise unreachable
         except Exception as failure:
             error = failure
         with _building(options.group_id):

@@ -52,8 +52,8 @@ _CONNECTED_SECONDS = 30.0
 class World:
     """One rank's side. On rank 0 it is made before the ranks meet, so that the view shows who came.
 
-    Nothing here raises but `await_connection` and `require_alive`: a script goes on without what
-    cannot be had, and is told why.
+    Nothing here raises but `require_alive`: a script goes on without what cannot be had, and is
+    told why.
     """
 
     def __init__(
@@ -120,10 +120,14 @@ class World:
         if isinstance(self._liveness, LivenessServer):
             self._liveness.expect({number: m.host for number, m in members.items()})
 
-    def await_connection(self) -> None:
-        """Wait until this rank is connected, so that its end is noticed. UserError if it is not."""
-        if self._liveness is not None:
-            self._liveness.await_connection()
+    def await_connection(self) -> UserError | None:
+        """Wait until this rank is connected, so that its end is noticed. Returns why it is not."""
+        try:
+            if self._liveness is not None:
+                self._liveness.await_connection()
+        except UserError as error:
+            return error
+        return None
 
     def require_alive(self, rank: int) -> None:
         """Raise LinkError, while a group is built, if a rank has exited or does not connect."""
