@@ -23,12 +23,11 @@ from hetero.collectives.failures import (
     IN_A_CALL,
     LEFT,
     POLL_SECONDS,
-    Presence,
     RankStatus,
     Statuses,
     explain,
 )
-from hetero.collectives.layout import Layout
+from hetero.collectives.layout import Layout, Member
 from hetero.collectives.links import Links, clone
 from hetero.collectives.p2p import CpuP2P, GpuP2P
 from hetero.collectives.schedule import Algorithm, CallContext
@@ -89,16 +88,20 @@ class Communicator:
         store: dist.Store,
         device: torch.device,
         timeout: timedelta,
-        presence: Presence,
+        has_exited: Callable[[Member], bool],
         announcement: str = "",
     ) -> None:
-        """`announcement` is printed, with the transport, once links to other vendors are open."""
+        """
+        Args:
+            has_exited: whether a member's process has, as liveness knows.
+            announcement: printed, with the transport, once links to other vendors are open.
+        """
         self.layout, self.name, self.device = layout, name, device
-        self._presence, self._announcement = presence, announcement
+        self._announcement = announcement
         # Calls of both kinds of devices are numbered from 1.
         self._recorded_name = name if device.type == "cpu" else f"{name} (GPU)"
         self.timeout = timeout.total_seconds()
-        self._statuses = Statuses(store, layout, has_gone=presence.has_gone)
+        self._statuses = Statuses(store, layout, has_exited=has_exited)
         self._library: VendorLibrary | None = None
         if len(layout.vendor_ranks) > 1:
             backend = new_library(
@@ -472,9 +475,11 @@ class Communicator:
         self._check_peer(rank)
 
     def _check_peer(self, rank: int) -> None:
-        """Raise, while a peer is waited for, once the group has failed or the peer has exited."""
+        """Raise, while a peer is waited for, once the group has failed or the peer has gone."""
         self._raise_if_failed()
-        self._presence.require(self.layout.members[rank])
+        member = self.layout.members[rank]
+        if self._statuses.has_gone(member):
+            raise LinkError(f"{member} has exited or left the group; see its log")
 
     def _submit_status(self, state: str, *, error: str = "") -> RankStatus:
         own = RankStatus(rank=self.layout.rank, state=state, call=self._last_call, error=error)

@@ -1,14 +1,13 @@
 """How the ranks of a group learn that a rank has failed or exited, and which rank.
 
-A rank whose call fails submits its status to an exchange in the group's store. Ranks that are in no
-call poll that exchange, and then submit their last call. A rank that submits nothing has exited;
-one that waits for it to open a link sees that by its `Presence`. `explain` names the culprit.
+A rank whose call fails submits its status to an exchange in the group's store, as does one that
+leaves. Ranks that are in no call poll that exchange, and then submit their last call. A rank that
+submits nothing has exited, which liveness knows (world.py). `explain` names the culprit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections import Counter
@@ -20,15 +19,8 @@ import torch.distributed as dist
 
 from hetero.collectives.layout import Layout, Member
 from hetero.collectives.work import Call
-from hetero.errors import ExchangeError, LinkError
-from hetero.startup.addresses import (
-    PORT_RANGE,
-    interface_with,
-    is_loopback,
-    listen_everywhere,
-)
+from hetero.errors import ExchangeError
 from hetero.startup.exchange import Exchange
-from hetero.startup.process import close_in_children
 from hetero.startup.store import BoundedStore, StoreHostEnded
 from hetero.text import spans
 
@@ -36,6 +28,8 @@ POLL_SECONDS = 2.0
 """How often a rank that is not in a call checks whether another rank has failed."""
 _GRACE_SECONDS = 3 * POLL_SECONDS
 _PAUSE_SECONDS = 0.05
+_LOOK_SECONDS = 1.0
+"""Between two looks for ranks that have left, whoever asks for them."""
 
 IN_A_CALL, IDLE, LEFT, ABORTED = "in a call", "idle", "left", "aborted"
 
@@ -74,19 +68,21 @@ class Statuses:
     """The statuses of one group's ranks: an exchange for whose end nobody waits."""
 
     def __init__(
-        self, store: dist.Store, layout: Layout, *, has_gone: Callable[[Member], bool]
+        self, store: dist.Store, layout: Layout, *, has_exited: Callable[[Member], bool]
     ) -> None:
-        """`has_gone` says whether a rank will report nothing any more."""
+        """`has_exited` says whether a rank will report nothing any more."""
         self._exchange = Exchange(
             BoundedStore(store, seconds=POLL_SECONDS),  # a caller's next call waits for a poll
             "statuses",
             member=layout.rank,
             size=layout.size,
         )
-        self._layout, self._has_gone = layout, has_gone
+        self._layout, self._has_exited = layout, has_exited
         self._lock, self._has_submitted = threading.Lock(), False
         self._is_lost = False
         """Whether the store's host has exited. PyTorch logs a stack trace each time it is asked."""
+        self._left: frozenset[int] = frozenset()
+        self._looked = -_LOOK_SECONDS
 
     def submit(self, status: RankStatus) -> None:
         """Report this rank's status. The first one counts; a store that is gone is ignored."""
@@ -98,16 +94,18 @@ class Statuses:
 
     def has_failure(self) -> bool:
         """Returns True once a rank has reported anything other than that it leaves."""
-        if self._is_lost:
-            return False
-        try:
-            return self._exchange.has_begun() and any(
-                status.state != LEFT for status in self._submitted().values()
-            )
-        except (ExchangeError, RuntimeError) as error:
-            # One that only hangs may answer later.
-            self._is_lost = isinstance(error.__cause__, StoreHostEnded)
-            return False
+        return any(status.state != LEFT for status in self._submitted_if_any().values())
+
+    def has_gone(self, member: Member) -> bool:
+        """Returns True once a rank has exited, or has reported that it leaves. Thread-safe."""
+        if self._has_exited(member):
+            return True
+        now = time.monotonic()
+        if now >= self._looked + _LOOK_SECONDS:
+            self._looked = now
+            statuses = self._submitted_if_any()
+            self._left |= {rank for rank, status in statuses.items() if status.state == LEFT}
+        return member.rank in self._left
 
     def collect(self, own: RankStatus, *, seconds: float = _GRACE_SECONDS) -> Report:
         """This rank's status and those that the others report within `seconds`."""
@@ -116,19 +114,28 @@ class Statuses:
         missing = [member for member in self._layout.members if member.rank != own.rank]
         try:
             while missing and time.monotonic() < began + seconds:
-                # Ask before reading what it may have said last, and not before most have answered:
-                # each question is a connection.
-                asks = time.monotonic() > began + POLL_SECONDS
-                gone = {member.rank for member in missing if asks and self._has_gone(member)}
+                # Ask before reading what it may have said last.
+                exited = {member.rank for member in missing if self._has_exited(member)}
                 submitted = self._submitted()
                 found = submitted if own.rank in submitted else {**submitted, own.rank: own}
-                missing = [m for m in missing if m.rank not in {*found, *gone}]
+                missing = [m for m in missing if m.rank not in {*found, *exited}]
                 if missing:
                     time.sleep(_PAUSE_SECONDS)
             store_error = ""
         except ExchangeError as error:
             store_error = "; ".join([*self._ended_with_store(missing), str(error.__cause__)])
         return Report(list(found.values()), store_error)
+
+    def _submitted_if_any(self) -> dict[int, RankStatus]:
+        """One small operation while nobody has submitted; nothing where the store is gone."""
+        if self._is_lost:
+            return {}
+        try:
+            return self._submitted() if self._exchange.has_begun() else {}
+        except (ExchangeError, RuntimeError) as error:
+            # One that only hangs may answer later.
+            self._is_lost = isinstance(error.__cause__, StoreHostEnded)
+            return {}
 
     def _submitted(self) -> dict[int, RankStatus]:
         """By rank, the first one first."""
@@ -144,7 +151,7 @@ class Statuses:
         deadline = time.monotonic() + POLL_SECONDS
         while time.monotonic() < deadline:
             for member in missing:
-                if self._has_gone(member):
+                if self._has_exited(member):
                     yield f"{member} has exited or left the group"
                     return
             time.sleep(_PAUSE_SECONDS)
@@ -228,85 +235,3 @@ def _ranks_by_call(layout: Layout, statuses: Sequence[RankStatus]) -> Mapping[Ca
 
 def _names(members: Sequence[Member]) -> str:
     return ", ".join(map(str, members))
-
-
-_LARGEST_BACKLOG = 4096
-_CONNECT_SECONDS = 1.0
-
-
-class Presence:
-    """One rank's listener, and its connections to those that it waits for.
-
-    Each rank listens until it leaves the group or its process exits. Nothing is ever accepted or
-    sent: the kernel resets the connections of a process that has exited, and refuses new ones.
-
-    Args:
-        size: of the group.
-        store_host: by which name this rank reaches the host of the store.
-    """
-
-    def __init__(self, *, size: int, store_host: str) -> None:
-        # A rank's two kinds of devices wait for each peer twice each: calls and messages.
-        self._listener = listen_everywhere(backlog=min(4 * size, _LARGEST_BACKLOG))
-        close_in_children(self._listener)
-        self.store_host = store_host
-        self.port: int = self._listener.getsockname()[1]
-        self._connections: dict[int, socket.socket] = {}
-
-    def has_gone(self, member: Member) -> bool:
-        """Returns True if a rank of the group has exited or left. Thread-safe."""
-        if _is_own_address_of_another_host(member):
-            return False
-        connection = self._connections.get(member.rank)
-        try:
-            # A connection may be lost with a network. Only a refusal shows that nobody listens.
-            if connection is None or _is_lost(connection):
-                self._connections[member.rank] = self._connect(member)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
-        return False
-
-    def require(self, member: Member) -> None:
-        """Raise LinkError if a rank of the group has exited or left."""
-        was_reached = member.rank in self._connections
-        if not self.has_gone(member):
-            return
-        if was_reached:
-            raise LinkError(f"{member} has exited or left the group; see its log")
-        host, port = member.address
-        raise LinkError(
-            f"{member} has exited or left the group, or a firewall rejects connections to "
-            f"{host}:{port}; see its log, or open the ports between the hosts ({PORT_RANGE})"
-        )
-
-    def _connect(self, member: Member) -> socket.socket:
-        host, port = member.address
-        # A rank whose own address is of the loopback interface is on the store's host.
-        host = self.store_host if is_loopback(host) else host
-        connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
-        connection.setblocking(False)
-        return connection
-
-    def leave(self) -> None:
-        """Stop listening. The others' `require` raises from now on."""
-        for connection in (self._listener, *self._connections.values()):
-            connection.close()
-
-
-def _is_own_address_of_another_host(member: Member) -> bool:
-    """Returns True if this host has the same address, as of `docker0`, and would answer itself."""
-    host, _ = member.address
-    if is_loopback(host) or member.host == socket.gethostname():
-        return False
-    return interface_with(host) is not None
-
-
-def _is_lost(connection: socket.socket) -> bool:
-    try:
-        return not connection.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True

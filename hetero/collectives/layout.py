@@ -26,8 +26,8 @@ class Member:
     global_rank: int
     host: str
     vendor: str
-    address: tuple[str, int] = ("", 0)
-    """Host and port at which it listens while it is in the group (failures.py)."""
+    address: str = ""
+    """The first of those at which its links listen."""
     simulated: bool = False
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from hetero.collectives.arguments import (
 )
 from hetero.collectives.broadcast import broadcast
 from hetero.collectives.communicator import Communicator
-from hetero.collectives.failures import Presence
+from hetero.collectives.failures import LEFT, RankStatus, Statuses
 from hetero.collectives.layout import (
     Layout,
     Member,
@@ -54,7 +55,14 @@ from hetero.collectives.schedule import Algorithm, CallContext, Schedule
 from hetero.collectives.torch_patches import skip_dynamo, support_ddp
 from hetero.collectives.vendor_library import Reduction, new_library, reduction_for
 from hetero.collectives.work import CoalescedWork, CollectiveWork, profiled
-from hetero.collectives.world import World, begin_world, end_world, join_world
+from hetero.collectives.world import (
+    World,
+    begin_world,
+    end_worlds,
+    is_of_all,
+    join_world,
+    world_with,
+)
 from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
 from hetero.startup.exchange import Exchange
@@ -87,16 +95,21 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def __init__(
         self,
         layout: Layout,
-        presence: Presence,
+        world: World | None,
         *,
         name: str,
         store: dist.Store,
         timeout: timedelta,
         announcement: str = "",
     ) -> None:
-        """Collective. `announcement` is printed once links to other vendors are open."""
+        """Collective.
+
+        Args:
+            world: knows which members have exited; None where nothing does.
+            announcement: printed once links to other vendors are open.
+        """
         super().__init__(layout.rank, layout.size)
-        self._layout, self._presence, self._store = layout, presence, store
+        self._layout, self._world, self._store = layout, world, store
         self._timeout, self._announcement = timeout, announcement
         self._name, self._created_as = name, name
         self._description = ""
@@ -121,7 +134,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
             store=dist.PrefixStore(f"{device.type}/", clone(self._store)),
             device=device,
             timeout=self._timeout,
-            presence=self._presence,
+            has_exited=_exited_in(self._world),
             announcement=self._announcement,
         )
         communicator.describe(self._description)
@@ -674,10 +687,6 @@ class HeteroProcessGroup(dist.ProcessGroup):
         for communicator in self._communicators:
             communicator.check()
 
-    def require_present(self, rank: int) -> None:
-        """Raise LinkError if a rank of this group has exited or left it."""
-        self._presence.require(self._layout.members[rank])
-
     def abort(self, reason: str = "") -> None:
         """End all calls in flight on all ranks, with errors that give the reason."""
         if os.getpid() != self._process:
@@ -690,8 +699,17 @@ class HeteroProcessGroup(dist.ProcessGroup):
             return
         for communicator in self._communicators:
             communicator.shutdown()
-        self._presence.leave()
-        end_world(self)
+        if self._gpu_communicator is None and torch.cuda.is_available():
+            self._leave_before_gpu_calls()
+        if self._world is not None:
+            self._world.release(self)
+
+    def _leave_before_gpu_calls(self) -> None:
+        """Tell those that make the first call for a GPU's tensors without this rank."""
+        statuses = Statuses(
+            dist.PrefixStore("cuda/", self._store), self._layout, has_exited=lambda _: False
+        )
+        statuses.submit(RankStatus(self._layout.rank, LEFT, call=None))
 
     def getBackendName(self) -> str:
         # Never the replaced backend's name: C++ would look for that backend in the group.
@@ -851,40 +869,56 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
     store = BoundedStore(options.store, seconds=options.timeout.total_seconds())
     with contextlib.ExitStack() as cleanup:
-        presence = Presence(size=options.group_size, store_host=host_of(options.store))
-        cleanup.callback(presence.leave)
-        # Where a plan names the vendors, training's own lines say what is joined, and it has
-        # liveness of its own.
+        # Where a plan names the vendors, training's own lines say what is joined, and its own
+        # liveness is adopted.
         is_planned = isinstance(backend_options, str)
         planned = backend_options if is_planned else "cpu"
         global_rank = global_ranks[options.group_rank]
-        world = None if is_planned else begin_world(global_rank, global_ranks)
-        failing = cleanup.enter_context(contextlib.ExitStack())
-        if world is not None:
-            failing.callback(world.close)
+        if not (is_planned or dist.is_initialized()):
+            # The default group is about to be made: an earlier one has been destroyed.
+            end_worlds()
+        world, begun = world_with(global_ranks), None
+        if world is None and not is_planned:
+            begun = begin_world(global_rank, global_ranks)
+        if begun is not None:
+            cleanup.callback(begun.close)
         with _building(options.group_id):
-            layout, rank_0 = _exchange_identities(
-                store, options, global_ranks, planned_vendor=planned, presence=presence, world=world
+            layout, worlds, address = _exchange_identities(
+                store, options, global_ranks, planned_vendor=planned, world=world, begun=begun
             )
-        if rank_0 is not None and world is None:
-            world = join_world(
-                rank_0, rank=global_rank, size=layout.size, master=presence.store_host
+        crosses = len(layout.vendors) > 1
+        if address is not None and begun is None and (crosses or is_of_all(global_ranks)):
+            begun = join_world(
+                address,
+                rank=global_rank,
+                global_ranks=global_ranks,
+                master=host_of(options.store),
+                timeout=options.timeout.total_seconds(),
             )
-            failing.callback(world.close)
+            cleanup.callback(begun.close)
+        if begun is not None:
+            world = begun
+            begun.expect(layout)
+        elif len(worlds) > 1:
+            world = None  # a member has left that of the others
         group, error = None, None
         announcement = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
         try:
-            if len(layout.vendors) == 1:
+            if not crosses:
                 group = _vendor_group(options, layout)
             else:
+                unreachable = None if world is None else world.await_connection()
                 group = HeteroProcessGroup(
                     layout,
-                    presence,
+                    world,
                     name=options.group_id or "0",
                     store=options.store,
                     timeout=options.timeout,
                     announcement=announcement,
                 )
+                # Only now: others of this vendor have waited for this rank's part until here.
+                if unreachable is not None:
+                    raise unreachable
         except Exception as failure:
             error = failure
         with _building(options.group_id):
@@ -895,15 +929,24 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                 {},
                 error=error,
                 name_members=lambda members: ", ".join(str(layout.members[m]) for m in members),
-                require_present=lambda member: presence.require(layout.members[member]),
+                require_alive=partial(_require_alive, world, global_ranks),
             )
         assert group is not None
-        if world is not None:
-            world.keep(group, layout)
-        failing.pop_all()
-        if len(layout.vendors) > 1:
-            cleanup.pop_all()  # the group leaves in `shutdown`
+        if begun is not None and (crosses or begun.is_of_all):
+            begun.begin(group, layout)
+            cleanup.pop_all()
+        elif world is not None and crosses:
+            world.keep(group)
         return group
+
+
+def _require_alive(world: World | None, global_ranks: Sequence[int], member: int) -> None:
+    if world is not None:
+        world.require_alive(global_ranks[member])
+
+
+def _exited_in(world: World | None) -> Callable[[Member], bool]:
+    return lambda member: world is not None and world.has_exited(member.global_rank)
 
 
 def create_subgroup(
@@ -989,12 +1032,17 @@ def _exchange_identities(
     global_ranks: Sequence[int],
     *,
     planned_vendor: str,
-    presence: Presence,
     world: World | None,
-) -> tuple[Layout, Mapping[str, Any] | None]:
+    begun: World | None,
+) -> tuple[Layout, set[str], Mapping[str, Any] | None]:
     """Exchange every member's host, vendor and address. If one cannot find its own, all fail.
 
-    The second value: where rank 0's liveness is, if its `world` begins with this group.
+    Args:
+        world: that these ranks already share, as far as this one knows.
+        begun: that this rank begins.
+
+    Returns the layout, the names of the worlds that members share, and where the one that a member
+    begins is found.
     """
     global_rank = global_ranks[options.group_rank]
     own: dict[str, Any] = {"host": socket.gethostname()}
@@ -1007,23 +1055,20 @@ def _exchange_identities(
         )
         own |= {"vendor": identity.vendor, "version": identity.project_version}
         own["simulated"] = identity.simulated
-        own["address"] = own_address(presence.store_host), presence.port
-        if world is not None:
-            own["liveness"] = world.address_for(presence.store_host)
+        store_host = host_of(options.store)
+        own["address"] = own_address(store_host)
+        own["world"] = "" if world is None else world.name
+        if begun is not None and (address := begun.address_for(store_host)) is not None:
+            own["liveness"] = address
     except (UserError, ValueError, OSError) as error:
         own["error"] = str(error)
-    default = dist.GroupMember.WORLD
     identities = _exchange(
         store,
         "identities",
         options,
         own,
         name_members=lambda members: spans(global_ranks[member] for member in members),
-        require_present=lambda member: (
-            default.require_present(global_ranks[member])
-            if isinstance(default, HeteroProcessGroup)
-            else None
-        ),
+        require_alive=partial(_require_alive, world, global_ranks),
     )
     for rank, told in zip(global_ranks, identities, strict=True):
         if "error" in told:
@@ -1037,13 +1082,14 @@ def _exchange_identities(
             global_rank=global_ranks[rank],
             host=told["host"],
             vendor=told["vendor"],
-            address=tuple(told["address"]),
+            address=told["address"],
             simulated=told["simulated"],
         )
         for rank, told in enumerate(identities)
     )
-    rank_0 = next((told["liveness"] for told in identities if "liveness" in told), None)
-    return Layout(members, options.group_rank), rank_0
+    worlds = {told["world"] for told in identities}
+    address = next((told["liveness"] for told in identities if "liveness" in told), None)
+    return Layout(members, options.group_rank), worlds, address
 
 
 def _exchange(
@@ -1054,11 +1100,11 @@ def _exchange(
     *,
     error: Exception | None = None,
     name_members: Callable[[Sequence[int]], str],
-    require_present: Callable[[int], None],
+    require_alive: Callable[[int], None],
 ) -> list[dict[str, Any]]:
     """Exchange values between the group's members; ExchangeError on all if one does not come.
 
-    `require_present` raises LinkError if a member is known to have exited.
+    `require_alive` raises LinkError if a member is known to have exited.
     """
     exchange = Exchange(
         store,
@@ -1071,7 +1117,7 @@ def _exchange(
 
     def check() -> None:
         if missing := exchange.absent() or exchange.missing():
-            require_present(missing[0])
+            require_alive(missing[0])
         else:  # the last one exited before it could end the exchange, which has all values
             exchange.abort(LinkError("a member exited"))
 

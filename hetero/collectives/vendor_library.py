@@ -224,7 +224,7 @@ def _new_gloo(store: dist.Store, layout: Layout, *, timeout: timedelta) -> Any:
     rank, size = layout.vendor_rank, len(layout.vendor_ranks)
     # All ranks are there by now. One that cannot connect does not tell those that wait for it.
     timeout = min(timeout, _CONNECT)
-    addresses = [member.address[0] for member in layout.members]
+    addresses = [member.address for member in layout.members]
     if is_gloo_interface_set() or all(map(is_loopback, addresses)):
         return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
     # By itself gloo listens at what the host's own name resolves to, which may be the loopback

@@ -20,7 +20,7 @@ _KEEPALIVE = (
     (socket.TCP_KEEPCNT, 4),
 )
 PORT_RANGE = "those of net.ipv4.ip_local_port_range"
-"""The ports at which links, groups and rank 0 listen, except the port of the rendezvous."""
+"""The ports at which links and rank 0 listen, except the port of the rendezvous."""
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
 
 

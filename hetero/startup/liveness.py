@@ -1,7 +1,8 @@
 """Finds which ranks of a job are alive: rank 0 is connected to each, and tells all when one fails.
 
 The kernel closes a process's connection whenever the process ends, so rank 0 knows at once, and
-nobody has to guess from what fails afterwards. Over the same connection each rank sends heartbeats,
+nobody has to guess from what fails afterwards. All are told which ranks have ended, so that whoever
+waits for one need not wait on (`ended`). Over the same connection each rank sends heartbeats,
 which show whether a process that exists also responds, and carry its record (`share_record`). A
 rank can also ask something of all others (`request`). The connection also shows which of its
 addresses a rank reaches the others by.
@@ -77,6 +78,8 @@ _SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
 _LONGEST_GREETING = 1024
 _ACCEPT_PAUSE_SECONDS = 0.1
 _LEAVE_PAUSE_SECONDS = 0.01
+_TELL_SECONDS = 0.2
+"""Between two messages about ranks that have ended: many end at once, and each goes to all."""
 _JOB = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -191,8 +194,6 @@ class Liveness(ABC):
     """This rank's end of its connection to rank 0."""
     is_elsewhere = False
     """True if the connection to rank 0 leads to another host."""
-    unreachable: str | None = None
-    """Why this rank could not connect to rank 0, in a sentence."""
 
     def __init__(self, world_size: int, local_ranks: LocalRanks | None) -> None:
         """`local_ranks` finds a rank of this host that has exited before it connected."""
@@ -202,6 +203,7 @@ class Liveness(ABC):
         self._names: Mapping[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._failure: RankFailure | None = None
+        self._ended: frozenset[int] = frozenset()
         self._failed, self._closed = threading.Event(), threading.Event()
         self._take_record: Callable[[], bytes] | None = None
         self._lacks_record = False
@@ -282,6 +284,19 @@ class Liveness(ABC):
                     self._report(RankFailure(rank, self._hosts[rank], reason, _clock(age), age))
 
         threading.Thread(target=watch, name="liveness timeout", daemon=True).start()
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why this rank could not connect to rank 0, in a sentence."""
+        return None
+
+    def ended(self) -> frozenset[int]:
+        """The ranks that have left or exited, as this rank knows within moments. Thread-safe.
+
+        Not those that cannot be reached any more, and on other ranks than 0 none that does so after
+        rank 0 has ended.
+        """
+        return self._ended
 
     @property
     def failure(self) -> RankFailure | None:
@@ -394,6 +409,8 @@ class Liveness(ABC):
 
     def _report_end(self, rank: int, last_heard: float, *, is_unreachable: bool) -> None:
         """Report a rank whose connection has ended; `last_heard` by time.monotonic()."""
+        if not is_unreachable:
+            self._ended |= {rank}
         age = time.monotonic() - last_heard
         self._report(RankFailure(rank, self._hosts[rank], "", _clock(age), age, is_unreachable))
 
@@ -408,11 +425,17 @@ class LivenessClient(Liveness):
         rank: int,
         world_size: int,
         local_ranks: LocalRanks | None = None,
+        connect_seconds: float = _CONNECT_SECONDS,
     ) -> None:
-        """`find_server` waits until rank 0 has published its address."""
+        """
+        Args:
+            find_server: waits until rank 0 has published its address.
+            connect_seconds: for rank 0 to answer.
+        """
         super().__init__(world_size, local_ranks)
-        self._rank = rank
+        self._rank, self._connect_seconds = rank, connect_seconds
         self._connection: socket.socket | None = None
+        self._unreachable: tuple[ServerAddress, OSError] | None = None
         self._last_heard, self._unread = 0.0, b""
         self._unanswered_since: float | None = None
         """When the first heartbeat was sent that rank 0 has not answered."""
@@ -435,10 +458,21 @@ class LivenessClient(Liveness):
         self._send({"leave": True})
 
     def await_connection(self) -> None:
-        if not self._connect_tried.wait(2 * _CONNECT_SECONDS):
+        if not self._connect_tried.wait(2 * self._connect_seconds):
             raise UserError(f"{socket.gethostname()} has not found rank 0; see rank 0's log")
         if self.unreachable is not None:
             raise UserError(self.unreachable)
+
+    @property
+    def unreachable(self) -> str | None:
+        if self._unreachable is None:
+            return None
+        server, error = self._unreachable
+        return (
+            f"{socket.gethostname()} cannot reach {self.name([0])} at {server.host}, port "
+            f"{server.port} ({error}); see whether it has ended, and open the ports between the "
+            f"nodes ({PORT_RANGE}), which links and gloo need too"
+        )
 
     def heartbeat_ages(self) -> dict[int, float]:
         # Measure from the unanswered heartbeat to the last poll, and not from `_last_heard` to now:
@@ -473,11 +507,7 @@ class LivenessClient(Liveness):
         try:
             self._connection = self._connect(server)
         except OSError as error:
-            self.unreachable = (
-                f"{socket.gethostname()} cannot reach rank 0 at {server.host}, port {server.port} "
-                f"({error}); see whether rank 0 has ended, and open the ports between the nodes "
-                f"({PORT_RANGE}), which links and gloo need too"
-            )
+            self._unreachable = server, error
         self._connect_tried.set()
         if self._connection is not None:
             if self._closed.is_set():
@@ -485,7 +515,8 @@ class LivenessClient(Liveness):
             self._receive_loop(self._connection)
 
     def _connect(self, server: ServerAddress) -> socket.socket:
-        connection = socket.create_connection((server.host, server.port), timeout=_CONNECT_SECONDS)
+        address = server.host, server.port
+        connection = socket.create_connection(address, timeout=self._connect_seconds)
         keep_alive(connection, ack_timeout=_ACK_SECONDS)
         local, remote = connection.getsockname()[0], connection.getpeername()[0]
         host = socket.gethostname()
@@ -506,7 +537,9 @@ class LivenessClient(Liveness):
 
     def _receive_loop(self, connection: socket.socket) -> None:
         data, unreachable = b"", False
-        while not self._closed.is_set():
+        while True:
+            if self._closed.is_set():
+                return
             *messages, self._unread = (self._unread + data).split(b"\n")
             for message in filter(None, messages):
                 self._handle(json.loads(message))
@@ -531,8 +564,10 @@ class LivenessClient(Liveness):
     def _handle(self, message: Mapping[str, Any]) -> None:
         if "failure" in message:
             self._report(RankFailure(**message["failure"]))
-        elif "closed" in message:
-            self._closed.set()
+        elif "ended" in message:
+            self._ended |= set(message["ended"])
+            if 0 in self._ended:
+                self._closed.set()
         elif "silent" in message:
             self._silent = {int(rank): float(age) for rank, age in message["silent"].items()}
             self._replied.set()
@@ -571,7 +606,10 @@ class LivenessServer(Liveness):
         self._token, self._host, self._present = token, socket.gethostname(), present
         self._others = world_size - 1
         self._gone: set[int] = set()
-        """The ranks that have left or ended."""
+        """The ranks that have left or ended, or that cannot be reached any more."""
+        self._untold: set[int] = set()
+        """Those that have ended, of which the others have not been told."""
+        self._told = 0.0
         self._stopped = threading.Event()
         self._first_seen: dict[int, float] = {}
         self._clients: set[_Client] = set()
@@ -594,6 +632,10 @@ class LivenessServer(Liveness):
         Its host is empty if that is the store's.
         """
         return asdict(ServerAddress(address_leading_to(master) or "", self.port, self._token))
+
+    def expect(self, present: Mapping[int, str]) -> None:
+        """Say which ranks are there, with their hosts, instead of the constructor's `present`."""
+        self._present = lambda: present
 
     def fail(self, reason: str) -> None:
         self._report(RankFailure(0, self._host, reason, _clock(), 0.0))
@@ -634,7 +676,8 @@ class LivenessServer(Liveness):
 
     def leave(self, seconds: float = 0.0) -> None:
         self._closed.set()
-        self._broadcast({"closed": True})
+        self._ended |= {0}
+        self._broadcast({"ended": sorted(self._ended)})
         deadline = time.monotonic() + seconds
         while len(self._gone) < self._others and time.monotonic() < deadline:
             time.sleep(_LEAVE_PAUSE_SECONDS)
@@ -661,7 +704,9 @@ class LivenessServer(Liveness):
     def _run(self) -> None:
         while not self._stopped.is_set():
             polled = time.monotonic()
-            for ready, _ in self._selector.select(self._interval):
+            self._tell_ended()
+            pause = min(self._interval, _TELL_SECONDS) if self._untold else self._interval
+            for ready, _ in self._selector.select(pause):
                 if ready.data is None:
                     self._accept()
                 else:
@@ -723,6 +768,7 @@ class LivenessServer(Liveness):
                 self._report(RankFailure(client.rank, host, reason, _clock(), 0.0))
             elif "leave" in message:
                 self._drop(client)
+                self._note_end(client.rank)
             elif "ask" in message:
                 ages = {str(rank): age for rank, age in self._query_silent().items()}
                 _try_send(client.connection, _encode({"silent": ages}))
@@ -755,15 +801,27 @@ class LivenessServer(Liveness):
             _try_send(client.connection, _encode({"welcome": True, "host": self._host}))
             client.rank = rank
         # What was broadcast before this rank connected.
+        if self._ended:
+            _try_send(client.connection, _encode({"ended": sorted(self._ended)}))
         if self._failure is not None:
             _try_send(client.connection, _encode({"failure": asdict(self._failure)}))
-        if self._closed.is_set():
-            _try_send(client.connection, _encode({"closed": True}))
 
     def _on_disconnect(self, client: _Client, *, is_unreachable: bool = False) -> None:
         self._drop(client)
         if client.rank is not None:
+            if not is_unreachable:
+                self._note_end(client.rank)
             self._report_end(client.rank, client.last_heard, is_unreachable=is_unreachable)
+
+    def _note_end(self, rank: int) -> None:
+        self._ended |= {rank}
+        self._untold.add(rank)
+
+    def _tell_ended(self) -> None:
+        if self._untold and (now := time.monotonic()) >= self._told + _TELL_SECONDS:
+            self._broadcast({"ended": sorted(self._untold)})
+            self._untold.clear()
+            self._told = now
 
     def _drop(self, client: _Client) -> None:
         if client not in self._clients:

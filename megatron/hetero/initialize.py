@@ -22,6 +22,7 @@ from megatron.core import tensor_parallel
 
 from hetero.collectives.backend import INSTEAD_OF_VARIABLE
 from hetero.collectives.links import NICS_VARIABLE
+from hetero.collectives.world import adopt
 from hetero.data.slowdown import SLOWDOWN_VARIABLE, slowdown_factors
 from hetero.device.choose_device import choose_device
 from hetero.errors import (
@@ -392,6 +393,8 @@ class Initializer:
         os.environ.pop(INSTEAD_OF_VARIABLE, None)
         if args.hetero_nics:
             os.environ[NICS_VARIABLE] = ",".join(args.hetero_nics)
+        if self.liveness is not None:
+            adopt(self.liveness, rank=self.rank, world_size=self.world_size)
         with self._exchanges.section("process groups", on_failure=self._exit_on_remote_failure):
             open_world(
                 default,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.hosts.runs import MODEL, Outcome, Run, launch, rendezvous_flags
 
 RENDEZVOUS = "29511"
 FIRST, LAST = 40000, 40099
+CALLED = r": hostb cannot reach rank 0 (on hosta .*)?at 10\.77\.0\.1, port \d+ "
 VENDORS = [{"HETERO_VENDOR": vendor} for vendor in ("nvidia", "amd")]
 
 
@@ -59,12 +61,10 @@ def test_a_closed_port_is_named_with_who_called_it_and_what_to_open(
         for outcome in train(network, tmp_path / "train"):
             assert outcome.code == 2
             assert "error: rank 1" in outcome.output
-            assert ": hostb cannot reach rank 0 at 10.77.0.1, port " in outcome.output
+            assert re.search(CALLED, outcome.output)
             assert f"open the ports between the nodes {remedy}" in outcome.output
     with network.open_ports(first, RENDEZVOUS, otherwise="drop"):
         for outcome in run_script(network, tmp_path, seconds=6):
             assert outcome.code == 1
-            assert "hostb cannot reach 10.77.0.1:" in outcome.output
-            assert f"from 10.77.0.2: no answer; open the ports between the hosts {remedy}" in (
-                outcome.output
-            )
+            assert re.search(CALLED, outcome.output)
+            assert f"open the ports between the nodes {remedy}" in outcome.output

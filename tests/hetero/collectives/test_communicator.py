@@ -181,11 +181,10 @@ def test_first_calls_of_two_threads_connect_a_gpu_once() -> None:
         return SimpleNamespace(device=device)
 
     members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
-    presence: Any = None
     with mock.patch.object(HeteroProcessGroup, "_new_communicator", new_communicator):
         group = HeteroProcessGroup(
             Layout(members, 0),
-            presence,
+            None,
             name="0",
             store=dist.HashStore(),
             timeout=timedelta(seconds=1),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from hetero.collectives.failures import (
     IDLE,
     IN_A_CALL,
     LEFT,
-    Presence,
     RankStatus,
     Report,
     Statuses,
@@ -313,11 +309,37 @@ def wait_for_one_that_goes(side: Side) -> list[str]:
     return told
 
 
-def test_who_goes_after_rank_0_has_ended_is_named_to_those_who_go_on():
-    """As a rank 0 of a job whose launcher hosts the store: nobody else would have to tell."""
-    outcomes = run_ranks(outlive_rank_0, ("nvidia", "amd", "nvidia"))
+def test_who_leaves_one_group_and_lives_on_is_named_to_those_who_wait_there():
+    (outcome, *_) = run_ranks(wait_for_one_that_leaves_a_group, ("nvidia", "amd"))
+    text, total = outcome.value
+    assert re.search("rank 1 on [^ ]+ has exited or left the group", text), text
+    assert total == 2.0
+
+
+def wait_for_one_that_leaves_a_group(side: Side) -> tuple[str, float]:
+    some, text = dist.new_group([0, 1]), ""
+    if side.rank == 1:
+        dist.destroy_process_group(some)
+    else:
+        text = end_of(lambda: dist.recv(torch.ones(3), src=1, group=some))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return text, total.item()
+
+
+@pytest.mark.parametrize(
+    ("go", "words"),
+    [
+        (dist.destroy_process_group, "has exited or left the group"),
+        (partial(os._exit, 0), "was not done within 5 s"),
+    ],
+    ids=["leaves", "exits"],
+)
+def test_who_goes_after_rank_0_has_ended_is_named_at_once_or_at_the_timeout(go, words):
+    """As a rank 0 of a job whose launcher hosts the store, and ends no other rank."""
+    outcomes = run_ranks(outlive_rank_0, ("nvidia", "amd", "nvidia"), timeout=5.0, go=go)
     assert not outcomes[1].hung
-    assert re.search("rank 2 on [^ ]+ has exited or left the group", outcomes[1].value)
+    assert re.search(f"rank 2 on .*{words}", outcomes[1].value), outcomes[1].value
     assert "rank 0" not in outcomes[1].value
 
 
@@ -329,7 +351,8 @@ def outlive_rank_0(side: Side) -> str:
     side.hear("gone/0")
     if side.rank == 2:
         side.say("end/2")
-        os._exit(0)
+        side.options["go"]()
+        return ""
     return end_of(lambda: dist.recv(torch.ones(3), src=2))
 
 
@@ -548,7 +571,9 @@ def test_where_all_called_the_same_the_reason_itself_is_told():
 
 
 def statuses_of(store: dist.Store, rank: int, *, gone: Sequence[int] = ()) -> Statuses:
-    return Statuses(store, replace(LAYOUT, rank=rank), has_gone=lambda member: member.rank in gone)
+    return Statuses(
+        store, replace(LAYOUT, rank=rank), has_exited=lambda member: member.rank in gone
+    )
 
 
 def test_statuses_are_read_as_they_were_submitted_the_first_one_first():
@@ -563,6 +588,22 @@ def test_statuses_are_read_as_they_were_submitted_the_first_one_first():
     boards[0].submit(own)
     boards[0].submit(status(0, None, IDLE))  # as where a call fails because of an abort
     assert boards[0].collect(own, seconds=0.2) == Report([left, other, own])
+
+
+def test_a_rank_has_gone_once_it_has_said_that_it_leaves_or_has_exited(monkeypatch) -> None:
+    monkeypatch.setattr(failures, "_LOOK_SECONDS", 0.0)
+    store = dist.HashStore()
+    board, other = statuses_of(store, 0, gone=[2]), statuses_of(store, 1)
+    assert [board.has_gone(member) for member in LAYOUT.members] == [False, False, True]
+    other.submit(status(1, None, LEFT))
+    assert board.has_gone(LAYOUT.members[1])
+
+
+def test_a_rank_that_has_failed_has_not_gone(monkeypatch) -> None:
+    monkeypatch.setattr(failures, "_LOOK_SECONDS", 0.0)
+    store = dist.HashStore()
+    statuses_of(store, 1).submit(status(1, error="so"))
+    assert not statuses_of(store, 0).has_gone(LAYOUT.members[1])
 
 
 class FailingStore(dist.Store):
@@ -676,43 +717,3 @@ def test_where_a_rank_has_ended_one_that_is_a_call_behind_is_not_to_blame():
     text = explained(status(0), status(1, replace(CALL, sequence=6)))
     assert "rank 6 on host2 did not report" in text
     assert "different collectives" not in text
-
-
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_a_rank_has_gone_once_it_listens_no_more(is_connected: bool) -> None:
-    own, other = (Presence(size=2, store_host="127.0.0.1") for _ in range(2))
-    member = Member(1, 1, "b", "amd", ("127.0.0.1", other.port))
-    if is_connected:
-        own.require(member)
-    other.leave()
-    with pytest.raises(LinkError, match="rank 1 on b has exited or left the group") as told:
-        own.require(member)
-    # Who has never been reached may be behind a firewall that answers in its place.
-    assert ("firewall" in str(told.value)) is not is_connected
-    own.leave()
-
-
-def test_a_rank_whose_network_is_lost_has_not_gone() -> None:
-    own, other = (Presence(size=2, store_host="127.0.0.1") for _ in range(2))
-    member = Member(1, 1, "b", "amd", ("127.0.0.1", other.port))
-    lost = mock.Mock(recv=mock.Mock(side_effect=[OSError(errno.ETIMEDOUT, "lost"), b""]))
-    own._connections[1] = lost
-    with mock.patch("socket.create_connection", side_effect=TimeoutError):
-        assert not own.has_gone(member)
-        assert not own.has_gone(member)
-    own.leave()
-    other.leave()
-
-
-def test_an_address_that_this_host_has_too_says_nothing_of_a_rank_elsewhere() -> None:
-    """As that of `docker0`, where this host itself refuses the connection."""
-    own = Presence(size=2, store_host="127.0.0.1")
-    member = Member(1, 1, "b", "amd", ("172.17.0.1", 1))
-    with (
-        mock.patch("socket.create_connection", side_effect=ConnectionRefusedError),
-        mock.patch.object(failures, "interface_with", return_value="docker0"),
-    ):
-        own.require(member)
-        here = Member(1, 1, socket.gethostname(), "amd", ("172.17.0.1", 1))
-        assert own.has_gone(here)
-    own.leave()

@@ -110,7 +110,7 @@ def test_rank_that_exits_after_submitting_does_not_fail_the_creation():
     def exchange(rank: int, store: Any) -> list[dict[str, Any]]:
         options.group_rank = rank
         return process_group._exchange(
-            store, "values", options, {"n": rank}, name_members=str, require_present=lambda _: None
+            store, "values", options, {"n": rank}, name_members=str, require_alive=lambda _: None
         )
 
     with (
@@ -254,11 +254,10 @@ def test_a_timeout_of_one_call_is_refused_on_a_gpu_unless_it_is_that_of_the_grou
     gpu.__ne__.return_value = False
     communicator = mock.Mock(device=gpu, timeout=60.0)
     members = tuple(Member(r, r, "host", vendor) for r, vendor in enumerate(("nvidia", "amd")))
-    presence: Any = None
     with mock.patch.object(HeteroProcessGroup, "_new_communicator", return_value=communicator):
         group: Any = HeteroProcessGroup(
             Layout(members, 0),
-            presence,
+            None,
             name="0",
             store=dist.HashStore(),
             timeout=timedelta(seconds=60),

@@ -20,12 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetero.collectives import process_group
 from hetero.collectives import world as world_module
-from hetero.collectives.world import World, own_world
+from hetero.collectives.world import World, adopt, own_world
+from hetero.errors import LinkError
 from hetero.observe.collect import Seen
 from hetero.observe.record import Phase
 from hetero.pipeline.groups import create_group
-from hetero.startup.liveness import LivenessServer
+from hetero.startup.liveness import Liveness, LivenessClient, LivenessServer, ServerAddress
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, open_group, run_ranks
 from tests.hetero.collectives.test_process_group import _cpu_as_accelerator
@@ -162,11 +164,7 @@ def open_and_destroy(side: Side) -> list[str]:
         found.append("left" if own_world() is None else "there")
         side.say(f"left {cycle}/{side.rank}")
         side.hear(f"left {cycle}/{1 - side.rank}")
-
-    def threads() -> list[str]:
-        return [one.name for one in threading.enumerate() if one.name == "liveness"]
-
-    awaited(lambda: len(threads()) <= 1)
+    awaited(lambda: liveness_threads() <= 1)
     return [*found, "one thread at most"]
 
 
@@ -212,7 +210,159 @@ def begin_with_gloo(side: Side) -> tuple[bool, ...]:
     return (*found, own_world() is not None)
 
 
-def test_groups_with_planned_vendors_begin_none_because_training_has_its_own() -> None:
+def test_a_group_of_some_ranks_knows_who_has_exited_where_none_of_all_is_there() -> None:
+    outcomes = run_ranks(
+        wait_in_a_group_of_some, ("nvidia", "amd", "amd", "nvidia"), backend="gloo"
+    )
+    for rank in (1, 3):
+        text, threads = outcomes[rank].value
+        assert re.search("rank 2 on [^ ]+ has exited or left the group", text), text
+        assert threads == [1, 1, 0], "it is shared, and ends with the last group"
+
+
+def wait_in_a_group_of_some(side: Side) -> tuple[str, list[int]]:
+    if side.rank == 0:
+        return "", []
+    some = create_group_of(side, [1, 2, 3], "some")
+    threads = [liveness_threads()]
+    pair = create_group_of(side, [1, 3], "pair") if side.rank != 2 else None
+    if side.rank == 2:
+        side.hear("paired")
+        side.say("end/2")
+        os._exit(0)
+    threads.append(liveness_threads())
+    side.say("paired")
+    with pytest.raises(LinkError) as raised:
+        dist.recv(torch.ones(3), src=2, group=some)
+    for group in filter(None, (pair, some)):
+        dist.destroy_process_group(group)
+    awaited(lambda: liveness_threads() == 0)
+    return str(raised.value), [*threads, liveness_threads()]
+
+
+def create_group_of(side: Side, ranks: list[int], name: str) -> dist.ProcessGroup:
+    """Without the ranks that are not in it, which `dist.new_group` would wait for."""
+    return dist.new_group(ranks, backend="hetero", use_local_synchronization=True, group_desc=name)
+
+
+def liveness_threads() -> int:
+    return sum(thread.name == "liveness" for thread in threading.enumerate())
+
+
+def test_a_group_of_some_ranks_lives_on_after_that_of_all_whose_world_it_shares() -> None:
+    found = values(run_ranks(outlive_a_group_of_all, ("nvidia", "amd"), backend="gloo"))
+    assert found == [(True, True, False)] * 2
+
+
+def outlive_a_group_of_all(side: Side) -> tuple[bool, bool, bool]:
+    of_all = dist.new_group(backend="hetero")
+    pair = dist.new_group([0, 1], backend="hetero")
+    first = own_world()
+    dist.destroy_process_group(of_all)
+    goes_on = own_world() is first
+    dist.all_reduce(torch.ones(3), group=pair)
+    dist.destroy_process_group(pair)
+    return first is not None, goes_on, own_world() is not None
+
+
+def test_where_members_share_no_world_any_more_the_group_is_made_without() -> None:
+    """As where one of them has destroyed a group that the others keep."""
+    for total in values(run_ranks(disagree, ("nvidia", "amd"), backend="gloo")):
+        assert total == 2.0
+
+
+def disagree(side: Side) -> float:
+    of_all = dist.new_group(backend="hetero")
+    if side.rank == 1:
+        dist.destroy_process_group(of_all)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group(backend="hetero"))
+    return total.item()
+
+
+@pytest.mark.parametrize(
+    ("rank", "vendors"), [(0, ("nvidia", "amd", "amd")), (2, ("nvidia", "nvidia", "amd"))]
+)
+def test_a_rank_that_exits_while_a_group_is_built_is_named_to_the_others(
+    rank: int, vendors: tuple[str, ...]
+) -> None:
+    """After the others have learned that it is there, and before it has connected."""
+    outcomes = run_ranks(exit_while_built, vendors, backend=None, who=rank)
+    for other in {0, 1, 2} - {rank}:
+        text = outcomes[other].value
+        assert re.search(f"rank {rank} on [^ ]+ has exited|cannot reach rank {rank} on", text), text
+
+
+def exit_while_built(side: Side) -> str:
+    found = process_group._exchange_identities
+
+    def then_exit(*given: Any, **named: Any) -> None:
+        found(*given, **named)
+        side.say(f"end/{side.rank}")
+        os._exit(0)
+
+    with mock.patch.object(world_module, "_CONNECTED_SECONDS", 1.0):
+        if side.rank == side.options["who"]:
+            process_group._exchange_identities = then_exit  # type: ignore[assignment]
+        with pytest.raises(Exception, match="group 0 could not be built") as raised:
+            open_group(side)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_connect_to_the_one_that_serves_builds_no_group() -> None:
+    for text in values(run_ranks(fail_to_connect, ("nvidia", "amd"), backend=None)):
+        assert re.search("rank 1 on .*: [^ ]+ cannot reach rank 0 on .* open the ports", text), text
+
+
+def fail_to_connect(side: Side) -> str:
+    """As where a firewall rejects it."""
+    refused = ConnectionRefusedError("refused")
+    with (
+        mock.patch.object(LivenessClient, "_connect", side_effect=refused),
+        pytest.raises(Exception, match="group 0 could not be built") as raised,
+    ):
+        open_group(side)
+    return str(raised.value)
+
+
+def test_groups_with_planned_vendors_share_the_liveness_that_training_has() -> None:
+    outcomes = run_ranks(plan_with_liveness, ("nvidia", "amd"), backend="gloo")
+    text, has_begun, threads = outcomes[0].value
+    assert re.search("rank 1 on [^ ]+ has exited or left the group", text), text
+    assert not has_begun
+    assert threads == 1
+
+
+def plan_with_liveness(side: Side) -> tuple[str, bool, int]:
+    live: Liveness
+    if side.rank == 0:
+        live = LivenessServer(world_size=2, token="a job's")
+        side.store.set("address", json.dumps(live.address_for("127.0.0.1")))
+    else:
+        told = ServerAddress.read(json.loads(side.store.get("address")), master="127.0.0.1")
+        live = LivenessClient(lambda: told, rank=1, world_size=2)
+        live.await_connection()
+    adopt(live, rank=side.rank, world_size=2)
+    group, then = (
+        create_group(
+            name,
+            [0, 1],
+            backend="hetero",
+            timeout=dist.default_pg_timeout,
+            vendor=os.environ["HETERO_VENDOR"],
+        )
+        for name in ("first", "second")
+    )
+    dist.destroy_process_group(group)  # which ends no liveness of training's
+    if side.rank == 1:
+        side.say("end/1")
+        os._exit(0)
+    with pytest.raises(LinkError) as raised:
+        dist.recv(torch.ones(3), src=1, group=then)
+    return str(raised.value), own_world() is not None, liveness_threads()
+
+
+def test_groups_with_planned_vendors_begin_none() -> None:
     for has_begun, threads in values(run_ranks(plan_groups, ("nvidia", "amd"), backend="gloo")):
         assert not has_begun
         assert threads == 0
@@ -227,8 +377,7 @@ def plan_groups(side: Side) -> tuple[bool, int]:
         vendor=os.environ["HETERO_VENDOR"],
     )
     dist.all_reduce(torch.ones(3), group=group)
-    threads = [one for one in threading.enumerate() if one.name == "liveness"]
-    return own_world() is not None, len(threads)
+    return own_world() is not None, liveness_threads()
 
 
 @pytest.mark.parametrize("vendors", [("nvidia", "nvidia"), ("amd",)])

@@ -54,6 +54,13 @@ def connected(server: LivenessServer, rank: int) -> LivenessClient:
     return made
 
 
+def awaited(look: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not look():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
+
+
 class TimedOut(socket.socket):
     """As the kernel leaves a connection whose other host answers nothing."""
 
@@ -119,6 +126,36 @@ def test_ranks_that_leave_at_the_end_have_not_failed(server: LivenessServer) -> 
     server.leave()
     assert third._closed.wait(120)
     assert third.cause(0.2) is None
+
+
+def test_who_has_ended_is_told_to_all_whether_it_left_failed_or_exited(
+    server: LivenessServer,
+) -> None:
+    other = connected(server, 1)
+    connected(server, 2).leave()
+    awaited(lambda: server.ended() == other.ended() == {2})
+    other._connection.shutdown(socket.SHUT_RDWR)  # as the kernel does to one that exits
+    awaited(lambda: server.ended() == {1, 2})
+    assert other.ended() >= {0, 2}, "to this one it is rank 0 that has ended"
+
+
+def test_who_connects_late_is_told_who_had_ended_before(server: LivenessServer) -> None:
+    connected(server, 1).leave()
+    awaited(lambda: server.ended() == {1})
+    late = connected(server, 2)
+    awaited(lambda: late.ended() == {1})
+    server.leave()
+    awaited(lambda: late.ended() == {0, 1})
+
+
+def test_a_rank_that_cannot_be_reached_any_more_has_not_ended(server: LivenessServer) -> None:
+    side, other = connected(server, 1), connected(server, 2)
+    unreachable = next(client for client in server._clients if client.rank == 1)
+    unreachable.connection = TimedOut(fileno=unreachable.connection.detach())
+    side.fail("anything")
+    assert server.cause(10.0) is not None
+    assert other.cause(10.0) is not None
+    assert server.ended() == other.ended() == frozenset()
 
 
 def test_the_others_stay_until_rank_0_leaves_and_rank_0_until_they_have(
@@ -400,7 +437,7 @@ def test_a_rank_that_cannot_reach_rank_0_says_so_when_it_is_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     side = called(port, 1)
-    with pytest.raises(UserError, match=f"cannot reach rank 0 at 127.0.0.1, port {port} .*refused"):
+    with pytest.raises(UserError, match=f"cannot reach rank 0 on .* port {port} .*refused"):
         side.await_connection()
     assert "open the ports between the nodes" in str(side.unreachable)
     side.fail("nobody hears it")
