@@ -9,7 +9,7 @@ import multiprocessing
 import tempfile
 import uuid
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,17 @@ from hetero.link import PATHS
 from hetero.link.base import Link
 from hetero.link.nics import Nics, rdma_missing
 from hetero.link.open import ChannelOptions
-from hetero.pipeline.links import LinkOptions
+from hetero.pipeline.links import LinkOptions as Opening
 from hetero.startup.exchange import Exchange
+from hetero.tools.benchmark.limits import FROM_PINNED, TO_PINNED, BareCopy, rate
+from hetero.tools.benchmark.link import LinkMeter, LinkPath, Messages, open_between_two
+from hetero.tools.benchmark.ranks import Ranks
+from hetero.tools.benchmark.record import Options
 from hetero.tools.launching.interrupts import children_ignore_interrupts
-from hetero.tools.link_bench.bare_limits import BareCopy, rate
-from hetero.tools.link_bench.bench_record import FROM_PINNED, TO_PINNED, Options
-from hetero.tools.link_bench.measured_paths import LinkPath
-from hetero.tools.link_bench.measured_points import Messages, Meter
-from hetero.tools.link_bench.opened_links import open_between_two
-from hetero.tools.link_bench.two_ranks import Pair
 
 _SIZES = 4 << 10, 16 << 20
 """Bytes of the messages whose latency, and whose bandwidth, is taken."""
-_OPTIONS = Options(transports=(), seconds_a_point=2.0, repeats=50)
+_OPTIONS = Options(seconds_a_point=2.0, repeats=50)
 _TIMEOUT = 30.0
 _COPY_BYTES, _COPY_SECONDS = 64 << 20, 0.1
 
@@ -139,12 +137,12 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
             if way.transport == "auto":
                 label = f"auto: {link.transport}"
             words = dist.PrefixStore(f"words/{way.label}", end.store)
-            meter = Meter(Pair(end.number, words, timeout=_TIMEOUT), _OPTIONS)
+            meter = LinkMeter(Ranks(end.number, 2, words, timeout=_TIMEOUT), _OPTIONS)
             small, large = (
                 Messages.of(nbytes, rank=end.number, device=end.device) for nbytes in _SIZES
             )
             rates = meter.rates(LinkPath(label, link, end.device), small, large)
-            found = PathResult(label, **asdict(rates), remark="; ".join(passed_over))
+            found = PathResult(path=label, remark="; ".join(passed_over), **rates)
             return found, passed_over
     except Exception as error:  # whatever keeps a way from working is what is to be reported
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -152,7 +150,7 @@ def _measure(end: End, way: _Way) -> tuple[PathResult, tuple[str, ...]]:
 
 
 def _open(end: End, way: _Way) -> Link:
-    opening = LinkOptions(
+    opening = Opening(
         boundary_transport=way.transport,
         device=end.device,
         store=dist.PrefixStore(way.label, end.store),

@@ -111,11 +111,13 @@ def judge_speed(job: Job, said: Sequence[Mapping[str, Any]]) -> Verdict:
         why = [note for note in record["notes"] if note.startswith(text)]
         failures.append(Failure(f"collectives: {text}", "; ".join(why) or text, _REMEDY))
     for point in record["points"]:
+        if point["is_limit"]:
+            continue
         place = "in place" if point["in_place"] else "out of place"
-        name = f"{point['backend']}: {point['operation']} {place}"
+        name = f"{point['name']}: {point['operation']} {place}"
         results[f"collectives, {name}"] = "wrong" if point["wrong"] else "right"
-        if point["backend"] == "hetero" and point["of_boundary"] and point["nbytes"] > 1 << 20:
-            figures[f"collectives, {name}: of the links"] = point["of_boundary"]
+        if point["name"] == "hetero" and point["share_of_limit"] and point["nbytes"] > 1 << 20:
+            figures[f"collectives, {name}: of the links"] = point["share_of_limit"]
     best = max((r["share"] or 0.0 for r in found["paths"].values()), default=0.0)
     return judged(
         "speed",
