@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 
-from hetero.tools.verification.link_steps import judge_links, judge_speed
-from hetero.tools.verification.node_steps import judge_nodes, judge_operators, reached_nics
+from hetero.tools.verification.steps import (
+    judge_links,
+    judge_nodes,
+    judge_operators,
+    judge_speed,
+    reached_nics,
+)
 from hetero.tools.verification.training_steps import (
     judge_checkpoints,
     judge_faults,
     judge_training,
 )
-from hetero.tools.verification.verdicts import Verdict
+from hetero.tools.verification.verdict import Verdict
 from tests.tools.verification.jobs import facts, job
 
 READY: dict[str, Any] = {"ready": True, "nodes": [], "advice": [], "calls": []}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetero.tools.verification.differences import (
+from hetero.tools.verification.steps import NAMES
+from hetero.tools.verification.verdict import (
     EXPECTED,
     Difference,
+    Outcome,
+    Verdict,
     add_expected,
     differences,
     read_expected,
 )
-from hetero.tools.verification.steps import NAMES
-from hetero.tools.verification.verdicts import Outcome, Verdict
 
 
 def verdict(results: dict[str, str], figures: dict[str, float] | None = None) -> Verdict:

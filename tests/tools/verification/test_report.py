@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.tools.verification.redaction import Redaction
+from hetero.tools.verification.report import Redaction
 from tests.tools.verification.jobs import facts
 
 REDACTION = Redaction([facts(0), facts(1)], others=["head.example.org"])
