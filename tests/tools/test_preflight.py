@@ -115,11 +115,11 @@ KILLED = """
 import os, signal, sys
 from hetero.startup import liveness
 from hetero.tools import preflight
-from hetero.tools.preflight_checks import path_bandwidth, readiness
-path_bandwidth._TIMEOUT = 1000.0
+from hetero.tools.preflight_checks import job, network
+network._TIMEOUT = 1000.0
 liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
 if os.environ["RANK"] == "{}":
-    readiness.measure_paths = lambda end: os.kill(os.getpid(), signal.SIGKILL)
+    job.measure_paths = lambda end: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(preflight.main(["--emulate-nodes", "--hetero-nics", "lo"]))
 """
 

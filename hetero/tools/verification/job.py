@@ -35,9 +35,7 @@ from hetero.startup.store import BoundedStore, WaitReporter, await_listener
 from hetero.text import spans
 from hetero.tools.launching.processes import Step as Program
 from hetero.tools.launching.processes import StepFailure, run_step
-from hetero.tools.preflight_checks.host_facts import node_identity
-from hetero.tools.preflight_checks.network import live_addresses
-from hetero.tools.preflight_checks.software import read_software
+from hetero.tools.preflight_checks.facts import live_addresses, node_identity, read_software
 from hetero.tools.runs import DeadlinePassed
 
 PATIENCE = 600.0

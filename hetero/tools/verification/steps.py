@@ -14,6 +14,7 @@ from typing import Any
 from hetero.errors import ExchangeError
 from hetero.text import counted
 from hetero.tools.launching.processes import StepFailure
+from hetero.tools.preflight_checks.network import Call, rails_between
 from hetero.tools.runs import DeadlinePassed
 from hetero.tools.verification.job import RANK_MODULE, Job, reason_of
 from hetero.tools.verification.training_steps import (
@@ -88,7 +89,7 @@ def judge_nodes(job: Job, said: Sequence[Mapping[str, Any]]) -> Verdict:
             "preflight": "ready" if report["ready"] else "problems",
             "vendors": " and ".join(sorted(job.vendors)),
             "rails": "every NIC reaches its counterpart"
-            if all(_works(call) for call in report["calls"])
+            if all(call.works for call in _calls(report))
             else "not all reach",
         },
         notes=[*notes, *_simulation_notes(job)],
@@ -167,27 +168,20 @@ def _simulation_notes(job: Job) -> list[str]:
     return notes
 
 
-def _works(call: Mapping[str, Any]) -> bool:
-    return not call["error"] and not call["lost_bytes"]
-
-
 def reached_nics(job: Job, said: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """This node's NICs for links: those of every rail that works both ways, if several do."""
     if job.options.nics or len(job.facts) < 2 or len(job.vendors) < 2:
         return job.options.nics
     pair = [rank.node for rank in job.pair]
-    calls = [call for call in said[0]["report"]["calls"] if _works(call)]
-
-    def reached(source: int, target: int) -> set[tuple[str, str]]:
-        between = [c for c in calls if (c["source"], c["target"]) == (source, target)]
-        return {(call["source_nic"], call["target_nic"]) for call in between}
-
-    back = reached(pair[1], pair[0])
-    rails = [rail for rail in sorted(reached(pair[0], pair[1])) if rail[::-1] in back]
+    rails = rails_between(_calls(said[0]["report"]), *pair)
     if len(rails) < 2 or job.node not in pair:
         return ()
     side = pair.index(job.node)
     return tuple(rail[side] for rail in rails)
+
+
+def _calls(report: Mapping[str, Any]) -> list[Call]:
+    return [Call(**call) for call in report["calls"]]
 
 
 def check_operators(job: Job) -> dict[str, Any]:

@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero.device.topology import rdma_devices
-from hetero.tools.preflight_checks.gpu_facts import VisibleGpu
-from hetero.tools.preflight_checks.gpudirect import Libibverbs
-from hetero.tools.preflight_checks.host_facts import Limits
-from hetero.tools.preflight_checks.node_facts import NodeFacts, SystemFacts, read_node
-from hetero.tools.preflight_checks.roots import Roots
-from hetero.tools.preflight_checks.software import SoftwareFacts
+from hetero.tools.preflight_checks.facts import (
+    Libibverbs,
+    Limits,
+    NodeFacts,
+    Roots,
+    SoftwareFacts,
+    SystemFacts,
+    VisibleGpu,
+    read_node,
+)
 from tests.hetero.device.fake_sysfs import CONNECTX7, H200, MI325X, THOR2, FakeSysfs
 
 GIB = 1 << 30

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero.tools.preflight_checks.network import Call
 from hetero.tools.verification.steps import (
     judge_links,
     judge_nodes,
@@ -33,9 +35,7 @@ def the_failure(verdict: Verdict) -> tuple[str, str, str]:
 
 
 def call(source: int, target: int, nics: str, error: str = "") -> dict[str, Any]:
-    here, there = nics.split("-")
-    ends = {"source": source, "target": target, "source_nic": here, "target_nic": there}
-    return ends | {"error": error, "lost_bytes": 0}
+    return asdict(Call(source, target, *nics.split("-"), error, None, 0.0))
 
 
 def test_nodes_of_two_vendors_that_are_ready_pass(tmp_path: Path) -> None:

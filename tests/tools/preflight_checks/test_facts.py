@@ -1,19 +1,80 @@
-"""What is read of three made-up machines, file by file."""
+"""What is read of a node, from made-up kernel trees and from this machine."""
 
 from __future__ import annotations
 
 import gzip
+import resource
 
 import pytest
+import torch
 
 from hetero.device.topology import Distance, pci_device
-from hetero.tools.preflight_checks import findings_text
-from hetero.tools.preflight_checks.gpu_facts import GpuFacts
-from hetero.tools.preflight_checks.gpudirect import read_kernel_options
-from hetero.tools.preflight_checks.pci import PcieLink
-from hetero.tools.preflight_checks.recommended_rails import Nic, recommend
+from hetero.tools.preflight_checks import report
+from hetero.tools.preflight_checks.facts import (
+    GpuFacts,
+    Nic,
+    PcieLink,
+    Roots,
+    own_requirements,
+    read_kernel_options,
+    read_limits,
+    read_software,
+    recommend,
+    redirects_peers,
+    run_tool,
+    unmet_requirements,
+)
 from tests.hetero.device.fake_sysfs import H200, MI325X, THOR2, FakeSysfs
-from tests.tools.preflight_checks.machines import h200_node, laptop, mi325x_node
+from tests.tools.preflight_checks.machines import config_space, h200_node, laptop, mi325x_node
+
+
+def test_limits_are_those_of_this_process(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        assert read_limits().open_files == soft - 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert read_limits(str(tmp_path / "missing")).shared_memory == 0
+
+
+def test_the_running_software_is_told():
+    software = read_software()
+    assert f"{software.torch}+{software.torch_build}".startswith(torch.__version__.split("+")[0])
+    assert software.unmet == unmet_requirements(own_requirements())
+
+
+def test_unmet_requirements_say_what_is_there_instead():
+    lines = (
+        *("# a comment", "-c other.txt", "", "psutil>=1", "psutil<1  # too new"),
+        *("no-such-package-at-all>=2", "no-such-package-either; python_version < '3'"),
+        "nor-this; extra == 'dev'",
+    )
+    old, missing = unmet_requirements(lines)
+    assert old.startswith("psutil<1 is wanted and ")
+    assert missing == "no-such-package-at-all>=2 is not installed"
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        *((config_space(control), False) for control in (0x00, 0x01)),
+        *((config_space(control), True) for control in (0x04, 0x1D)),
+        (bytes(4096), False),  # without access control
+    ],
+)
+def test_a_port_redirects_when_requests_or_completions_are(tmp_path, space, expected):
+    file = tmp_path / "sys/bus/pci/devices/0000:17:00.0/config"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(space)
+    assert redirects_peers(Roots.below(tmp_path), "0000:17:00.0") is expected
+
+
+def test_a_vendors_program_may_be_absent_or_fail():
+    assert run_tool(["no-such-program"]) == ""
+    assert run_tool(["false"]) == ""
+    assert run_tool(["echo", "570.124.06"]) == "570.124.06\n"
+
 
 NO_LINK = PcieLink(0, 0, "")
 
@@ -145,6 +206,6 @@ def test_the_kernels_configuration_is_found_in_boot_or_in_proc(tmp_path):
 
 @pytest.mark.parametrize("machine", [h200_node, mi325x_node, laptop])
 def test_the_text_of_a_node_is_at_most_a_hundred_columns_wide(tmp_path, machine):
-    lines = findings_text.node_lines(machine(tmp_path).read(), [])
+    lines = report.node_lines(machine(tmp_path).read(), [])
     assert max(map(len, lines)) <= 100
     assert any("--hetero-nics" in line for line in lines)

@@ -1,10 +1,10 @@
-"""Runs the checks: on one node alone, or on all nodes of a job together."""
+"""The check itself: on one node alone, or on all nodes of a job together."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,22 +14,81 @@ import torch.distributed as dist
 from hetero.errors import Faults, HeteroError
 from hetero.startup.addresses import address_towards, unusable_gloo_interfaces
 from hetero.startup.exchange import JobExchanges
-from hetero.tools.preflight_checks import findings_text
-from hetero.tools.preflight_checks.advice import Advice, Severity, advise
-from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult, advise_cluster
-from hetero.tools.preflight_checks.host_facts import network_namespace, node_identity
-from hetero.tools.preflight_checks.node_facts import NodeFacts, SystemFacts, read_node
-from hetero.tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
-from hetero.tools.preflight_checks.path_bandwidth import (
+from hetero.tools.preflight_checks.checks import (
+    NodeCard,
+    PairResult,
+    advise,
+    advise_cluster,
+)
+from hetero.tools.preflight_checks.facts import (
+    NodeFacts,
+    Roots,
+    SystemFacts,
+    network_namespace,
+    node_identity,
+    read_node,
+)
+from hetero.tools.preflight_checks.network import (
+    Call,
     End,
+    NicListeners,
     PathResult,
+    Ports,
+    call_all,
     measure_alone,
     measure_copies,
     measure_paths,
     own_device,
+    rails_between,
 )
-from hetero.tools.preflight_checks.reach import Call, NicListeners, Ports, call_all
-from hetero.tools.preflight_checks.roots import Roots
+from hetero.tools.preflight_checks.report import NodeReport, Report, node_lines, path_lines
+
+_EVERY_PAIR_UP_TO = 8
+"""Nodes; among more, only neighbours measure their bandwidth."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the nodes."""
+
+    node: int
+    """The number of its node."""
+    local_rank: int
+    """Its place among the node's processes; 0 speaks for the node."""
+    sizes: tuple[int, ...]
+    """Processes of each node."""
+
+    @classmethod
+    def find(cls, identities: Sequence[str], rank: int) -> Place:
+        """From what every rank calls its node; nodes are numbered by their first rank."""
+        nodes = list(dict.fromkeys(identities))
+        local_rank = identities[:rank].count(identities[rank])
+        sizes = tuple(identities.count(node) for node in nodes)
+        return cls(nodes.index(identities[rank]), local_rank, sizes)
+
+
+def rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """Which pairs of nodes measure at once: every pair in some round, no node twice in one.
+
+    Among many nodes only neighbours, the last and the first included.
+    """
+    if nodes < 2:
+        return []
+    if nodes > _EVERY_PAIR_UP_TO:
+        ring = [(node, (node + 1) % nodes) for node in range(nodes)]
+        last = [ring[-1]] if nodes % 2 else []
+        even = ring[0 : nodes - nodes % 2 : 2]
+        return [even, ring[1::2], *([last] if last else [])]
+    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        couples = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append(
+            [(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None]
+        )
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -43,75 +102,6 @@ class Settings:
     """Emulated nodes: every process counts as a node of its own."""
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """What one node said, as it travels to the others."""
-
-    card: NodeCard
-    facts: dict[str, Any]
-    lines: list[str]
-    advice: list[Advice]
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> NodeReport:
-        card = dict(record["card"])
-        for name in ("gpus", "gloo_interfaces_amiss"):
-            card[name] = tuple(card[name])
-        advice = [
-            Advice(Severity(a["severity"]), a["subject"], a["text"]) for a in record["advice"]
-        ]
-        return cls(NodeCard(**card), dict(record["facts"]), list(record["lines"]), advice)
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that was found, of every node and between them."""
-
-    nodes: Sequence[NodeReport]
-    calls: Sequence[Call]
-    paths: Sequence[PairResult]
-    between_nodes: Sequence[Advice]
-    emulated: bool
-
-    @property
-    def advice(self) -> list[Advice]:
-        return [*(entry for node in self.nodes for entry in node.advice), *self.between_nodes]
-
-    @property
-    def has_problem(self) -> bool:
-        return any(entry.severity is Severity.PROBLEM for entry in self.advice)
-
-    @property
-    def verdict(self) -> str:
-        said = findings_text.verdict(self.advice, nodes=len(self.nodes))
-        return f"{said} (emulated: every process played a node)" if self.emulated else said
-
-    def lines(self, *, brief: bool) -> Iterator[str]:
-        """All but the verdict; `brief` leaves out what is only there to be known."""
-        for node in self.nodes:
-            yield f"{node.card}: {node.card.vendor}{', emulated' if self.emulated else ''}"
-            yield from node.lines if not brief else ()
-            yield from findings_text.advice_lines(node.advice)
-            yield ""
-        if len(self.nodes) > 1:
-            yield "between the nodes"
-            cards = [node.card for node in self.nodes]
-            yield from () if brief else findings_text.cluster_lines(cards, self.calls, self.paths)
-            yield from findings_text.advice_lines(self.between_nodes)
-            yield ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "ready": not self.has_problem,
-            "emulated": self.emulated,
-            "nodes": [asdict(node) for node in self.nodes],
-            "calls": [asdict(call) for call in self.calls],
-            "paths": [asdict(pair) for pair in self.paths],
-            "advice": [asdict(entry) for entry in self.between_nodes],
-        }
-
-
 def check_alone(settings: Settings) -> Report:
     """Check the node that this process runs on."""
     within = measure_alone() if settings.bandwidth else []
@@ -123,9 +113,9 @@ def _report_node(settings: Settings, number: int, within: Sequence[PathResult]) 
     """Read this node. UserError where a NIC that was asked for is not there."""
     facts = read_node(Roots(), SystemFacts.here())
     copies = measure_copies() if settings.bandwidth else []
-    lines = findings_text.node_lines(facts, copies)
+    lines = node_lines(facts, copies)
     if within:
-        lines += findings_text.path_lines(within)
+        lines += path_lines(within)
     record = facts.as_dict() | {
         "recommended_nics": facts.recommended_nics,
         "copies": [asdict(copy) for copy in copies],
@@ -280,14 +270,13 @@ class ClusterCheck:
         mine = next((pair for pair in pairs if place.node in pair), None)
         if mine is not None and place.local_rank == 0:
             side = mine.index(place.node)
-            cards = [nodes[node].card for node in mine]
-            rails = reached_rails(mine, cards, calls)
-            if rails:
+            nics = [rail[side] for rail in rails_between(calls, *mine)]
+            if nics:
                 end = End(
                     number=side,
                     store=dist.PrefixStore(f"preflight/pair/{mine[0]}-{mine[1]}", self._store),
                     secret=secret,
-                    addresses=tuple(rail[side] for rail in rails),
+                    addresses=tuple(nodes[place.node].card.addresses[nic] for nic in nics),
                     device=own_device(0),
                 )
                 results = measure_paths(end) if side == 0 else measure_paths(end) and []

@@ -1,22 +1,94 @@
-"""The report as text, at most a hundred columns wide."""
+"""What a check found: as text, at most a hundred columns wide, as JSON, and as a cluster file."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import yaml
+
+from hetero.planner.accelerators import match_driver_name
+from hetero.startup.addresses import is_loopback
 from hetero.text import counted, size_text
-from hetero.tools.preflight_checks.advice import Advice, Severity
-from hetero.tools.preflight_checks.cluster_advice import NodeCard, PairResult
-from hetero.tools.preflight_checks.gpudirect import GpuDirectFacts
-from hetero.tools.preflight_checks.host_facts import HostFacts
-from hetero.tools.preflight_checks.node_facts import NodeFacts
-from hetero.tools.preflight_checks.path_bandwidth import CopyResult, PathResult
-from hetero.tools.preflight_checks.reach import Call
+from hetero.tools.preflight_checks.checks import Advice, NodeCard, PairResult, Severity
+from hetero.tools.preflight_checks.facts import GpuDirectFacts, HostFacts, NodeFacts
+from hetero.tools.preflight_checks.network import Call, CopyResult, PathResult
+from hetero.tools.reports.text_table import aligned
 
 WIDTH = 98
 _LABEL = 12
 _NODE_HEAD = ("", "host", "vendor", "GPUs", "driver", "PyTorch", "collectives")
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node said, as it travels to the others."""
+
+    card: NodeCard
+    facts: dict[str, Any]
+    lines: list[str]
+    advice: list[Advice]
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> NodeReport:
+        card = dict(record["card"])
+        for name in ("gpus", "gloo_interfaces_amiss"):
+            card[name] = tuple(card[name])
+        advice = [
+            Advice(Severity(a["severity"]), a["subject"], a["text"]) for a in record["advice"]
+        ]
+        return cls(NodeCard(**card), dict(record["facts"]), list(record["lines"]), advice)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found, of every node and between them."""
+
+    nodes: Sequence[NodeReport]
+    calls: Sequence[Call]
+    paths: Sequence[PairResult]
+    between_nodes: Sequence[Advice]
+    emulated: bool
+
+    @property
+    def advice(self) -> list[Advice]:
+        return [*(entry for node in self.nodes for entry in node.advice), *self.between_nodes]
+
+    @property
+    def has_problem(self) -> bool:
+        return any(entry.severity is Severity.PROBLEM for entry in self.advice)
+
+    @property
+    def verdict(self) -> str:
+        said = verdict(self.advice, nodes=len(self.nodes))
+        return f"{said} (emulated: every process played a node)" if self.emulated else said
+
+    def lines(self, *, brief: bool) -> Iterator[str]:
+        """All but the verdict; `brief` leaves out what is only there to be known."""
+        for node in self.nodes:
+            yield f"{node.card}: {node.card.vendor}{', emulated' if self.emulated else ''}"
+            yield from node.lines if not brief else ()
+            yield from advice_lines(node.advice)
+            yield ""
+        if len(self.nodes) > 1:
+            yield "between the nodes"
+            cards = [node.card for node in self.nodes]
+            yield from () if brief else cluster_lines(cards, self.calls, self.paths)
+            yield from advice_lines(self.between_nodes)
+            yield ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "ready": not self.has_problem,
+            "emulated": self.emulated,
+            "nodes": [asdict(node) for node in self.nodes],
+            "calls": [asdict(call) for call in self.calls],
+            "paths": [asdict(pair) for pair in self.paths],
+            "advice": [asdict(entry) for entry in self.between_nodes],
+        }
 
 
 def node_lines(facts: NodeFacts, copies: Sequence[CopyResult]) -> list[str]:
@@ -45,8 +117,8 @@ def cluster_lines(
     """What was tried between the nodes."""
     ways = [(f"{pair.source} - {pair.target}", pair.result) for pair in paths]
     return [
-        *_block("nodes", _table([_NODE_HEAD, *map(_node_row, cards)])),
-        *(_block("ports", _table(_port_rows(calls))) if calls else []),
+        *_block("nodes", aligned([_NODE_HEAD, *map(_node_row, cards)])),
+        *(_block("ports", aligned(_port_rows(calls))) if calls else []),
         *(_block("bandwidth", _paths(ways)) if ways else []),
     ]
 
@@ -126,14 +198,6 @@ def _block(label: str, rows: Sequence[str]) -> list[str]:
     return lines
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
 def _software(facts: NodeFacts) -> str:
     s = facts.software
     parts = [
@@ -188,7 +252,7 @@ def _gpus(facts: NodeFacts, copies: Sequence[CopyResult]) -> list[str]:
                 rates.get(gpu.index, "not measured"),
             )
         )
-    return [f"{facts.gpus.vendor}, driver {facts.gpus.driver or 'unknown'}", *_table(rows)]
+    return [f"{facts.gpus.vendor}, driver {facts.gpus.driver or 'unknown'}", *aligned(rows)]
 
 
 def _interfaces(facts: NodeFacts) -> list[str]:
@@ -206,7 +270,7 @@ def _interfaces(facts: NodeFacts) -> list[str]:
                 ", ".join(interface.addresses) or "-",
             )
         )
-    return _table(rows)
+    return aligned(rows)
 
 
 def _rdma(facts: NodeFacts) -> list[str]:
@@ -229,7 +293,7 @@ def _rdma(facts: NodeFacts) -> list[str]:
                     addresses or "-",
                 )
             )
-    return _table(rows)
+    return aligned(rows)
 
 
 def _gpudirect(direct: GpuDirectFacts) -> str:
@@ -281,8 +345,114 @@ def _paths(ways: Sequence[tuple[str, PathResult]]) -> list[str]:
         )
         if result.remark:
             notes.setdefault(f"auto passed over {result.remark}", []).append(between)
-    return [*_table(rows), *(f"{', '.join(who)}: {what}" for what, who in notes.items())]
+    return [*aligned(rows), *(f"{', '.join(who)}: {what}" for what, who in notes.items())]
 
 
 def _numa(node: int | None) -> str:
     return "-" if node is None else str(node)
+
+
+_REMARK = """\
+# By hetero preflight --write-cluster. Links are as measured; where nothing was, the planner takes
+# the accelerator's usual NIC.
+"""
+_UNKNOWN = """\
+# Not built in: {names}. Give each what it lacks of memory, tflops, memory_bandwidth, link and nic
+# (docs/planner.md).
+"""
+_SIMULATED = """\
+# {settings} has training simulate a vendor; these are the nodes themselves.
+"""
+
+
+def cluster_text(report: Report) -> str:
+    """The YAML of a cluster file: nodes by kind, rails between them as they were measured."""
+    kinds: dict[str, list[NodeReport]] = {}
+    for node in report.nodes:
+        kinds.setdefault(_kind(node), []).append(node)
+    unknown: dict[str, dict[str, Any]] = {}
+    for nodes in kinds.values():
+        if match_driver_name(_device(nodes[0])) is None:
+            unknown[_accelerator(nodes[0])] = _described(nodes[0])
+    data: dict[str, Any] = {"accelerators": unknown} if unknown else {}
+    data["nodes"] = [_entry(name, nodes, report.paths) for name, nodes in kinds.items()]
+    names = list(kinds)
+    links = [
+        {"between": [one, other], **found}
+        for index, one in enumerate(names)
+        for other in names[index + 1 :]
+        if (found := _rail(kinds[one], kinds[other], report.paths))
+    ]
+    if links:
+        data["links"] = links
+    remark = _REMARK
+    if unknown:
+        remark += _UNKNOWN.format(names=", ".join(unknown))
+    if report.emulated:
+        remark += "# Emulated: every process played a node.\n"
+    if played := sorted({node.facts["gpus"]["simulated_by"] for node in report.nodes} - {""}):
+        remark += _SIMULATED.format(settings=", ".join(played))
+    return remark + yaml.safe_dump(data, sort_keys=False)
+
+
+def _device(node: NodeReport) -> str:
+    return node.card.gpus[0] if node.card.gpus else "cpu"
+
+
+def _accelerator(node: NodeReport) -> str:
+    return match_driver_name(_device(node)) or _device(node)
+
+
+def _kind(node: NodeReport) -> str:
+    """Equal nodes have equal names."""
+    count = max(len(node.card.gpus), 1)
+    return f"{node.card.vendor}-{_accelerator(node)}-x{count}".replace(" ", "-")
+
+
+def _described(node: NodeReport) -> dict[str, Any]:
+    usable: Sequence[Mapping[str, Any]] = node.facts["gpus"]["usable"]
+    known: dict[str, Any] = {"vendor": node.card.vendor}
+    if usable:
+        known["memory"] = round(usable[0]["memory"] / 2**30, 1)
+    return known
+
+
+def _entry(name: str, nodes: Sequence[NodeReport], paths: Sequence[PairResult]) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": name,
+        "accelerator": _accelerator(nodes[0]),
+        "nodes": len(nodes),
+        "gpus_per_node": max(len(nodes[0].card.gpus), 1),
+    }
+    if rails := len(nodes[0].card.addresses):
+        entry["rails"] = rails
+    addresses = [next(iter(node.card.addresses.values()), "127.0.0.1") for node in nodes]
+    if not any(map(is_loopback, addresses)):
+        entry["addresses"] = addresses
+    return entry | _rail(nodes, nodes, paths)
+
+
+def _rail(
+    ones: Sequence[NodeReport], others: Sequence[NodeReport], paths: Sequence[PairResult]
+) -> dict[str, float]:
+    """One rail's bandwidth and latency: those of the slowest pair over the way that it would take.
+
+    A path of several rails is divided by their number. Empty where no pair was measured.
+    """
+    ends = {node.card.number for node in ones}, {node.card.number for node in others}
+    measured = [
+        pair
+        for pair in paths
+        if not pair.result.error
+        and pair.result.path.startswith("auto")
+        and (
+            (pair.source in ends[0] and pair.target in ends[1])
+            or (pair.target in ends[0] and pair.source in ends[1])
+        )
+    ]
+    if not measured:
+        return {}
+    slowest = min(measured, key=lambda pair: min(pair.result.there_gb_s, pair.result.back_gb_s))
+    rails = min(len(node.card.addresses) or 1 for node in (*ones, *others))
+    figures = slowest.result.rail_figures(rails=rails)
+    return {key: round(figure, 3) for key, figure in figures.items()}

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from hetero.tools.preflight_checks.pair_schedule import Place, reached_rails, rounds
-from tests.tools.preflight_checks.test_cluster_advice import call, card
+from hetero.tools.preflight_checks.job import Place, rounds
 
 
 def test_nodes_are_numbered_by_their_first_rank():
@@ -30,13 +29,3 @@ def test_every_pair_of_few_nodes_and_neighbours_among_many_measure_once(nodes):
         assert len(found) <= 3
         ring = {tuple(sorted((node, (node + 1) % nodes))) for node in range(nodes)}
         assert measured == sorted(ring)
-
-
-def test_only_rails_that_answered_both_ways_are_measured():
-    ends = [
-        card(number, addresses={"eth0": f"10.0.0.{number}", "eth1": f"10.0.1.{number}"})
-        for number in range(2)
-    ]
-    rail = {"source_nic": "eth1", "target_nic": "eth1"}
-    calls = [call(0, 1), call(1, 0), call(0, 1, **rail), call(1, 0, **rail, error="timed out")]
-    assert reached_rails((0, 1), ends, calls) == [("10.0.0.0", "10.0.0.1")]

@@ -1,17 +1,30 @@
-"""Calls between nodes, here between two parts of one process over loopback."""
+"""What passes between nodes: calls, clocks and links. Contents and reports, never speed."""
 
 from __future__ import annotations
 
 import itertools
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from hetero.errors import UserError
-from hetero.tools.preflight_checks import reach
-from hetero.tools.preflight_checks.reach import Call, NicListeners, call_all
+from hetero.tools.preflight_checks import network
+from hetero.tools.preflight_checks.network import (
+    Call,
+    End,
+    NicListeners,
+    PathResult,
+    call_all,
+    measure_paths,
+    rails_between,
+)
+from tests.tools.preflight_checks.test_checks import call
 
 LOOPBACK = {"lo": "127.0.0.1"}
 
@@ -34,7 +47,7 @@ def test_a_node_that_listens_is_reached_and_tells_the_time():
 def test_a_clock_that_is_ahead_is_seen_to_be(monkeypatch):
     # The caller reads its clock before the listener does, in turns.
     real, ahead = time.time, itertools.cycle([0.0, 100.0])
-    monkeypatch.setattr(reach.time, "time", lambda: real() + next(ahead))
+    monkeypatch.setattr(network.time, "time", lambda: real() + next(ahead))
     (call,) = called()
     assert call.clock_difference == pytest.approx(100.0, abs=1.0)
 
@@ -76,3 +89,41 @@ def test_only_addresses_of_this_node_are_listened_on_and_none_once_it_is_closed(
         address = listeners.ports["lo"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=1.0)
+
+
+FIGURES = "latency_us", "there_gb_s", "back_gb_s", "both_gb_s"
+
+
+def ends() -> list[list[PathResult]]:
+    """Both ends in threads of this process."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    addresses = ("127.0.0.1", "127.0.0.2")
+
+    def measured(number: int) -> list[PathResult]:
+        device = torch.device("cpu")
+        end = End(number=number, store=store, secret="secret", addresses=addresses, device=device)
+        return measure_paths(end)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(measured, range(2), timeout=100))
+
+
+def test_auto_every_rail_and_all_rails_together_are_measured():
+    first, second = ends()
+    labels = [result.path for result in first]
+    assert labels == [result.path for result in second]
+    assert labels[0].startswith("auto: ")
+    assert labels[-3:] == ["tcp 1", "tcp 2", "tcp"]
+    for result in first:
+        assert result.error == ""
+        assert min(vars(result)[figure] for figure in FIGURES) > 0
+        rail = result.rail_figures(rails=2)
+        one_way = 4 * min(result.there_gb_s, result.back_gb_s)
+        assert rail["rail_both_ways_gbits"] <= rail["rail_gbits"] == one_way
+
+
+def test_only_rails_that_answer_both_ways_are_rails():
+    rail = {"source_nic": "eth1", "target_nic": "eth1"}
+    calls = [call(0, 1), call(1, 0), call(0, 1, **rail), call(1, 0, **rail, error="timed out")]
+    assert rails_between(calls, 0, 1) == [("eth0", "eth0")]
