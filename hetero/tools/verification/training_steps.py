@@ -16,11 +16,10 @@ import hetero
 from hetero import cli
 from hetero.text import counted
 from hetero.tools.launching.processes import StepFailure, log_lines
-from hetero.tools.run_comparison.alignment import align
-from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
+from hetero.tools.run_comparison.alignment import align, compare_bitwise
+from hetero.tools.run_comparison.comparison import Options, compare
 from hetero.tools.run_comparison.criteria import Criterion, parse_criterion
 from hetero.tools.run_comparison.curves import curve_of
-from hetero.tools.run_comparison.loss_comparison import Options, compare
 from hetero.tools.verification.contract import same_bits
 from hetero.tools.verification.job import Job
 from hetero.tools.verification.verdict import Failure, Verdict, judged

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from hetero.tools.run_comparison.alignment import align
+from hetero.tools.run_comparison.comparison import Comparison, Options, compare
 from hetero.tools.run_comparison.criteria import parse_criterion
-from hetero.tools.run_comparison.loss_comparison import Comparison, Options, compare
-from hetero.tools.run_comparison.loss_files import write_report
-from hetero.tools.run_comparison.loss_table import report_text
+from hetero.tools.run_comparison.report import report_text, write_report
 from tests.tools.run_comparison.simulated_runs import Fault, simulated_run, with_loss
 
 

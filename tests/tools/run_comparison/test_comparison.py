@@ -1,7 +1,6 @@
 """What the default criteria say of simulated runs, right ones and wrong ones.
 
-Each figure is a share of repetitions with fixed random numbers.
-"""
+Each figure is a share of repetitions with fixed random numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.tools.run_comparison.alignment import align
+from hetero.tools.run_comparison.comparison import Comparison, Options, compare
 from hetero.tools.run_comparison.criteria import parse_criterion
 from hetero.tools.run_comparison.curves import Curve
-from hetero.tools.run_comparison.loss_comparison import Comparison, Options, compare
 from tests.tools.run_comparison.simulated_runs import Fault, Noise, simulated_run, with_loss
 
 ITERATIONS = 400

@@ -1,4 +1,7 @@
-"""Losses, their difference from the reference, and gradient norms; the envelope is shaded."""
+"""The pictures of a comparison and its page: losses, differences, gradient norms.
+
+The envelope is shaded.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,20 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hetero.text import counted
+from hetero.tools.reports import page
 from hetero.tools.reports.charts import LIGHT, PAGE, Theme, as_svg, style_axes
-from hetero.tools.run_comparison.bitwise_comparison import relative_difference
-from hetero.tools.run_comparison.curves import Curve, Floats, Integers
-from hetero.tools.run_comparison.loss_comparison import Comparison
-from hetero.tools.run_comparison.smoothing import (
+from hetero.tools.run_comparison.alignment import relative_difference
+from hetero.tools.run_comparison.comparison import Comparison
+from hetero.tools.run_comparison.curves import (
+    Curve,
+    Floats,
+    Integers,
     has_grad_norm,
     smoothed_grad_norm,
     smoothed_iterations,
     smoothed_loss,
 )
+from hetero.tools.run_comparison.report import finding_row, summary, warnings
 
 # Readable on a light and on a dark page alike.
 _CANDIDATES = ("#d1492e", "#2a9d78", "#9560c2", "#cf8f1d", "#c2528b", "#6f9e1f")
@@ -166,3 +173,35 @@ def _shade(axes: Axes, iteration: Integers, low: Floats, high: Floats) -> None:
 def _downsampled(count: int) -> Integers:
     """Positions to draw of `count` points: no picture shows more, and the last is among them."""
     return np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).astype(np.int64))
+
+
+def render_page(comparison: Comparison) -> str:
+    parts: list[page.Part] = []
+    for verdict in comparison.verdicts:
+        word = "pass" if verdict.passed else "FAIL"
+        parts += [
+            page.Text("heading", f"{verdict.candidate.name}: {word}"),
+            page.Table(
+                ("criterion", "value", "bound", "", ""),
+                [finding_row(finding) for finding in verdict.findings],
+                numbers=frozenset({1, 2}),
+            ),
+        ]
+    return page.render(
+        page.Page(
+            title="Loss parity",
+            verdict=page.Verdict("pass" if comparison.passed else "FAIL", comparison.passed),
+            lead=summary(comparison),
+            notes=warnings(comparison),
+            parts=[*parts, *curves(comparison)],
+        )
+    )
+
+
+def curves(comparison: Comparison) -> list[page.Part]:
+    """Losses, their difference and gradient norms, each with what it shows."""
+    return [
+        part
+        for caption, drawing in panel_svgs(comparison)
+        for part in (page.Figure(drawing), page.Text("caption", caption))
+    ]

@@ -1,12 +1,17 @@
-"""A comparison of losses in words: the table, and what a reader must know of it."""
+"""The report of a comparison of losses: `compare_loss.json`, a table, a picture and a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from pathlib import Path
 
 from hetero.text import counted
+from hetero.tools.reports.page import write_whole
+from hetero.tools.reports.text_table import aligned
+from hetero.tools.run_comparison.comparison import Comparison
 from hetero.tools.run_comparison.criteria import Finding
-from hetero.tools.run_comparison.loss_comparison import Comparison
+
+STEM = "compare_loss"
 
 
 def report_text(comparison: Comparison) -> str:
@@ -14,9 +19,8 @@ def report_text(comparison: Comparison) -> str:
     lines = [summary(comparison), *warnings(comparison)]
     for verdict in comparison.verdicts:
         rows = [("criterion", "value", "bound", "", ""), *map(finding_row, verdict.findings)]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines += ["", f"{verdict.candidate.name}: {'pass' if verdict.passed else 'FAIL'}"]
-        lines += [_line(row, widths) for row in rows]
+        lines += [f"  {line}" for line in aligned(rows, text={0, 3, 4})]
     return "\n".join(lines)
 
 
@@ -51,9 +55,14 @@ def finding_row(finding: Finding) -> tuple[str, str, str, str, str]:
     return finding.criterion, value, bound, passed, finding.detail
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    name, value, bound, passed = (
-        f"{cell:>{width}}" if i in (1, 2) else f"{cell:<{width}}"
-        for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-    )
-    return f"  {name}  {value}  {bound}  {passed}  {row[4]}".rstrip()
+def write_report(comparison: Comparison, out: Path) -> list[Path]:
+    """Write all files into the folder, which is made; returns them."""
+    # matplotlib and jinja2 take a second, which bad input need not wait for.
+    from hetero.tools.run_comparison.picture import draw_png, render_page
+
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"{STEM}.{kind}" for kind in ("json", "png", "html")]
+    write_whole(paths[0], json.dumps(comparison.as_mapping(), indent=1, allow_nan=False) + "\n")
+    draw_png(comparison, paths[1])
+    write_whole(paths[2], render_page(comparison))
+    return paths

@@ -16,6 +16,7 @@ from hetero.tools.run_comparison.criteria import (
     DEFAULT_CRITERIA,
     RULES,
     Criterion,
+    Envelope,
     Finding,
     Pair,
     check_seeds,
@@ -23,10 +24,10 @@ from hetero.tools.run_comparison.criteria import (
     has_same_initial_loss,
     judge,
     not_applied,
+    seed_envelope,
 )
-from hetero.tools.run_comparison.curves import Curve
-from hetero.tools.run_comparison.envelope import Envelope, seed_envelope
-from hetero.tools.run_comparison.smoothing import (
+from hetero.tools.run_comparison.curves import (
+    Curve,
     default_window,
     has_grad_norm,
     smoothed_grad_norm,
