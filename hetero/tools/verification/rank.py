@@ -314,10 +314,9 @@ def check_operators(dtypes: Sequence[str], flags: Sequence[str]) -> dict[str, An
     from megatron.hetero.import_core import import_megatron_core
 
     import_megatron_core()
+    from hetero.tools.operators.comparison import compare, verdict
     from hetero.tools.operators.dump import REFERENCE
     from hetero.tools.operators.layer_flags import layer_arguments
-    from hetero.tools.operators.operator_comparison import compare
-    from hetero.tools.operators.operator_table import verdict
     from hetero.tools.operators.recording import default_device, record
 
     found: dict[str, Any] = {}

@@ -7,9 +7,8 @@ import torch
 
 from hetero.observe.operators.difference import hint
 from hetero.observe.operators.sample import take
+from hetero.tools.operators.comparison import Row, compare, lines, verdict
 from hetero.tools.operators.dump import Dump
-from hetero.tools.operators.operator_comparison import Row, compare
-from hetero.tools.operators.operator_table import lines, verdict
 from tests.tools.operators.made_dumps import dump, reference, tensors
 
 NORM, LINEAR = "isolated/norm/output", "isolated/linear/output"

@@ -9,7 +9,7 @@ import torch
 from hetero.observe.operators.operator_list import Operator
 from hetero.observe.operators.tolerance import Rounding
 from hetero.tools.operators.draws import Draws
-from hetero.tools.operators.tape import (
+from hetero.tools.operators.recording import (
     AccumulatedTape,
     IsolatedTape,
     Recording,
