@@ -1,4 +1,4 @@
-"""Two dumps side by side: which tensors differ by more than rounding, what it looks like, as text."""
+"""Two dumps side by side: which tensors differ by more than rounding; and that as text."""
 
 from __future__ import annotations
 
