@@ -78,7 +78,7 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     assert [node["card"]["number"] for node in record["nodes"]] == [0, 1, 2]
     assert len(record["calls"]) == 6
     assert [call["error"] for call in record["calls"]] == [""] * 6
-    measured = {(p["source"], p["target"]) for p in record["paths"] if not p["result"]["error"]}
+    measured = {(p["source"], p["target"]) for p in record["paths"] if not p["error"]}
     assert measured == {(0, 1), (0, 2), (1, 2)}
     (kind,) = yaml.safe_load((tmp_path / "c").read_text())["nodes"]
     assert kind["nodes"] == 3

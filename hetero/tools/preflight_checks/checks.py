@@ -402,17 +402,8 @@ class NodeCard:
         return f"node {self.number} ({self.host})"
 
 
-@dataclass(frozen=True)
-class PairResult:
-    """What one path between two nodes reached."""
-
-    source: int
-    target: int
-    result: PathResult
-
-
 def advise_cluster(
-    cards: Sequence[NodeCard], calls: Sequence[Call], paths: Sequence[PairResult]
+    cards: Sequence[NodeCard], calls: Sequence[Call], paths: Sequence[PathResult]
 ) -> list[Advice]:
     """All there is to say of several nodes together, the worst first."""
     found = [
@@ -590,38 +581,32 @@ def _clocks(cards: Sequence[NodeCard], calls: Sequence[Call]) -> Iterator[Advice
             )
 
 
-def _paths(cards: Sequence[NodeCard], paths: Sequence[PairResult]) -> Iterator[Advice]:
+def _paths(cards: Sequence[NodeCard], paths: Sequence[PathResult]) -> Iterator[Advice]:
     by_path: dict[str, list[float]] = {}
-    for pair in paths:
-        if not pair.result.error:
-            by_path.setdefault(pair.result.path, []).append(_slower(pair.result))
+    for result in paths:
+        if not result.error:
+            by_path.setdefault(result.path, []).append(result.one_way_gb_s)
     middle = {path: statistics.median(rates) for path, rates in by_path.items()}
-    for pair in paths:
-        result, ends = pair.result, f"{cards[pair.source]} - {cards[pair.target]}"
+    for result in paths:
+        ends = f"{cards[result.source]} - {cards[result.target]}"
         if result.error:
             yield Advice(
                 Severity.PROBLEM if result.path.startswith("auto") else Severity.WARNING,
                 "bandwidth",
                 f"{ends}: {result.path} failed ({result.error})",
             )
-        elif _slower(result) < _LAGGING * middle[result.path]:
+        elif result.one_way_gb_s < _LAGGING * middle[result.path]:
             yield Advice(
                 Severity.WARNING,
                 "bandwidth",
-                f"{ends}: {result.path} reaches {_slower(result):.2f} GB/s where "
+                f"{ends}: {result.path} reaches {result.one_way_gb_s:.2f} GB/s where "
                 f"{middle[result.path]:.2f} is usual between the nodes; see cables, switch ports "
                 "and MTU of this pair",
             )
-        elif min(result.there_gb_s, result.back_gb_s) < _UNEVEN * max(
-            result.there_gb_s, result.back_gb_s
-        ):
+        elif result.one_way_gb_s < _UNEVEN * max(result.there_gb_s, result.back_gb_s):
             yield Advice(
                 Severity.WARNING,
                 "bandwidth",
                 f"{ends}: {result.path} is uneven, {result.there_gb_s:.2f} GB/s there and "
                 f"{result.back_gb_s:.2f} back; see routes, flow control and errors of the NICs",
             )
-
-
-def _slower(result: PathResult) -> float:
-    return min(result.there_gb_s, result.back_gb_s)

@@ -550,25 +550,16 @@ VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 
 
 @dataclass(frozen=True)
-class VisibleGpu:
-    """A GPU as PyTorch shows it."""
-
-    index: int
-    name: str
-    memory: int
-    address: str | None
-    """On the PCIe bus; None where PyTorch does not tell."""
-
-
-@dataclass(frozen=True)
 class GpuFacts:
     """One GPU that a job can use."""
 
     index: int
     name: str
     memory: int
-    pci: PciDevice | None
-    link: PcieLink
+    address: str | None = None
+    """On the PCIe bus; None where PyTorch does not tell."""
+    pci: PciDevice | None = None
+    link: PcieLink = PcieLink(0, 0, "")
 
 
 @dataclass(frozen=True)
@@ -593,7 +584,7 @@ class GpuInventory:
     """
 
 
-def visible_gpus() -> list[VisibleGpu]:
+def visible_gpus() -> list[GpuFacts]:
     """What PyTorch sees. Needs no memory of a GPU's but starts its runtime."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -604,12 +595,12 @@ def visible_gpus() -> list[VisibleGpu]:
         ]
         place = [part for part in parts if isinstance(part, int)]
         address = "{:04x}:{:02x}:{:02x}.0".format(*place) if len(place) == 3 else None
-        found.append(VisibleGpu(index, properties.name, properties.total_memory, address))
+        found.append(GpuFacts(index, properties.name, properties.total_memory, address))
     return found
 
 
 def read_gpus(
-    roots: Roots, visible: Sequence[VisibleGpu], *, vendor: str | None = None, tool: Tool
+    roots: Roots, visible: Sequence[GpuFacts], *, vendor: str | None = None, tool: Tool
 ) -> GpuInventory:
     on_bus: dict[str, int] = {}
     displays: dict[str, int] = {}
@@ -627,7 +618,7 @@ def read_gpus(
         vendor=vendor,
         driver=_driver(roots, banner, tool),
         open_driver="Open Kernel Module" in banner if banner else None,
-        usable=tuple(_describe(roots, gpu) for gpu in visible),
+        usable=tuple(_placed(roots, gpu) for gpu in visible),
         on_bus=on_bus,
         displays=displays,
         hidden_by=", ".join(f"{n}={os.environ[n]}" for n in VISIBILITY if n in os.environ),
@@ -635,15 +626,9 @@ def read_gpus(
     )
 
 
-def _describe(roots: Roots, gpu: VisibleGpu) -> GpuFacts:
+def _placed(roots: Roots, gpu: GpuFacts) -> GpuFacts:
     device = None if gpu.address is None else pci_device(gpu.address, sys_root=roots.sys)
-    return GpuFacts(
-        index=gpu.index,
-        name=gpu.name,
-        memory=gpu.memory,
-        pci=device,
-        link=read_pcie_link(roots, gpu.address),
-    )
+    return replace(gpu, pci=device, link=read_pcie_link(roots, gpu.address))
 
 
 def _driver(roots: Roots, nvidia_banner: str, tool: Tool) -> str:
@@ -824,7 +809,8 @@ class SystemFacts:
     """What is asked of the running system and not of a file; a test makes it up."""
 
     software: SoftwareFacts
-    gpus: Sequence[VisibleGpu]
+    gpus: Sequence[GpuFacts]
+    """As PyTorch shows them: without their place on the bus and their link."""
     addresses: Mapping[str, Sequence[str]]
     limits: Limits
     libibverbs: Libibverbs

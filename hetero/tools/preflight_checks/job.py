@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from hetero.startup.addresses import address_towards, unusable_gloo_interfaces
 from hetero.startup.exchange import JobExchanges
 from hetero.tools.preflight_checks.checks import (
     NodeCard,
-    PairResult,
     advise,
     advise_cluster,
 )
@@ -264,7 +263,7 @@ class ClusterCheck:
         nodes: Sequence[NodeReport],
         calls: Sequence[Call],
         secret: str,
-    ) -> list[PairResult]:
+    ) -> list[PathResult]:
         """One round: pairs of different nodes measure at once, each node in one pair at most."""
         results: list[PathResult] = []
         mine = next((pair for pair in pairs if place.node in pair), None)
@@ -279,13 +278,12 @@ class ClusterCheck:
                     addresses=tuple(nodes[place.node].card.addresses[nic] for nic in nics),
                     device=own_device(0),
                 )
-                results = measure_paths(end) if side == 0 else measure_paths(end) and []
+                found = measure_paths(end)
+                if side == 0:  # which has the times
+                    source, target = mine
+                    results = [replace(one, source=source, target=target) for one in found]
         told = self._exchanges.exchange(
             f"bandwidth {number}",
-            payload={"pair": mine or [], "results": [asdict(result) for result in results]},
+            payload={"results": [asdict(result) for result in results]},
         )
-        return [
-            PairResult(payload["pair"][0], payload["pair"][1], PathResult(**result))
-            for payload in told
-            for result in payload["results"]
-        ]
+        return [PathResult(**result) for payload in told for result in payload["results"]]

@@ -304,13 +304,20 @@ class PathResult:
     error: str = ""
     remark: str = ""
     """What `auto` said about the ways that it passed over."""
+    source: int = 0
+    """The node of the first end, and below that of the second; both 0 within one node."""
+    target: int = 0
+
+    @property
+    def one_way_gb_s(self) -> float:
+        """In the slower direction."""
+        return min(self.there_gb_s, self.back_gb_s)
 
     def rail_figures(self, *, rails: int = 1) -> dict[str, float]:
         """What a cluster file says of a rail, where the path has so many."""
-        one_way = min(self.there_gb_s, self.back_gb_s)
         return {
-            "rail_gbits": 8 * one_way / rails,
-            "rail_both_ways_gbits": 8 * min(self.both_gb_s, one_way) / rails,
+            "rail_gbits": 8 * self.one_way_gb_s / rails,
+            "rail_both_ways_gbits": 8 * min(self.both_gb_s, self.one_way_gb_s) / rails,
             "rail_latency_us": self.latency_us,
         }
 

@@ -12,7 +12,7 @@ import yaml
 from hetero.planner.accelerators import match_driver_name
 from hetero.startup.addresses import is_loopback
 from hetero.text import counted, size_text
-from hetero.tools.preflight_checks.checks import Advice, NodeCard, PairResult, Severity
+from hetero.tools.preflight_checks.checks import Advice, NodeCard, Severity
 from hetero.tools.preflight_checks.facts import GpuDirectFacts, HostFacts, NodeFacts
 from hetero.tools.preflight_checks.network import Call, CopyResult, PathResult
 from hetero.tools.reports.text_table import aligned
@@ -48,7 +48,7 @@ class Report:
 
     nodes: Sequence[NodeReport]
     calls: Sequence[Call]
-    paths: Sequence[PairResult]
+    paths: Sequence[PathResult]
     between_nodes: Sequence[Advice]
     emulated: bool
 
@@ -112,10 +112,10 @@ def path_lines(results: Sequence[PathResult]) -> list[str]:
 
 
 def cluster_lines(
-    cards: Sequence[NodeCard], calls: Sequence[Call], paths: Sequence[PairResult]
+    cards: Sequence[NodeCard], calls: Sequence[Call], paths: Sequence[PathResult]
 ) -> list[str]:
     """What was tried between the nodes."""
-    ways = [(f"{pair.source} - {pair.target}", pair.result) for pair in paths]
+    ways = [(f"{path.source} - {path.target}", path) for path in paths]
     return [
         *_block("nodes", aligned([_NODE_HEAD, *map(_node_row, cards)])),
         *(_block("ports", aligned(_port_rows(calls))) if calls else []),
@@ -417,7 +417,7 @@ def _described(node: NodeReport) -> dict[str, Any]:
     return known
 
 
-def _entry(name: str, nodes: Sequence[NodeReport], paths: Sequence[PairResult]) -> dict[str, Any]:
+def _entry(name: str, nodes: Sequence[NodeReport], paths: Sequence[PathResult]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": name,
         "accelerator": _accelerator(nodes[0]),
@@ -433,7 +433,7 @@ def _entry(name: str, nodes: Sequence[NodeReport], paths: Sequence[PairResult]) 
 
 
 def _rail(
-    ones: Sequence[NodeReport], others: Sequence[NodeReport], paths: Sequence[PairResult]
+    ones: Sequence[NodeReport], others: Sequence[NodeReport], paths: Sequence[PathResult]
 ) -> dict[str, float]:
     """One rail's bandwidth and latency: those of the slowest pair over the way that it would take.
 
@@ -443,8 +443,8 @@ def _rail(
     measured = [
         pair
         for pair in paths
-        if not pair.result.error
-        and pair.result.path.startswith("auto")
+        if not pair.error
+        and pair.path.startswith("auto")
         and (
             (pair.source in ends[0] and pair.target in ends[1])
             or (pair.target in ends[0] and pair.source in ends[1])
@@ -452,7 +452,7 @@ def _rail(
     ]
     if not measured:
         return {}
-    slowest = min(measured, key=lambda pair: min(pair.result.there_gb_s, pair.result.back_gb_s))
+    slowest = min(measured, key=lambda pair: pair.one_way_gb_s)
     rails = min(len(node.card.addresses) or 1 for node in (*ones, *others))
-    figures = slowest.result.rail_figures(rails=rails)
+    figures = slowest.rail_figures(rails=rails)
     return {key: round(figure, 3) for key, figure in figures.items()}

@@ -10,7 +10,6 @@ import pytest
 from hetero.tools.preflight_checks.checks import (
     Advice,
     NodeCard,
-    PairResult,
     Severity,
     advise,
     advise_cluster,
@@ -249,8 +248,8 @@ def call(source: int, target: int, **changes: object) -> Call:
     return replace(Call(source, target, "eth0", "eth0", "", 0.0, 1e-4), **changes)  # type: ignore[arg-type]
 
 
-def path(source: int, target: int, there: float, back: float, name: str = "tcp") -> PairResult:
-    return PairResult(source, target, PathResult(name, 50.0, there, back, min(there, back)))
+def path(source: int, target: int, there: float, back: float, name: str = "tcp") -> PathResult:
+    return PathResult(name, 50.0, there, back, min(there, back), source=source, target=target)
 
 
 def nvidia(number: int, **changes: object) -> NodeCard:
@@ -343,9 +342,7 @@ def test_a_pair_that_lags_behind_the_others_and_a_path_that_is_uneven_are_named(
 
 
 def test_a_failed_path_is_a_warning_and_no_path_at_all_a_problem():
-    failed = [
-        PairResult(0, 1, PathResult(name, 0, 0, 0, 0, error="refused")) for name in ("tcp", "auto")
-    ]
+    failed = [PathResult(name, 0, 0, 0, 0, error="refused", target=1) for name in ("tcp", "auto")]
     first, second = advise_cluster([card(0), card(1)], [], failed)
     assert (first.severity, second.severity) == (Severity.PROBLEM, Severity.WARNING)
     assert "auto failed (refused)" in first.text

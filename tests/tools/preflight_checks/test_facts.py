@@ -120,7 +120,7 @@ def test_gpus_below_one_switch_are_given_different_nics(tmp_path):
     one, other, near, nearest = (
         pci_device(end.partition("/")[2], sys_root=tmp_path) for end in ends
     )
-    gpus = [GpuFacts(index, "H200", 0, pci, NO_LINK) for index, pci in enumerate((one, other))]
+    gpus = [GpuFacts(index, "H200", 0, pci=pci) for index, pci in enumerate((one, other))]
     nics = [Nic(name, name, None, pci, 400.0) for name, pci in (("a", near), ("b", nearest))]
     assert [rail.nic.name for rail in recommend(gpus, nics)] == ["a", "b"]
     assert recommend(gpus, []) == ()
