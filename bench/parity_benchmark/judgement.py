@@ -10,10 +10,9 @@ from bench.parity_benchmark.parity_runs import DETERMINISTIC, Run
 from bench.parity_benchmark.side_by_side import Outcome
 from hetero.errors import UserError
 from hetero.tools.run_comparison.alignment import align
-from hetero.tools.run_comparison.criteria import Finding, parse_criterion
+from hetero.tools.run_comparison.comparison import Comparison, Options, Verdict, compare
+from hetero.tools.run_comparison.criteria import FEWEST_SEEDS, Finding, parse_criterion
 from hetero.tools.run_comparison.curves import Curve, read_curve
-from hetero.tools.run_comparison.envelope import FEWEST_SEEDS
-from hetero.tools.run_comparison.loss_comparison import Comparison, Options, Verdict, compare
 
 FIXED_BOUND = "final-relative"
 """Its bound is a published number, which knows nothing of how noisy these runs are."""

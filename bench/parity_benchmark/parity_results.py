@@ -19,8 +19,8 @@ from bench.real_text.data_set import VOCABULARY, RealText
 from bench.real_text.text_sources import SOURCES
 from hetero.tools.reports.page import write_whole
 from hetero.tools.run_comparison.criteria import Finding
-from hetero.tools.run_comparison.loss_table import warnings
-from hetero.tools.run_comparison.smoothing import default_window
+from hetero.tools.run_comparison.curves import default_window
+from hetero.tools.run_comparison.report import warnings
 
 MOST_EPOCHS = 3
 """A text that is seen more often is learnt by heart; the result says so."""
@@ -189,7 +189,7 @@ def _json(record: Mapping[str, Any], curves: Sequence[Mapping[str, Any]]) -> str
 
 def _write_pictures(out: Path, judgements: Sequence[Judgement]) -> None:
     # matplotlib takes a second, which bad input need not wait for.
-    from hetero.tools.run_comparison.loss_picture import draw_png
+    from hetero.tools.run_comparison.picture import draw_png
 
     for judgement in judgements:
         picture = out / f"parity_training_{judgement.kernels}.png"

@@ -44,7 +44,7 @@ from hetero.planner.step_costs import step_costs
 from hetero.tools.launching.processes import Step, run_step
 from hetero.tools.planning.plan_files import training_flags
 from hetero.tools.planning.planning_request import merged_profile
-from hetero.tools.preflight_checks.path_bandwidth import PathResult, measure_alone
+from hetero.tools.preflight_checks.network import PathResult, measure_alone
 from hetero.tools.runs import SIMULATED, Launch, run_to_end
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}

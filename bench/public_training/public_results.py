@@ -12,7 +12,7 @@ from bench.public_training.chosen import Chosen
 from bench.public_training.shrinking import Replacement, Shrunk
 from bench.public_training.trained_commands import THREE_FLAGS, Runs
 from hetero.tools.reports.page import write_whole
-from hetero.tools.run_comparison.bitwise_comparison import BitwiseComparison
+from hetero.tools.run_comparison.alignment import BitwiseComparison
 from hetero.tools.run_comparison.curves import Curve
 
 ROUNDING = 1e-4

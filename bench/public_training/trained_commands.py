@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.public_training.shrinking import Shrunk
-from hetero.tools.run_comparison.bitwise_comparison import BitwiseComparison, compare_bitwise
+from hetero.tools.run_comparison.alignment import BitwiseComparison, compare_bitwise
 from hetero.tools.run_comparison.curves import Curve
 from hetero.tools.runs import SIMULATED, Launch, homogeneous_flags, run_to_end
 from megatron.hetero.arguments import parse_args

@@ -16,7 +16,7 @@ from bench.reproduction.settings import VENDORS
 from bench.reproduction.training_runs import PlannedRun
 from hetero.text import size_text
 from hetero.tools.reports.text_table import markdown
-from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
+from hetero.tools.run_comparison.alignment import compare_bitwise
 from hetero.tools.runs import SIMULATED, homogeneous_flags, mixed_flags
 
 _ROWS = 128

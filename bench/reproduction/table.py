@@ -9,7 +9,7 @@ from bench.reproduction.measurement import Attempt, RowResult, Spread
 from bench.reproduction.settings import SOURCE, SOURCE_SETTING
 from hetero.text import size_text
 from hetero.tools.reports.text_table import markdown
-from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
+from hetero.tools.run_comparison.alignment import compare_bitwise
 
 LOADER_LIMIT = 0.005
 """Above this share of the time, a figure is one of the data loader too, and a note says so."""

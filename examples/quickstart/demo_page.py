@@ -20,7 +20,7 @@ from hetero.tools.reports.page import (
     Verdict,
     render,
 )
-from hetero.tools.run_comparison.loss_page import curves
+from hetero.tools.run_comparison.picture import curves
 from hetero.tools.runs import WARMUP_ITERATIONS
 
 COMMAND_COLUMNS = 100

@@ -17,10 +17,9 @@ from examples.quickstart import steps
 from examples.quickstart.source_text import SourceText
 from hetero.errors import HeteroError
 from hetero.text import counted, size_text
-from hetero.tools.run_comparison.alignment import align
-from hetero.tools.run_comparison.bitwise_comparison import BitwiseComparison, compare_bitwise
+from hetero.tools.run_comparison.alignment import BitwiseComparison, align, compare_bitwise
+from hetero.tools.run_comparison.comparison import Comparison, Options, compare
 from hetero.tools.run_comparison.criteria import parse_criterion
-from hetero.tools.run_comparison.loss_comparison import Comparison, Options, compare
 from hetero.tools.runs import Finished
 
 TITLE = "One model across AMD and NVIDIA: the demo"

@@ -27,11 +27,10 @@ if __name__ == "__main__":
 from hetero.errors import Faults, UserError
 from hetero.text import integer
 from hetero.tools.run_comparison.alignment import align
+from hetero.tools.run_comparison.comparison import DEFAULT_FIRST, Comparison, Options, compare
 from hetero.tools.run_comparison.criteria import DEFAULT_CRITERIA, RULES, Criterion, parse_criterion
 from hetero.tools.run_comparison.curves import Curve, read_curve
-from hetero.tools.run_comparison.loss_comparison import DEFAULT_FIRST, Comparison, Options, compare
-from hetero.tools.run_comparison.loss_files import write_report
-from hetero.tools.run_comparison.loss_table import report_text
+from hetero.tools.run_comparison.report import report_text, write_report
 from hetero.tools.tool_command_line import Parser, run
 
 _FAILED = 1

@@ -31,8 +31,8 @@ from hetero.tools.tool_command_line import Parser, require_results_file, run
 from megatron.hetero.import_core import import_megatron_core
 
 if TYPE_CHECKING:
+    from hetero.tools.operators.comparison import Comparison
     from hetero.tools.operators.dump import Dump
-    from hetero.tools.operators.operator_comparison import Comparison
 
 _SAMPLE = 65536
 
@@ -128,15 +128,15 @@ def _run(options: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _check(options: argparse.Namespace) -> tuple[str, bool]:
-    from hetero.tools.operators.operator_comparison import compare
+    from hetero.tools.operators.comparison import compare
 
     ours = _record(options, getattr(options, "device", None))
     return _report(compare(ours, _record(options, "reference")))
 
 
 def _compare(options: argparse.Namespace) -> tuple[str, bool]:
+    from hetero.tools.operators.comparison import compare
     from hetero.tools.operators.dump import read
-    from hetero.tools.operators.operator_comparison import compare
 
     left, right = map(read, options.dumps)
     return _report(compare(left, right))
@@ -146,7 +146,7 @@ def _case(options: argparse.Namespace) -> tuple[str, bool]:
     import torch
 
     from hetero.observe.operators.case import again, judge, read
-    from hetero.tools.operators.operator_table import case_lines
+    from hetero.tools.operators.comparison import case_lines
 
     case = read(options.case)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,7 +157,7 @@ def _case(options: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _report(comparison: Comparison) -> tuple[str, bool]:
-    from hetero.tools.operators.operator_table import lines
+    from hetero.tools.operators.comparison import lines
 
     return "\n".join(lines(comparison)), comparison.passed
 

@@ -2,7 +2,7 @@
 
     hetero perf links --out runs/links                    # CPU tensors, or two GPUs
     hetero perf links --transports shm gloo --sizes 8M 32M
-    hetero perf collectives --ranks 2+2 --device cpu --max-size 64M
+    hetero perf collectives --ranks 2+2 --device cpu --sizes 64K 1M 64M
     torchrun --nnodes 2 --nproc-per-node 8 ... -m hetero perf collectives
 
 All transports and backends are measured at one size before the next, so that ratios come from one
@@ -17,8 +17,8 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,59 +37,106 @@ from hetero.link import FAMILIES, TRANSPORTS
 from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDOR_VARIABLE, VENDORS
 from hetero.startup.addresses import lead_gloo_towards
-from hetero.text import integer, number
-from hetero.tools.collective_bench import collective_record
-from hetero.tools.collective_bench.collective_files import RESULTS
-from hetero.tools.collective_bench.collective_rank import run_rank as run_collective_rank
-from hetero.tools.collective_bench.collective_rank import run_started_rank
+from hetero.text import integer, number, seconds
+from hetero.tools.benchmark import record
+from hetero.tools.benchmark.collective import DTYPES, OPERATIONS, REDUCTIONS
+from hetero.tools.benchmark.program import BACKENDS, run_rank
+from hetero.tools.benchmark.record import CollectiveOptions, LinkOptions
+from hetero.tools.benchmark.report import write_report
 from hetero.tools.launching.spawned_ranks import run_ranks
-from hetero.tools.link_bench import bench_record
-from hetero.tools.link_bench.bench_rank import run_rank as run_link_rank
-from hetero.tools.link_bench.bench_record import parse_size
-from hetero.tools.tool_command_line import (
-    Parser,
-    add_timing_flags,
-    make_results_folder,
-    run,
-)
+from hetero.tools.tool_command_line import Parser, make_results_folder, run
 
 _MEASURED = (*TRANSPORTS, "nccl")
 """The transports of a boundary and, beside them, what a mesh of GPUs uses within itself."""
 _MOST_RANKS = 1024
 """Of one machine."""
+_UNITS = {"K": record.KIB, "M": record.MIB, "G": record.GIB}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     options, out = parse_options(argv)
-    command = ["hetero", "perf", *argv]
-    if isinstance(options, bench_record.Options):
-        return run(lambda: measure_links(options, out, command))
-    return run(lambda: measure_collectives(options, out, command))
+    return run(lambda: measure(options, out, ["hetero", "perf", *argv]))
 
 
-def parse_options(
-    argv: Sequence[str],
-) -> tuple[bench_record.Options | collective_record.Options, str]:
+def parse_options(argv: Sequence[str]) -> tuple[LinkOptions | CollectiveOptions, str]:
     """The options and the folder for the results. Exits with 2 and a sentence on bad input."""
     parser = Parser((__doc__ or "").partition("\n")[0])
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="links|collectives")
     links = subjects.add_parser(
         "links", description="Measure links between two processes, over every transport."
     )
-    _add_link_flags(links)
     collectives = subjects.add_parser(
         "collectives", description="Measure collectives of `hetero` beside gloo, NCCL and FlagCX."
     )
+    _add_link_flags(links)
     _add_collective_flags(collectives)
+    _add_common_flags(links, LinkOptions(), "runs/links")
+    _add_common_flags(collectives, CollectiveOptions(), "runs/collectives")
     given = parser.parse_args(argv)
-    if given.subject == "links":
-        return _link_options(given, links), given.out
-    return _collective_options(given, collectives), given.out
+    kind = LinkOptions if given.subject == "links" else CollectiveOptions
+    for name, value in vars(given).items():
+        if isinstance(value, list):
+            setattr(given, name, tuple(dict.fromkeys(value)))
+    given.sizes = tuple(sorted(given.sizes))
+    if given.subject == "collectives":
+        if given.parts and _under_launcher():
+            collectives.error(
+                "--ranks is for ranks that this tool starts, and a launcher has started these"
+            )
+        given.parts = given.parts or CollectiveOptions.parts
+    options = kind(**{field.name: getattr(given, field.name) for field in fields(kind)})
+    if isinstance(options, LinkOptions):
+        if options.chunk_bytes is not None and options.chunk_bytes > options.ring_bytes:
+            links.error(f"--chunk {options.chunk_bytes} is larger than --ring {options.ring_bytes}")
+        if _under_launcher():
+            links.error("links starts its two processes itself; start it without a launcher")
+    elif options.reduction == "avg" and "int" in options.dtype:
+        collectives.error(
+            f"--reduction avg of {options.dtype} would be cut off; give a floating dtype"
+        )
+    return options, given.out
+
+
+def _add_common_flags(
+    parser: Parser, default: LinkOptions | CollectiveOptions, results: str
+) -> None:
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=_size,
+        default=list(default.sizes),
+        metavar="SIZE",
+        help="bytes of a message or of a collective's buffer, as in 64K, 32M or 1G",
+    )
+    # Two processes share no GPU; ranks that simulate vendors may.
+    has_gpus = torch.cuda.device_count() >= (2 if isinstance(default, LinkOptions) else 1)
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda" if has_gpus else "cpu",
+        help="where the tensors lie: cuda is a GPU of any vendor",
+    )
+    parser.add_argument(
+        "--seconds-a-point",
+        type=number(above=0),
+        default=default.seconds_a_point,
+        help="seconds for one row at one size; a few samples are taken whatever it is",
+    )
+    parser.add_argument(
+        "--repeats", type=integer(1), default=default.repeats, help="samples of a figure, at most"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=default.timeout,
+        help="seconds before a blocked transfer is an error",
+    )
+    parser.add_argument("--out", default=results, help="folder for the results")
 
 
 def _add_link_flags(parser: Parser) -> None:
-    default = bench_record.Options
+    default = LinkOptions
     parser.add_argument(
         "--transports",
         nargs="+",
@@ -99,24 +146,19 @@ def _add_link_flags(parser: Parser) -> None:
         help=f"of {', '.join(_MEASURED)}; one that cannot run here is left out with a line",
     )
     parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=parse_size,
-        default=list(bench_record.DEFAULT_SIZES),
+        "--ring",
+        dest="ring_bytes",
+        type=_size,
+        default=default.ring_bytes,
         metavar="SIZE",
-        help="bytes of a message, as in 64K, 32M or 1G",
-    )
-    add_timing_flags(
-        parser,
-        seconds_a_point=default.seconds_a_point,
-        repeats=default.repeats,
-        timeout=default.timeout,
+        help="bytes of a link's rings",
     )
     parser.add_argument(
-        "--ring", type=parse_size, default=default.ring_bytes, help="bytes of a link's rings"
-    )
-    parser.add_argument(
-        "--chunk", type=parse_size, help="bytes of a slot; default: what suits each transport"
+        "--chunk",
+        dest="chunk_bytes",
+        type=_size,
+        metavar="SIZE",
+        help="bytes of a slot; default: what suits each transport",
     )
     parser.add_argument(
         "--connections",
@@ -130,133 +172,53 @@ def _add_link_flags(parser: Parser) -> None:
         default=default.idle_seconds,
         help="seconds for which the open links are watched while nothing is sent",
     )
-    parser.add_argument("--cpu", action="store_true", help="CPU tensors even where there are GPUs")
     parser.add_argument("--keep-threads", action="store_true", help="leave torch its threads")
-    parser.add_argument("--out", default="runs/links", help="folder for the results")
-
-
-def _link_options(given: argparse.Namespace, parser: Parser) -> bench_record.Options:
-    if given.chunk is not None and given.chunk > given.ring:
-        parser.error(f"--chunk {given.chunk} is larger than --ring {given.ring}")
-    return bench_record.Options(
-        transports=tuple(dict.fromkeys(given.transports)),
-        sizes=tuple(sorted(set(given.sizes))),
-        seconds_a_point=given.seconds_a_point,
-        repeats=given.repeats,
-        ring_bytes=given.ring,
-        chunk_bytes=given.chunk,
-        connections=given.connections,
-        idle_seconds=given.idle_seconds,
-        timeout=given.timeout,
-        on_cpu=given.cpu,
-        keep_threads=given.keep_threads,
-    )
-
-
-def measure_links(options: bench_record.Options, out: str, command: Sequence[str]) -> str:
-    """Measure and write; the process that leads says where. HeteroError for a link that broke."""
-    folder = make_results_folder(out)
-    with tempfile.TemporaryDirectory() as store_folder:
-        run_ranks(run_link_rank, (options, store_folder, out, command), ranks=2)
-    failed = json.loads((folder / "links.json").read_text())["failed"]
-    if failed:
-        raise HeteroError(f"broke while it was measured: {', '.join(failed)}; see above")
-    return ""
 
 
 def _add_collective_flags(parser: Parser) -> None:
-    default = collective_record.Options
+    default = CollectiveOptions
     parser.add_argument(
         "--backends",
         nargs="+",
-        choices=collective_record.BACKENDS,
+        choices=BACKENDS,
         default=list(default.backends),
         metavar="NAME",
-        help=f"of {', '.join(collective_record.BACKENDS)}; one that cannot run here is left out "
-        "with a line",
+        help=f"of {', '.join(BACKENDS)}; one that cannot run here is left out with a line",
     )
     parser.add_argument(
         "--operations",
         nargs="+",
-        choices=collective_record.OPERATIONS,
-        default=list(collective_record.OPERATIONS),
+        choices=OPERATIONS,
+        default=list(OPERATIONS),
         metavar="NAME",
-        help=f"of {', '.join(collective_record.OPERATIONS)}; send_recv is each rank to the next",
+        help=f"of {', '.join(OPERATIONS)}; send_recv is each rank to the next",
     )
     parser.add_argument(
         "--ranks",
+        dest="parts",
         type=_parts,
         metavar="PARTS",
         help="ranks of each simulated vendor, as in 2+2 (default: 1+1); one number for ranks of "
         "the vendor that is there; not under a launcher",
     )
     parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where the tensors lie: cuda is a GPU of any vendor",
-    )
-    parser.add_argument(
-        "--min-size",
-        type=parse_size,
-        default=default.smallest,
-        metavar="SIZE",
-        help="bytes, as in 4K",
-    )
-    parser.add_argument(
-        "--max-size",
-        type=parse_size,
-        default=default.largest,
-        metavar="SIZE",
-        help="bytes, as in 1G",
-    )
-    parser.add_argument(
-        "--factor", type=integer(1), default=default.factor, help="from one size to the next"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=collective_record.DTYPES,
-        default=default.dtype,
-        help="of the tensors' elements",
+        "--dtype", choices=DTYPES, default=default.dtype, help="of the tensors' elements"
     )
     parser.add_argument(
         "--reduction",
-        choices=collective_record.REDUCTIONS,
+        choices=REDUCTIONS,
         default=default.reduction,
         help="of all_reduce and reduce_scatter",
     )
-    add_timing_flags(
-        parser,
-        seconds_a_point=default.seconds_a_point,
-        repeats=default.repeats,
-        timeout=default.timeout,
-    )
-    parser.add_argument("--out", default="runs/collectives", help="folder for the results")
 
 
-def _collective_options(given: argparse.Namespace, parser: Parser) -> collective_record.Options:
-    if given.min_size > given.max_size:
-        parser.error(f"--min-size {given.min_size} is larger than --max-size {given.max_size}")
-    if given.factor == 1:
-        parser.error("--factor 1 leads to no other size; give 2 or more")
-    if given.ranks is not None and _under_launcher():
-        parser.error("--ranks is for ranks that this tool starts, and a launcher has started these")
-    if given.reduction == "avg" and "int" in given.dtype:
-        parser.error(f"--reduction avg of {given.dtype} would be cut off; give a floating dtype")
-    return collective_record.Options(
-        backends=tuple(dict.fromkeys(given.backends)),
-        operations=tuple(dict.fromkeys(given.operations)),
-        parts=given.ranks or collective_record.Options.parts,
-        device=given.device,
-        smallest=given.min_size,
-        largest=given.max_size,
-        factor=given.factor,
-        dtype=given.dtype,
-        reduction=given.reduction,
-        seconds_a_point=given.seconds_a_point,
-        repeats=given.repeats,
-        timeout=given.timeout,
-    )
+def _size(text: str) -> int:
+    """Bytes from 4096, 64K, 32M or 1G."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not (digits.isascii() and digits.isdecimal()) or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 64K, 32M or 1G")
+    return int(digits) * unit
 
 
 def _parts(text: str) -> tuple[int, ...]:
@@ -275,9 +237,7 @@ def _under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def measure_collectives(
-    options: collective_record.Options, out: str, command: Sequence[str]
-) -> str:
+def measure(options: LinkOptions | CollectiveOptions, out: str, command: Sequence[str]) -> str:
     """Measure and write. HeteroError for results that are wrong and for what broke."""
     folder = make_results_folder(out)
     if _under_launcher():
@@ -285,11 +245,10 @@ def measure_collectives(
         _require_gpus(options, local_size, simulated=VENDOR_VARIABLE in os.environ)
         lead_gloo_towards(os.environ.get("MASTER_ADDR", ""))
         store, rank, size = next(iter(dist.rendezvous("env://")))
-        failed = run_collective_rank(
-            store, rank=rank, size=size, options=options, out=out, command=command
-        )
+        failed = _run_rank(rank, size, store, options=options, out=out, command=command)
     else:
-        _require_gpus(options, sum(options.parts), simulated=len(options.parts) > 1)
+        parts = options.parts if isinstance(options, CollectiveOptions) else (2,)
+        _require_gpus(options, sum(parts), simulated=len(parts) > 1)
         store = dist.TCPStore(
             "127.0.0.1",
             0,
@@ -297,22 +256,48 @@ def measure_collectives(
             wait_for_workers=False,
             timeout=timedelta(seconds=options.timeout),
         )
-        arguments = (options, _vendors_of(options.parts), store.port, out, command)
-        run_ranks(run_started_rank, arguments, ranks=sum(options.parts))
-        failed = json.loads((folder / RESULTS).read_text())["failed"]
+        run_ranks(run_started_rank, (parts, store.port, options, out, command), ranks=sum(parts))
+        failed = json.loads((folder / record.FILE).read_text())["failed"]
     if failed:
         raise HeteroError(f"wrong or broken: {', '.join(failed)}; see above")
     return ""
 
 
-def _vendors_of(parts: Sequence[int]) -> str:
-    """What HETERO_VENDOR says; nothing where no vendor is played."""
-    if len(parts) == 1:
-        return ""
-    return ",".join(f"{vendor}*{count}" for vendor, count in zip(VENDORS, parts, strict=False))
+def run_started_rank(
+    rank: int,
+    parts: Sequence[int],
+    port: int,
+    options: LinkOptions | CollectiveOptions,
+    out: str,
+    command: Sequence[str],
+) -> None:
+    """A rank that the tool has started itself, on this host."""
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if len(parts) > 1:
+        vendors = (f"{name}*{count}" for name, count in zip(VENDORS, parts, strict=False))
+        os.environ[VENDOR_VARIABLE] = ",".join(vendors)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=options.timeout))
+    _run_rank(rank, sum(parts), store, options=options, out=out, command=command)
 
 
-def _require_gpus(options: collective_record.Options, ranks: int, *, simulated: bool) -> None:
+def _run_rank(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    options: LinkOptions | CollectiveOptions,
+    out: str,
+    command: Sequence[str],
+) -> list[str]:
+    """What failed. Rank 0 writes the report."""
+    found = run_rank(rank, size, store, options=options, command=command)
+    if rank == 0:
+        write_report(found, Path(out))
+    return found.failed
+
+
+def _require_gpus(options: LinkOptions | CollectiveOptions, ranks: int, *, simulated: bool) -> None:
     """Refuse more ranks than GPUs. Ranks that simulate vendors may share one."""
     gpus = torch.cuda.device_count()
     if options.device == "cuda" and gpus < (1 if simulated else ranks):

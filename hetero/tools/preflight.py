@@ -31,8 +31,8 @@ from hetero.errors import ExchangeError, HeteroError, print_error, write_error_f
 from hetero.startup.exchange import JobExchanges
 from hetero.startup.liveness import LocalRanks, open_liveness
 from hetero.tools import tool_command_line
-from hetero.tools.preflight_checks.cluster_file import cluster_text
-from hetero.tools.preflight_checks.readiness import ClusterCheck, Report, Settings, check_alone
+from hetero.tools.preflight_checks.job import ClusterCheck, Settings, check_alone
+from hetero.tools.preflight_checks.report import Report, cluster_text
 from hetero.tools.reports.page import write_whole
 from megatron.hetero.rendezvous import environment_rank, open_store, store_endpoint
 

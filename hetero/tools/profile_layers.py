@@ -43,7 +43,7 @@ from megatron.hetero.import_core import import_megatron_core
 if TYPE_CHECKING:
     from hetero.tools.layer_profile.profiled_device import ProfiledDevice
     from hetero.tools.layer_profile.swept_points import Sweep, SweepResult
-    from hetero.tools.preflight_checks.path_bandwidth import PathResult
+    from hetero.tools.preflight_checks.network import PathResult
 
 
 _UNSTEADY = 0.2
@@ -160,7 +160,7 @@ def _sweep(
 
     from hetero.tools.layer_profile.profiled_device import wire_inside
     from hetero.tools.layer_profile.swept_points import Sweep, measure
-    from hetero.tools.preflight_checks.path_bandwidth import measure_alone
+    from hetero.tools.preflight_checks.network import measure_alone
     from megatron.hetero.cpu_shim import cpu_shim
 
     sweep = Sweep(

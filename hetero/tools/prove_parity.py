@@ -30,7 +30,7 @@ from hetero.errors import UserError
 from hetero.text import integer
 from hetero.tools import tool_command_line
 from hetero.tools.reports.page import write_whole
-from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
+from hetero.tools.run_comparison.alignment import compare_bitwise
 from hetero.tools.runs import (
     SIMULATED,
     Finished,

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
-from hetero.text import HelpFormatter, integer, number, seconds
+from hetero.text import HelpFormatter
 from hetero.version import exit_if_other_megatron, exit_unless_installed
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -57,27 +57,6 @@ class Parser(argparse.ArgumentParser):
             print_error(sentence)
         write_error_file(sentence, printed=speaks, known_to_all=True)
         self.exit(UserError.exit_code)
-
-
-def add_timing_flags(
-    parser: Parser, *, seconds_a_point: float, repeats: int, timeout: float
-) -> None:
-    """The flags of every benchmark here that say how long it takes, with its own defaults."""
-    parser.add_argument(
-        "--seconds-a-point",
-        type=number(above=0),
-        default=seconds_a_point,
-        help="seconds for one row at one size; a few samples are taken whatever it is",
-    )
-    parser.add_argument(
-        "--repeats", type=integer(1), default=repeats, help="samples of a figure, at most"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=timeout,
-        help="seconds before a blocked transfer is an error",
-    )
 
 
 def make_results_folder(path: str | Path, flag: str = "--out") -> Path:

@@ -9,7 +9,6 @@ code 0: every step passed; 1: one did not; 2: bad input. docs/verify.md says wha
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -32,29 +31,32 @@ from hetero.plan import VENDOR_VARIABLE, VENDORS
 from hetero.text import integer, number
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, make_results_folder, run
-from hetero.tools.verification.differences import add_expected, differences, read_expected
-from hetero.tools.verification.job import Job, NodeFacts, Options
-from hetero.tools.verification.node_steps import reached_nics
-from hetero.tools.verification.nodes import PATIENCE, Nodes
+from hetero.tools.verification.job import PATIENCE, Job, NodeFacts, Nodes, Options
 from hetero.tools.verification.report import HTML_FILE, Report, table, verdict_line, write_report
-from hetero.tools.verification.steps import NAMES, STEPS, Step, chosen, perform
-from hetero.tools.verification.verdicts import Outcome, Verdict
+from hetero.tools.verification.steps import NAMES, STEPS, Step, perform, reached_nics
+from hetero.tools.verification.verdict import (
+    Outcome,
+    Verdict,
+    add_expected,
+    differences,
+    read_expected,
+)
 
 _PORT = 29500
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, given = _parse(argv)
+    options = _parse(argv)
     passed: list[bool] = []
 
     def work() -> str:
-        passed.append(verify(options, given))
+        passed.append(verify(options))
         return ""
 
     return run(work, interrupted="what has passed is kept") or int(not all(passed))
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
+def _parse(argv: Sequence[str] | None) -> Options:
     parser = Parser((__doc__ or "").partition("\n")[0])
     launcher = parser.add_argument_group("as hetero.run has them")
     launcher.add_argument("--nnodes", type=integer(1), default=1, help="number of nodes")
@@ -121,9 +123,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
             f"{VENDOR_VARIABLE}=plan names no vendor here; give one, or one for each process, as "
             "in amd,nvidia"
         )
+    steps = tuple(n for n in given.only or NAMES if n not in given.skip)
+    if not steps:
+        problems.append("--only and --skip leave no step to run")
     if problems:
         parser.error("; ".join(problems))
-    options = Options(
+    return Options(
         nnodes=given.nnodes,
         nproc_per_node=given.nproc_per_node,
         master_addr=given.master_addr,
@@ -133,15 +138,16 @@ def _parse(argv: Sequence[str] | None) -> tuple[Options, argparse.Namespace]:
         node_rank=given.node_rank,
         out=given.out,
         names=given.include_names,
+        steps=steps,
+        redo=NAMES if "all" in given.redo else tuple(given.redo),
         deadline_factor=given.deadline_factor,
+        add_to_simulated=given.add_to_simulated,
     )
-    return options, given
 
 
-def verify(options: Options, given: argparse.Namespace) -> bool:
+def verify(options: Options) -> bool:
     """Run what is to be run on this node; whether every step has passed."""
     began = time.monotonic()
-    wanted = chosen(given.only, given.skip)
     make_results_folder(options.out)
     facts = NodeFacts.here(processes=options.nproc_per_node, out=options.out)
     nodes = Nodes(
@@ -151,15 +157,15 @@ def verify(options: Options, given: argparse.Namespace) -> bool:
         port=options.master_port,
     )
     try:
-        job, stored = _meet(options, nodes, facts, wanted, given.redo)
-        report = _run_steps(job, wanted, stored, began)
+        job, stored = _meet(options, nodes, facts)
+        report = _run_steps(job, stored, began)
     finally:
         nodes.leave()
     if options.node_rank > 0:
         print(f"node {options.node_rank}: done; node 0 writes the report")
         return report.passed
-    if given.add_to_simulated is not None:
-        add_expected(given.add_to_simulated, report.verdicts)
+    if options.add_to_simulated is not None:
+        add_expected(options.add_to_simulated, report.verdicts)
     record = write_report(report, options.out)
     print("\n".join(["", *table(record), ""]))
     print(f"wrote {options.out / HTML_FILE} and the same as JSON")
@@ -167,13 +173,7 @@ def verify(options: Options, given: argparse.Namespace) -> bool:
     return report.passed
 
 
-def _meet(
-    options: Options,
-    nodes: Nodes,
-    facts: NodeFacts,
-    wanted: Mapping[str, bool],
-    redo: Sequence[str],
-) -> tuple[Job, dict[str, Any]]:
+def _meet(options: Options, nodes: Nodes, facts: NodeFacts) -> tuple[Job, dict[str, Any]]:
     """What all nodes are, and the outcomes of steps that need not be run again, as node 0 has them.
 
     Raises UserError, on every node, where they were started differently.
@@ -182,7 +182,7 @@ def _meet(
         "--nproc-per-node": options.nproc_per_node,
         "--out": str(options.out),
         "--vendors": list(options.vendors),
-        "--only and --skip": dict(wanted),
+        "--only and --skip": sorted(options.steps),
     }
     said = nodes.exchange({"facts": asdict(facts), "asked": asked}, seconds=PATIENCE)
     different = [
@@ -194,20 +194,18 @@ def _meet(
     if different:
         raise UserError(*different)
     job = Job(options, nodes, [NodeFacts.from_dict(one["facts"]) for one in said])
-    mine = _stored(job, redo) if nodes.number == 0 else {}
+    mine = _stored(job) if nodes.number == 0 else {}
     return job, nodes.exchange(mine, seconds=PATIENCE)[0]
 
 
-def _run_steps(
-    job: Job, wanted: Mapping[str, bool], stored: Mapping[str, Any], began: float
-) -> Report:
+def _run_steps(job: Job, stored: Mapping[str, Any], began: float) -> Report:
     verdicts: list[Verdict] = []
     stopped = ""
     speaks = job.node == 0
     if speaks and (nature := Report(job, [], [], 0.0).nature):
         print(f"{nature}: one vendor or one machine plays another")
     for place, step in enumerate(STEPS, start=1):
-        if not wanted[step.name]:
+        if step.name not in job.options.steps:
             skipped = "not asked for, by --only or --skip"
             verdicts.append(Verdict(step.name, Outcome.SKIPPED, skipped))
             continue
@@ -257,12 +255,12 @@ def _file_of(job: Job, step: Step) -> Path:
     return job.options.out / "steps" / f"{step.name}.json"
 
 
-def _stored(job: Job, redo: Sequence[str]) -> dict[str, Any]:
+def _stored(job: Job) -> dict[str, Any]:
     """The steps that have passed with these nodes and this code."""
     known: dict[str, Any] = {}
     for step in STEPS:
         file = _file_of(job, step)
-        if step.name in redo or "all" in redo or not file.exists():
+        if step.name in job.options.redo or not file.exists():
             continue
         try:
             record = json.loads(file.read_text())

@@ -10,8 +10,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.observe.operators.operator_list import operators
 from hetero.tools.operators.layer_flags import layer_arguments
-from hetero.tools.operators.recording import built_model, default_device
-from hetero.tools.operators.tape import AccumulatedTape, Recording
+from hetero.tools.operators.recording import AccumulatedTape, Recording, built_model, default_device
 from megatron.hetero import weights
 from megatron.hetero.model import initial_weights
 from megatron.hetero.operator_hooks import operator_hooks

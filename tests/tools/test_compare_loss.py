@@ -47,8 +47,8 @@ def run(files, tmp_path, capsys, monkeypatch):
 
     Without pictures, which take a second each, and have tests of their own.
     """
-    monkeypatch.setattr("hetero.tools.run_comparison.loss_picture.draw_png", lambda *_: None)
-    monkeypatch.setattr("hetero.tools.run_comparison.loss_page.render_page", lambda _: "")
+    monkeypatch.setattr("hetero.tools.run_comparison.picture.draw_png", lambda *_: None)
+    monkeypatch.setattr("hetero.tools.run_comparison.picture.render_page", lambda _: "")
 
     def call(command: str) -> tuple[int, str, str]:
         words = [files.get(word, word) for word in command.split()]

@@ -78,7 +78,7 @@ def test_emulated_nodes_call_and_measure_each_other_and_say_that_they_are(tmp_pa
     assert [node["card"]["number"] for node in record["nodes"]] == [0, 1, 2]
     assert len(record["calls"]) == 6
     assert [call["error"] for call in record["calls"]] == [""] * 6
-    measured = {(p["source"], p["target"]) for p in record["paths"] if not p["result"]["error"]}
+    measured = {(p["source"], p["target"]) for p in record["paths"] if not p["error"]}
     assert measured == {(0, 1), (0, 2), (1, 2)}
     (kind,) = yaml.safe_load((tmp_path / "c").read_text())["nodes"]
     assert kind["nodes"] == 3
@@ -115,11 +115,11 @@ KILLED = """
 import os, signal, sys
 from hetero.startup import liveness
 from hetero.tools import preflight
-from hetero.tools.preflight_checks import path_bandwidth, readiness
-path_bandwidth._TIMEOUT = 1000.0
+from hetero.tools.preflight_checks import job, network
+network._TIMEOUT = 1000.0
 liveness._HEARTBEAT_SECONDS = liveness._GRACE_SECONDS = 0.5
 if os.environ["RANK"] == "{}":
-    readiness.measure_paths = lambda end: os.kill(os.getpid(), signal.SIGKILL)
+    job.measure_paths = lambda end: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(preflight.main(["--emulate-nodes", "--hetero-nics", "lo"]))
 """
 

@@ -119,7 +119,7 @@ STARTING = {
     "memory_checkpoint_cost": "--pairs 2 --json {folder}/out.json",
     "observe_rank_0": "--ranks 8 --json {folder}/out.json",
     "operator_watch_cost": "--checks 4 --json {folder}/out.json",
-    "perf": f"links --cpu --transports shm {OUT}",
+    "perf": f"links --device cpu --transports shm {OUT}",
     "preflight": "",
     "prove_meshes": OUT,
     "prove_parity": f"{OUT} -- --num-layers 2 --hidden-size 64 --num-attention-heads 2 "

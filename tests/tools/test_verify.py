@@ -18,10 +18,9 @@ import pytest
 from hetero.errors import ExchangeError, HeteroError
 from hetero.tools import verify
 from hetero.tools.runs import DeadlinePassed
-from hetero.tools.verification.job import Job
-from hetero.tools.verification.nodes import Nodes
+from hetero.tools.verification.job import Job, Nodes
 from hetero.tools.verification.steps import NAMES, Step, perform
-from hetero.tools.verification.verdicts import Outcome, Verdict, judged
+from hetero.tools.verification.verdict import Outcome, Verdict, judged
 from tests.commands import ROOT, ended
 from tests.distributed.harness import free_port
 from tests.tools.verification.jobs import job

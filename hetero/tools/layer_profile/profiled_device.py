@@ -13,7 +13,7 @@ from hetero.errors import UserError
 from hetero.planner.accelerators import built_in_accelerators, match_driver_name
 from hetero.planner.cluster_shape import LinkModel, link_inside_node
 from hetero.startup.identity import own_vendor
-from hetero.tools.preflight_checks.path_bandwidth import PathResult
+from hetero.tools.preflight_checks.network import PathResult
 
 
 @dataclass(frozen=True)

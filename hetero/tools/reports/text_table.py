@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], *, text: Collection[int]) -> list[str]:
-    """A line for each row, numbers at the right and the columns in `text` at the left.
+def aligned(rows: Sequence[Sequence[str]], *, text: Collection[int] | None = None) -> list[str]:
+    """A line for each row, numbers at the right and the columns in `text`, or all, at the left.
 
     An empty row is an empty line.
     """
@@ -16,7 +16,7 @@ def aligned(rows: Sequence[Sequence[str]], *, text: Collection[int]) -> list[str
     def line(row: Sequence[str]) -> str:
         cells = zip(row, widths, strict=False)
         return "  ".join(
-            f"{cell:<{width}}" if column in text else f"{cell:>{width}}"
+            f"{cell:<{width}}" if text is None or column in text else f"{cell:>{width}}"
             for column, (cell, width) in enumerate(cells)
         ).rstrip()
 

@@ -10,17 +10,82 @@ import numpy as np
 
 from hetero.errors import UserError
 from hetero.text import counted
-from hetero.tools.run_comparison.alignment import SCHEDULE_TOLERANCE, schedule_difference
-from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise, relative_difference
-from hetero.tools.run_comparison.curves import Curve, Floats
-from hetero.tools.run_comparison.envelope import FEWEST_SEEDS, Envelope
-from hetero.tools.run_comparison.smoothing import (
+from hetero.tools.run_comparison.alignment import (
+    SCHEDULE_TOLERANCE,
+    compare_bitwise,
+    relative_difference,
+    schedule_difference,
+)
+from hetero.tools.run_comparison.curves import (
+    Curve,
+    Floats,
+    Integers,
     forward_filled_grad_norm,
     has_grad_norm,
     smoothed_grad_norm,
     smoothed_iterations,
     smoothed_loss,
 )
+
+FEWEST_SEEDS = 3
+_STUDENT = (
+    *(63.6567, 9.9248, 5.8409, 4.6041, 4.0321, 3.7074, 3.4995, 3.3554, 3.2498, 3.1693),
+    *(3.1058, 3.0545, 3.0123, 2.9768, 2.9467, 2.9208, 2.8982, 2.8784, 2.8609, 2.8453),
+    *(2.8314, 2.8188, 2.8073, 2.7969, 2.7874, 2.7787, 2.7707, 2.7633, 2.7564, 2.75),
+)
+"""Student's distribution: what 99 % lie within on both sides, by degrees of freedom from 1 on. The
+last stands for more of them too, which makes the band a little wide."""
+
+
+@dataclass(frozen=True, eq=False)
+class Envelope:
+    """The band, at the iterations of the smoothed curves, in the curves' own unit."""
+
+    iteration: Integers
+    centre: Floats
+    low: Floats
+    high: Floats
+
+    def share_inside(self, smoothed: Floats) -> float:
+        """How much of a smoothed curve lies inside, 0 to 1; what is not finite does not."""
+        return float(np.mean((smoothed >= self.low) & (smoothed <= self.high)))
+
+
+def seed_envelope(smoothed: Floats, iteration: Integers) -> Envelope:
+    """The band of several seeds' smoothed curves: one row each, one column an iteration.
+
+    They must be above zero: the spread is that of ratios.
+    """
+    seeds = len(smoothed)
+    logarithm = np.log(smoothed)
+    centre = logarithm.mean(axis=0)
+    variance = ((logarithm - centre) ** 2).sum(axis=0) / (seeds - 1)
+    half_width = prediction_factor(seeds) * np.sqrt(_pooled(variance, iteration))
+    return Envelope(
+        iteration=iteration,
+        centre=np.exp(centre),
+        low=np.exp(centre - half_width),
+        high=np.exp(centre + half_width),
+    )
+
+
+def _pooled(variance: Floats, iteration: Integers) -> Floats:
+    """Mean over the iterations from half to twice each: training unfolds in the logarithm of it."""
+    begins = np.searchsorted(iteration, iteration / 2, side="left")
+    ends = np.searchsorted(iteration, iteration * 2, side="right")
+    sums = np.concatenate(([0.0], np.cumsum(variance)))
+    return np.asarray((sums[ends] - sums[begins]) / (ends - begins), dtype=np.float64)
+
+
+def prediction_factor(seeds: int) -> float:
+    """Half the width of the band in standard deviations of the seeds.
+
+    The spread is known from `seeds` - 1 differences, whatever the number of iterations: seeds part
+    for long stretches, in which further iterations tell nothing new. The mean is itself uncertain,
+    as one more curve is.
+    """
+    quantile = _STUDENT[min(seeds - 1, len(_STUDENT)) - 1]
+    return quantile * math.sqrt(1.0 + 1.0 / seeds)
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,13 @@ from hetero.startup.addresses import address_towards, reachable_address
 from hetero.startup.exchange import Exchange
 from hetero.startup.store import host_of
 from hetero.text import integer
-from hetero.tools.collective_bench.collective_rank import CollectiveSession
-from hetero.tools.collective_bench.collective_record import Options as CollectiveOptions
-from hetero.tools.link_bench.bare_limits import bare_copies, rate
-from hetero.tools.link_bench.bench_record import MIB, Options, limit_of, sockets_name
-from hetero.tools.link_bench.measured_paths import LinkPath, open_sockets
-from hetero.tools.link_bench.measured_paths import Path as MeasuredPath
-from hetero.tools.link_bench.measured_points import Messages, Meter
-from hetero.tools.link_bench.two_ranks import Pair
+from hetero.tools.benchmark.collective import OPERATIONS
+from hetero.tools.benchmark.limits import bare_copies, limit_of, open_sockets, rate, sockets_name
+from hetero.tools.benchmark.link import LinkMeter, LinkPath, Messages
+from hetero.tools.benchmark.link import Path as MeasuredPath
+from hetero.tools.benchmark.program import run_rank
+from hetero.tools.benchmark.ranks import Ranks
+from hetero.tools.benchmark.record import MIB, CollectiveOptions, Options
 from hetero.tools.reports.page import write_whole
 from hetero.tools.tool_command_line import Parser, run
 from hetero.tools.verification.contract import CONTRACT, SHORT, Side, make
@@ -51,7 +50,8 @@ _SECONDS_TO_AGREE = 120.0
 _RING_BYTES, _CHUNK_BYTES = 2 << 20, 64 << 10
 """Small, so that even small messages are cut and every ring wraps."""
 _SPEED_SIZES = 4 << 10, 16 << 20
-_SPEED = Options(transports=(), seconds_a_point=2.0, repeats=50)
+_CONNECTIONS = 4
+_SPEED = Options(seconds_a_point=2.0, repeats=50)
 _RAIL_MESSAGES, _RAIL_BYTES, _CUT_AT = 48, 1 << 20, 12
 
 
@@ -62,7 +62,7 @@ class End:
     rank: int
     peer: int
     store: dist.Store
-    pair: Pair
+    pair: Ranks
     nics: tuple[str, ...]
     device: torch.device
 
@@ -126,7 +126,7 @@ def _why_not(
     except Exception as error:  # whatever it is, it is what is to be reported
         broken = first_line(error) or type(error).__name__
     said = end.pair.together(lambda: (absent, broken))
-    return said.rank0[0] or said.rank1[0], said.rank0[1] or said.rank1[1]
+    return said[0][0] or said[1][0], said[0][1] or said[1][1]
 
 
 def _play(
@@ -151,7 +151,7 @@ def _play(
             )
             said = end.pair.together(lambda side=side, rule=rule: _kept(side, rule.clause))  # type: ignore[misc]
             side.close()
-            yield [way, name, sender, [*said.rank0, *said.rank1]]
+            yield [way, name, sender, [*said[0], *said[1]]]
 
 
 def _kept(side: Side, clause: Callable[[Side], list[str]]) -> list[str]:
@@ -167,7 +167,7 @@ def _kept(side: Side, clause: Callable[[Side], list[str]]) -> list[str]:
 
 def measure_speed(end: End) -> dict[str, Any]:
     """What every path that is there reaches, and the share of the bare path that bounds it."""
-    meter = Meter(end.pair, _SPEED)
+    meter = LinkMeter(end.pair, _SPEED)
     limits = _limits(end, meter)
     paths: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -185,7 +185,7 @@ def measure_speed(end: End) -> dict[str, Any]:
                 failed[name] = str(failure)
                 continue
             on_gpu = end.device.type == "cuda"
-            limit = limit_of(link.transport, on_gpu=on_gpu, connections=_SPEED.connections)
+            limit = limit_of(link.transport, on_gpu=on_gpu, connections=_CONNECTIONS)
             bound = limits.get(limit or "")
             paths[name] = reached | {
                 "transport": link.transport,
@@ -195,31 +195,31 @@ def measure_speed(end: End) -> dict[str, Any]:
     return {"paths": paths, "limits": limits, "failed": failed}
 
 
-def _rates(end: End, meter: Meter, path: MeasuredPath) -> dict[str, float]:
+def _rates(end: End, meter: LinkMeter, path: MeasuredPath) -> dict[str, float]:
     small, large = (
         Messages.of(nbytes, rank=end.pair.rank, device=path.device) for nbytes in _SPEED_SIZES
     )
     meter.check(path, large)
     found = meter.rates(path, small, large)
     return {
-        "latency_us": found.latency_us,
-        "gb_s": min(found.there_gb_s, found.back_gb_s),
-        "both_gb_s": found.both_gb_s,
+        "latency_us": found["latency_us"],
+        "gb_s": min(found["there_gb_s"], found["back_gb_s"]),
+        "both_gb_s": found["both_gb_s"],
     }
 
 
-def _limits(end: End, meter: Meter) -> dict[str, float]:
+def _limits(end: End, meter: LinkMeter) -> dict[str, float]:
     """GB/s of what bounds the paths: sockets between the two, and copies within this host."""
-    name = sockets_name(_SPEED.connections)
+    name = sockets_name(_CONNECTIONS)
     own = address_towards(host_of(end.store))
     said = end.pair.together(lambda: own)
-    address = reachable_address(own, [said.rank1 if end.pair.leads else said.rank0])
+    address = reachable_address(own, [said[1] if end.pair.leads else said[0]])
     address = find_nics(list(end.nics), own=address).addresses[0]
-    at = end.pair.together(lambda: address).rank0
+    at = end.pair.together(lambda: address)[0]
     sockets = open_sockets(
         name,
         rank=end.pair.rank,
-        connections=_SPEED.connections,
+        connections=_CONNECTIONS,
         store=end.store_of("sockets"),
         timeout=_TIMEOUT,
         address=at,
@@ -229,7 +229,7 @@ def _limits(end: End, meter: Meter) -> dict[str, float]:
     source = torch.ones(16 * MIB, dtype=torch.uint8, device=end.device)
     for copy in bare_copies(source) if _has_peer(end.device) else []:
         reached = end.pair.together(lambda copy=copy: rate(copy, 0.2) if end.pair.leads else 0.0)  # type: ignore[misc]
-        limits[copy.name] = reached.rank0
+        limits[copy.name] = reached[0]
     return limits
 
 
@@ -243,11 +243,10 @@ def measure_collectives(store: dist.Store, rank: int, size: int, device: str) ->
         device=device,
         seconds_a_point=0.1,
         timeout=60.0,
-        smallest=64 << 10,
-        largest=4 << 20,
-        factor=64,
+        sizes=(64 << 10, 4 << 20),
+        operations=OPERATIONS,
     )
-    return CollectiveSession(store, rank=rank, size=size, options=options).run([]).as_mapping()
+    return run_rank(rank, size, store, options=options, command=[]).as_mapping()
 
 
 # A rail.
@@ -315,10 +314,9 @@ def check_operators(dtypes: Sequence[str], flags: Sequence[str]) -> dict[str, An
     from megatron.hetero.import_core import import_megatron_core
 
     import_megatron_core()
+    from hetero.tools.operators.comparison import compare, verdict
     from hetero.tools.operators.dump import REFERENCE
     from hetero.tools.operators.layer_flags import layer_arguments
-    from hetero.tools.operators.operator_comparison import compare
-    from hetero.tools.operators.operator_table import verdict
     from hetero.tools.operators.recording import default_device, record
 
     found: dict[str, Any] = {}
@@ -366,7 +364,7 @@ def _found(options: argparse.Namespace) -> dict[str, Any] | None:
     found: dict[str, Any] | None = None
     if rank in options.pair:
         number = options.pair.index(rank)
-        words = Pair(number, dist.PrefixStore("verify/words", store), timeout=_SECONDS_TO_AGREE)
+        words = Ranks(number, 2, dist.PrefixStore("verify/words", store), timeout=_SECONDS_TO_AGREE)
         end = End(
             rank=rank,
             peer=options.pair[1 - number],

@@ -12,20 +12,19 @@ from typing import Any
 
 import psutil
 
+import hetero
 from hetero import cli
 from hetero.text import counted
 from hetero.tools.launching.processes import StepFailure, log_lines
-from hetero.tools.run_comparison.alignment import align
-from hetero.tools.run_comparison.bitwise_comparison import compare_bitwise
+from hetero.tools.run_comparison.alignment import align, compare_bitwise
+from hetero.tools.run_comparison.comparison import Options, compare
 from hetero.tools.run_comparison.criteria import Criterion, parse_criterion
 from hetero.tools.run_comparison.curves import curve_of
-from hetero.tools.run_comparison.loss_comparison import Options, compare
 from hetero.tools.verification.contract import same_bits
-from hetero.tools.verification.job import Job, vendor_alone
-from hetero.tools.verification.link_steps import found_by_pair
-from hetero.tools.verification.node_steps import PRESET
-from hetero.tools.verification.verdicts import Failure, Verdict, judged
+from hetero.tools.verification.job import Job
+from hetero.tools.verification.verdict import Failure, Verdict, judged
 
+PRESET = Path(hetero.__file__).parent / "presets" / "tiny.yaml"
 ITERATIONS = 10
 _LEAST_LAYERS = 4
 _FIRST_STEPS = ("first-steps", "first-grad-norms", "schedule")
@@ -80,8 +79,7 @@ def _train(
         job.run_on_all_nodes(name, words)
     else:
         launcher = ["-m", "hetero.run", "--standalone", "--nproc-per-node=1"]
-        environ = vendor_alone(vendor, job.facts[job.node])
-        job.run(name, [*launcher, *words], environ=environ)
+        job.run_as(vendor, name, [*launcher, *words])
     if not vendor and job.node > 0:
         return None
     lines = metrics.read_text().splitlines() if metrics.exists() else []
@@ -178,7 +176,7 @@ def _compared(
 
 def check_faults(job: Job) -> dict[str, Any]:
     """A rail that is cut under a link, and a rank that is killed in training."""
-    rails = found_by_pair(job, "rail")["found"]
+    rails = job.run_by_pair("rail")
     job.exchange()
     return {"rails": rails, "killed": _kill_last_rank(job)}
 

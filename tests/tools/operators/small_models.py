@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from hetero.tools.operators.comparison import Comparison, compare
 from hetero.tools.operators.dump import REFERENCE, Dump
 from hetero.tools.operators.layer_flags import layer_arguments
-from hetero.tools.operators.operator_comparison import Comparison, compare
 from hetero.tools.operators.recording import default_device, record
 
 LLAMA = (

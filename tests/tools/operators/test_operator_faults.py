@@ -16,8 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.mlp import MLP
 
-from hetero.tools.operators.operator_comparison import compare
-from hetero.tools.operators.operator_table import verdict
+from hetero.tools.operators.comparison import compare, verdict
 from megatron.hetero.layers import RMSNorm, SdpaAttention
 from tests.tools.operators.small_models import LLAMA, computed, reference
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.tools.operators.operator_comparison import compare
-from hetero.tools.operators.operator_table import verdict
+from hetero.tools.operators.comparison import compare, verdict
 from tests.tools.operators.small_models import GPT, LLAMA, checked, computed
 
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetero.device.topology import rdma_devices
-from hetero.tools.preflight_checks.gpu_facts import VisibleGpu
-from hetero.tools.preflight_checks.gpudirect import Libibverbs
-from hetero.tools.preflight_checks.host_facts import Limits
-from hetero.tools.preflight_checks.node_facts import NodeFacts, SystemFacts, read_node
-from hetero.tools.preflight_checks.roots import Roots
-from hetero.tools.preflight_checks.software import SoftwareFacts
+from hetero.tools.preflight_checks.facts import (
+    GpuFacts,
+    Libibverbs,
+    Limits,
+    NodeFacts,
+    Roots,
+    SoftwareFacts,
+    SystemFacts,
+    read_node,
+)
 from tests.hetero.device.fake_sysfs import CONNECTX7, H200, MI325X, THOR2, FakeSysfs
 
 GIB = 1 << 30
@@ -94,7 +98,7 @@ def config_space(access_control: int) -> bytes:
 
 def _roce_node(
     folder: Path, *, gpu: dict[str, str], nic: dict[str, str], names: tuple[str, str], driver: str
-) -> tuple[Machine, list[VisibleGpu], dict[str, list[str]]]:
+) -> tuple[Machine, list[GpuFacts], dict[str, list[str]]]:
     """Eight GPUs, each with a RoCE NIC below its own switch, and a slow NIC for management."""
     machine = Machine(folder, system=SystemFacts(NO_GPU, [], {}, AMPLE, Libibverbs(True, "50", "")))
     tree = machine.sysfs
@@ -110,7 +114,7 @@ def _roce_node(
         place = tree.add_pci(
             f"{places[0]}/0000:{bus + 3:02x}:00.0", gpu | pcie, numa_node=node, driver=driver
         )
-        gpus.append(VisibleGpu(index, "made-up GPU", 141 * GIB, place.name))
+        gpus.append(GpuFacts(index, "made-up GPU", 141 * GIB, place.name))
         place = tree.add_pci(f"{places[1]}/0000:{bus + 4:02x}:00.0", nic | pcie, numa_node=node)
         device, interface = names[0].format(index), names[1].format(index)
         address = f"10.0.{index}.1"

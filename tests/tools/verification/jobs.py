@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetero.tools.verification.job import Job, NodeFacts, Options
-from hetero.tools.verification.nodes import Nodes
+from hetero.tools.verification.job import Job, NodeFacts, Nodes, Options
 
 SOFTWARE = {"project": "0.1.0 (1a2b)", "torch": "2.13.0", "torch_build": "cpu", "python": "3.11.7"}
 SOFTWARE |= {"megatron_core": "0.16.1"}
