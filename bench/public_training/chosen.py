@@ -1,4 +1,7 @@
-"""Ten public commands, of as many sources as have one that trains a dense model here."""
+"""Twelve public commands, of as many sources as have one that trains a dense model here.
+
+Two of them share sequences among ranks, one of each source that has such a command.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ _OVERLAPPED = (
     "gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather_overlap_optimizer"
 )
 
+_SHARED = "gpt3_mcore_te_tp2_pp2_cp2_calculate_per_token_loss_nondeterministic"
+
 CHOSEN = (
     Chosen(
         "nvidia-example",
@@ -41,6 +46,16 @@ CHOSEN = (
         "rocm-llama3",
         "ROCm/Megatron-LM@rocm_dev:examples/llama/train_llama3.sh (8B)",
         "LLaMA-3 8B: GQA, RoPE, SwiGLU, RMSNorm; bf16, distributed optimizer, overlap",
+    ),
+    Chosen(
+        "nvidia-context",
+        f"NVIDIA/Megatron-LM@core_v0.19.0:{_FUNCTIONAL}/{_SHARED}/model_config.yaml",
+        "GPT-3 with CP2, TP2 with sequence parallelism, PP2; per-token loss",
+    ),
+    Chosen(
+        "rocm-context",
+        "ROCm/Megatron-LM@rocm_dev:examples/llama/train_llama3.sh (8B, context parallelism)",
+        "LLaMA-3 8B with CP2: GQA, RoPE; bf16, distributed optimizer, overlap",
     ),
     Chosen(
         "primus-llama3.1",

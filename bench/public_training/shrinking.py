@@ -23,7 +23,7 @@ ITERATIONS, FP16_ITERATIONS = 10, 30
 """fp16 begins with a loss scale of 2^32; its first dozen steps are skipped until it is smaller."""
 EVALUATIONS = 2
 PARALLEL, PROCESSES = 2, 4
-"""Most ranks of one kind of parallelism, and most processes of the mixed run."""
+"""Most ranks of one kind of parallelism, and of the mixed run's processes where that allows it."""
 
 TOKENIZER_FILES = {
     "GPT2BPETokenizer": {
@@ -64,16 +64,17 @@ class Shrunk:
     replaced: tuple[Replacement, ...]
     tokenizer: str
     tensor: int
+    context: int
     pipeline: int
     data: int
 
     @property
     def processes(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.processes_of(self.pipeline)
 
     def processes_of(self, stages: int) -> int:
         """With so many pipeline stages and as many replicas."""
-        return self.tensor * stages * self.data
+        return self.tensor * self.context * stages * self.data
 
     def flags(self, *, text: Path, run: Path) -> tuple[str, ...]:
         """Its words, for the folder of the text and that of one run."""
@@ -129,6 +130,7 @@ class _Shape:
     """Ranks of each kind: as written, and as used."""
 
     tensor: int
+    context: int
     pipeline: int
     data: int
     written_data: int
@@ -165,6 +167,7 @@ def shrink(command: Command) -> Shrunk:
         replaced=tuple(replaced.values()),
         tokenizer=tokenizer,
         tensor=shape.tensor,
+        context=shape.context,
         pipeline=shape.pipeline,
         data=shape.data,
     )
@@ -188,13 +191,16 @@ def _is_number(value: str) -> bool:
 def _shape(written: _Words, gpus: int) -> _Shape:
     tensor = written.integer("--tensor-model-parallel-size", 1)
     pipeline = written.integer("--pipeline-model-parallel-size", 1)
-    data = gpus // (tensor * pipeline)
+    context = written.integer("--context-parallel-size", 1)
+    data = gpus // (tensor * context * pipeline)
     used = min(tensor, PARALLEL)
+    shared = min(context, PARALLEL)
     return _Shape(
         tensor=used,
+        context=shared,
         pipeline=min(pipeline, PARALLEL),
         # The mixed run has two stages, also where the script has one.
-        data=min(data, PROCESSES // (PARALLEL * used)),
+        data=max(min(data, PROCESSES // (PARALLEL * used * shared)), 1),
         written_data=data,
     )
 
@@ -202,6 +208,7 @@ def _shape(written: _Words, gpus: int) -> _Shape:
 def _parallel(shape: _Shape) -> dict[str, str]:
     return {
         "--tensor-model-parallel-size": str(shape.tensor),
+        "--context-parallel-size": str(shape.context),
         "--pipeline-model-parallel-size": str(shape.pipeline),
     }
 
