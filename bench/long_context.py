@@ -19,8 +19,11 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +35,26 @@ if __name__ == "__main__":
     begin_script()
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetero.errors import HeteroError
-from hetero.text import integer
+from hetero.text import counted, integer
 from hetero.tools import tool_command_line
 from hetero.tools.launching.processes import Step, run_step
 from hetero.tools.runs import Launch, failure_text, run_to_end
+from megatron.hetero import context_parallel
 
 PEER = Path(__file__).parent / "long_context/torch_peer.py"
 WARM_UP, SECONDS = 2, 300.0
 TYPES = ("p2p", "a2a", "all_gather")
-ALONE, PEER_RUN, TRACED = "one", "torch", "ring"
-RUNS = ("p2p", PEER_RUN, TRACED, ALONE, "a2a", "all_gather")
+ALONE, PEER_RUN, TRACED, BLOCKS = "one", "torch", "ring", "blocks"
+RUNS = ("p2p", PEER_RUN, TRACED, ALONE, "a2a", "all_gather", BLOCKS)
+KERNELS = {
+    "chosen": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 
 def model_flags(args: argparse.Namespace, sequence: int) -> list[str]:
@@ -156,6 +167,74 @@ def hidden_transfers(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Place:
+    """Stands in for a group of one of its ranks."""
+
+    number: int
+    ranks: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def blocks(args: argparse.Namespace, sequence: int) -> dict[str, Any]:
+    """Milliseconds of the attention of a layer, by kernel: the blocks of a ring of two, on one GPU.
+
+    Of rank 0, whose two blocks have the work of rank 1's. `whole` is what one rank of `a2a` does.
+    """
+    rows, width = sequence // 2, args.hidden // args.heads
+
+    def drawn(heads: int, length: int) -> torch.Tensor:
+        drawn = torch.randn(length, 1, heads, width, device="cuda", dtype=torch.bfloat16)
+        return drawn.permute(1, 2, 0, 3)
+
+    query, grad = drawn(args.heads, rows), drawn(args.heads, rows)
+    key, value = drawn(args.groups, rows), drawn(args.groups, rows)
+    found: dict[str, Any] = {}
+    for name, backend in KERNELS.items():
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            kernel = context_parallel.block_kernel(query, key, value, scale=None)
+        if kernel is None:
+            continue
+        row = found[name] = {"kernel": type(kernel).__name__.strip("_"), "blocks": []}
+        for step in range(2):
+            block = context_parallel._ring_block(step, rows, Place(0, 2))  # type: ignore[arg-type]
+            output, log_sums = torch.zeros_like(query), query.new_zeros(query.shape[:3]).float()
+            forward = partial(kernel.forward, query, key, value, block)
+            backward = partial(kernel.backward, grad, query, key, value, output, log_sums, block)
+            row["blocks"].append([milliseconds(forward), milliseconds(backward)])
+    whole = [
+        drawn(heads // 2, sequence).requires_grad_()
+        for heads in (args.heads, args.groups, args.groups)
+    ]
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+
+    forward_ms = milliseconds(attend)
+    both_ms = milliseconds(lambda: attend().backward(torch.ones_like(whole[0])))
+    found["whole"] = [forward_ms, both_ms - forward_ms]
+    return found
+
+
+def milliseconds(function: Callable[[], Any], *, times: int = 5) -> float:
+    """The median, by events on the GPU."""
+    function()
+    taken = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return round(statistics.median(taken), 3)
+
+
 def span(event: dict[str, Any]) -> tuple[float, float]:
     """In microseconds."""
     return event["ts"], event["ts"] + event["dur"]
@@ -177,8 +256,11 @@ def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 def measure(args: argparse.Namespace) -> str:
     gpus = torch.cuda.device_count()
-    if gpus < 2 and not args.on_cpu:
-        raise HeteroError("this needs two GPUs; --on-cpu tries the command on a small model")
+    needed = 1 if set(args.runs) <= {ALONE, BLOCKS} else 2
+    if gpus < needed and not args.on_cpu:
+        raise HeteroError(
+            f"these runs need {counted(needed, 'GPU')}; --on-cpu tries the command on a small model"
+        )
     record: dict[str, Any] = {
         "command": " ".join(["python bench/long_context.py", *args.typed]),
         "date": date.today().isoformat(),
@@ -206,6 +288,8 @@ def rows_of(args: argparse.Namespace, sequence: int, folder: Path) -> Iterator[t
             yield name, ours(args, sequence, folder, *flags, nproc=2)
         elif name == ALONE:
             yield name, ours(args, sequence, folder, nproc=1)
+        elif name == BLOCKS and not args.on_cpu:
+            yield name, blocks(args, sequence)
         elif not args.on_cpu:
             yield name, (peer if name == PEER_RUN else overlap)(args, sequence, folder)
 
