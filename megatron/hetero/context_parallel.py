@@ -512,7 +512,10 @@ _ALIGNED_LOG_SUMS = 32
 
 
 class _Efficient(BlockKernel):
-    """torch chooses it for as many heads of keys as of queries alone."""
+    """For float32, which the others do not take, with as many heads of keys as of queries.
+
+    In bfloat16 its backward operator gives infinite gradients for log-sums that are not its own.
+    """
 
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
@@ -570,7 +573,9 @@ def block_kernel(
     except RuntimeError:  # torch has no exception class for "no kernel available"
         return None
     found = _KERNELS.get(SDPBackend(chosen))
-    return None if found is None else found(scale)
+    if found is None or (found is _Efficient and query.dtype != torch.float32):
+        return None
+    return found(scale)
 
 
 def _repeated(groups: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
