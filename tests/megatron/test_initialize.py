@@ -1,15 +1,20 @@
-"""What a rank that fails tells the others, who then end with it."""
+"""What a rank that fails tells the others, who then end with it, and the seeds of ranks."""
 
 from __future__ import annotations
 
 import socket
+from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from hetero.link.base import LinkError
+from hetero.plan import Mesh, Plan
 from hetero.startup.liveness import LivenessClient, LivenessServer, LocalRanks, ServerAddress
-from megatron.hetero.initialize import Initializer
+from megatron.hetero.cpu_shim import cpu_shim
+from megatron.hetero.initialize import Initializer, seed_everything
 from megatron.hetero.pretrain import _report_exception
 
 HANGS = (
@@ -148,3 +153,22 @@ def test_who_ends_because_another_has_ended_says_nothing_of_itself(
     initializer.report(LinkError("receiving failed"))
     initializer.announce_failure("receiving failed")
     assert other.cause(10.0) == f"rank 1 on {socket.gethostname()} failed: out of memory"
+
+
+def test_every_rank_of_a_sequence_draws_its_own_dropout() -> None:
+    """And tensor-parallel ranks, and stages; replicas draw the same, as in Megatron."""
+    plan = Plan((Mesh("cpu", 2, tensor=2, context=2, data=2),), layers=((1,), (1,)))
+    args = Namespace(seed=7)
+    drawn: dict[tuple[float, ...], set[int]] = {}
+    with cpu_shim():
+        for rank in range(plan.world_size):
+            place = plan.coordinate(rank)
+            seed_everything(args, place)
+            outside = torch.rand(4).tolist()
+            with get_cuda_rng_tracker().fork():
+                inside = torch.rand(4).tolist()
+            assert outside != inside
+            drawn.setdefault(tuple(inside), set()).add(rank)
+    groups = {tuple(sorted(ranks)) for ranks in drawn.values()}
+    # Ranks 0 to 3 and 4 to 7 are the two replicas of the first stage.
+    assert groups == {(r, r + 4) for r in (0, 1, 2, 3, 8, 9, 10, 11)}
