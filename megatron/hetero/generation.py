@@ -30,6 +30,7 @@ _MIN_CACHE_TOKENS = 256
 # Flags whose value does not come from the run that wrote the checkpoint.
 _INFERENCE_OVERRIDES: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "sequence_parallel": False,

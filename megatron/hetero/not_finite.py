@@ -54,8 +54,9 @@ def find_not_finite(
     ranks = [rank for rank in ranks if plan.coordinate(rank).stage == last]
     who = " and ".join(names[rank] for rank in ranks)
     text = f"the first gradient that is not finite is that of {gradients[ranks[0]]} at {who}"
-    if len({plan.coordinate(rank).data for rank in ranks}) > 1:
-        text += ", whose replicas' gradients are added up: it began at one of them"
+    places = [plan.coordinate(rank) for rank in ranks]
+    if len({(place.data, place.context) for place in places}) > 1:
+        text += ", whose gradients are added up: it began at one of them"
     return NotFinite(tuple(ranks), text)
 
 

@@ -53,6 +53,8 @@ def left_out(args: argparse.Namespace, *, tensor: int) -> dict[str, str]:
         found["attention"] = "--attention-dropout"
     elif args.reset_attention_mask:
         found["attention"] = "--reset-attention-mask"
+    elif args.context_parallel_size > 1:
+        found["attention"] = "keys of other context-parallel ranks"
     if args.hidden_dropout > 0.0:
         found["residual"] = "--hidden-dropout"
     elif args.reordered_norm or args.residual_multiplier != 1.0:
@@ -100,7 +102,7 @@ class OperatorWatch:
         ]
         """Of every own layer: its chunk, its index there and in the model."""
         block = next(block for block in job.plan.blocks if job.rank in block.ranks)
-        self._is_watching = place.data == block.replicas.start
+        self._is_watching = place.data == block.replicas.start and place.context == 0
         size = job.plan.meshes[place.mesh].tensor
         self._tensor = (place.tensor, size)
         self._left_out = left_out(args, tensor=size)

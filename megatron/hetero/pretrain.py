@@ -36,6 +36,8 @@ from megatron.hetero.stop_signals import SignalEnd, StopSignals
 if TYPE_CHECKING:
     from megatron.hetero.initialize import Initializer
 
+_KILLED_SECONDS = 2.0
+"""For data workers that were killed to be gone; one that is blocked on file I/O may stay."""
 # PyTorch raises it wherever the main thread is when the worker ends.
 _LOADER_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
@@ -177,6 +179,9 @@ def _run(
         trainer = Trainer(job, start_time=start_time, signals=signals)
         with contextlib.closing(trainer):
             trainer.run()
+        # They hold copies of gloo's sockets: a group that is destroyed while they live may abort
+        # another rank (`state_ <= CONNECTED` in gloo's pair.cc).
+        _kill_workers()
         job.close()
 
 
@@ -262,6 +267,9 @@ def _kill_workers() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in workers:
             worker.kill()
+        deadline = time.monotonic() + _KILLED_SECONDS
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def _exit(code: int) -> int:

@@ -1,4 +1,4 @@
-"""What happens when a rank dies while the others train."""
+"""What happens when a rank dies while the others train, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.distributed.harness import (
     Started,
     changed_entry,
     finish,
+    launch_well,
     start,
     wait_for_steps,
 )
@@ -144,3 +145,21 @@ def test_a_rank_killed_while_they_agree_or_build_groups_is_named_by_the_others(
     assert last.startswith("error: ")
     assert f"rank {victim} on {os.uname().nodename}" in last
     assert "Traceback" not in outcomes[1 - victim].stderr
+
+
+def test_data_workers_have_ended_before_a_rank_destroys_its_groups(tmp_path: Path) -> None:
+    """They hold copies of gloo's sockets, and gloo may abort another rank for it."""
+    before = (
+        "from multiprocessing import active_children\n"
+        "from megatron.hetero.job import Job\n"
+        "close = Job.close\n"
+        "def closing(job):\n"
+        "    print('workers left:', sum(child.is_alive() for child in active_children()))\n"
+        "    close(job)\n"
+        "Job.close = closing\n"
+    )
+    script = changed_entry(tmp_path, before)
+    flags = [*TINY_LLAMA, "--mock-data", "--num-workers", "2", "--eval-iters", "1"]
+    flags += "--tokenizer-type NullTokenizer --vocab-size 96".split()
+    (said,) = launch_well(flags, 1, scripts={0: script})
+    assert "workers left: 0" in said
