@@ -36,4 +36,4 @@ def test_every_command_with_text_is_accepted_when_it_is_small_and_when_it_is_mix
         args = parse_args(mixed, world_size=small.processes_of(2))
         assert args.hetero_pipeline_sizes == [1, 1], verdict.command.name
         assert (args.hidden_size, args.seq_length, args.data_parallel_size) == (64, 64, small.data)
-        assert small.processes <= small.processes_of(2) <= PROCESSES
+        assert small.processes <= small.processes_of(2) <= PROCESSES * small.context
