@@ -203,9 +203,9 @@ def blocks(args: argparse.Namespace, sequence: int) -> dict[str, Any]:
         row = found[name] = {"kernel": type(kernel).__name__.strip("_"), "blocks": []}
         for step in range(2):
             block = context_parallel._ring_block(step, rows, Place(0, 2))  # type: ignore[arg-type]
-            output, log_sums = torch.zeros_like(query), query.new_zeros(query.shape[:3]).float()
+            output, lse = torch.zeros_like(query), query.new_zeros(query.shape[:3]).float()
             forward = partial(kernel.forward, query, key, value, block)
-            backward = partial(kernel.backward, grad, query, key, value, output, log_sums, block)
+            backward = partial(kernel.backward, grad, query, key, value, output, lse, block)
             row["blocks"].append([milliseconds(forward), milliseconds(backward)])
     whole = [
         drawn(heads // 2, sequence).requires_grad_()

@@ -1,6 +1,7 @@
 """The addresses by which ranks reach each other, and the interfaces that have them.
 
-Nothing else in the library reads or sets GLOO_SOCKET_IFNAME, which names the interfaces of gloo.
+GLOO_SOCKET_IFNAME, which names the interfaces of gloo, is read and set here alone, and set by tools
+for ranks that they start on this host.
 """
 
 from __future__ import annotations

@@ -132,16 +132,16 @@ class _RowsForHeads(torch.autograd.Function):
 
 
 def _heads_for_rows(held: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _in_order(_exchange(held.chunk(group.size(), 1), group), 2)
+    return _in_order(_all_to_all(held.chunk(group.size(), 1), group), 2)
 
 
 def _rows_for_heads(held: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     size = group.size()
     parts = [_own_chunks(held, 2, size=size, rank=rank) for rank in range(size)]
-    return torch.cat(_exchange(parts, group), 1)
+    return torch.cat(_all_to_all(parts, group), 1)
 
 
-def _exchange(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _all_to_all(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """All-to-all of equal parts, by rank."""
     source = torch.stack(list(parts))
     output = torch.empty_like(source)
@@ -203,23 +203,23 @@ class _GatheredAttention(torch.autograd.Function):
         kernel: BlockKernel,
     ) -> torch.Tensor:
         held = torch.stack([key, value])
-        sums = _Sums(query)
+        merged = _OnlineSoftmax(query)
         whole = _gather_rows(held, group)
         for block in _gathered_blocks(query.shape[2], group):
-            sums.add(kernel.forward(query, whole[0], whole[1], block), block.queries)
-        output = sums.output.to(query.dtype)
-        ctx.save_for_backward(query, held, output, sums.log_sums)
+            merged.add(kernel.forward(query, whole[0], whole[1], block), block.queries)
+        output = merged.output.to(query.dtype)
+        ctx.save_for_backward(query, held, output, merged.lse)
         ctx.group, ctx.kernel = group, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, held, output, log_sums = ctx.saved_tensors
+        query, held, output, lse = ctx.saved_tensors
         whole = _gather_rows(held, ctx.group)
         dquery = torch.zeros_like(query, dtype=torch.float32)
         dwhole = torch.zeros_like(whole, dtype=torch.float32)
         for block in _gathered_blocks(query.shape[2], ctx.group):
-            parts = ctx.kernel.backward(grad, query, *whole, output, log_sums, block)
+            parts = ctx.kernel.backward(grad, query, *whole, output, lse, block)
             _add_gradients(parts, block, dquery, dwhole)
         dheld = _scatter_rows(dwhole, ctx.group).to(held.dtype)
         return dquery.to(query.dtype), *dheld, None, None
@@ -252,28 +252,28 @@ class _RingAttention(torch.autograd.Function):
         kernel: BlockKernel,
     ) -> torch.Tensor:
         own = held = torch.stack([key, value])
-        sums = _Sums(query)
+        merged = _OnlineSoftmax(query)
         for step in range(group.size()):
             following = _Shift(held, group) if step + 1 < group.size() else None
             block = _ring_block(step, query.shape[2], group)
-            sums.add(kernel.forward(query, held[0], held[1], block), block.queries)
+            merged.add(kernel.forward(query, held[0], held[1], block), block.queries)
             if following is not None:
                 held = following.wait()
-        output = sums.output.to(query.dtype)
-        ctx.save_for_backward(query, own, output, sums.log_sums)
+        output = merged.output.to(query.dtype)
+        ctx.save_for_backward(query, own, output, merged.lse)
         ctx.group, ctx.kernel = group, kernel
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, held, output, log_sums = ctx.saved_tensors
+        query, held, output, lse = ctx.saved_tensors
         group, kernel, dtype = ctx.group, ctx.kernel, held.dtype
         dquery = torch.zeros_like(query, dtype=torch.float32)
         returning: _Shift | None = None
         for step in range(group.size()):
             following = _Shift(held, group) if step + 1 < group.size() else None
             block = _ring_block(step, query.shape[2], group)
-            parts = kernel.backward(grad, query, *held, output, log_sums, block)
+            parts = kernel.backward(grad, query, *held, output, lse, block)
             # What the ranks before have added for the rows that are held now.
             dheld = (
                 torch.zeros_like(held, dtype=torch.float32)
@@ -303,7 +303,11 @@ def _ring_block(step: int, own_rows: int, group: dist.ProcessGroup) -> _Block:
 
 
 class _Shift:
-    """Sends a tensor to the next rank of the group, and receives that of the previous one."""
+    """Sends a tensor to the next rank of the group, and receives that of the previous one.
+
+    Begins at once. All ranks of the group begin the same in the same order, which is what NCCL
+    matches messages by; gloo also compares the `tag`.
+    """
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
         rank, size = group.rank(), group.size()
@@ -324,19 +328,19 @@ class _Shift:
         return self._received
 
 
-class _Sums:
+class _OnlineSoftmax:
     """The output of blocks, merged in float32 by the log-sum-exp of each query's scores."""
 
     def __init__(self, query: torch.Tensor) -> None:
         self.output = torch.zeros_like(query, dtype=torch.float32)
-        self.log_sums = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
 
     def add(self, block: tuple[torch.Tensor, torch.Tensor], queries: slice) -> None:
-        output, log_sums = block
-        known, own = self.log_sums[:, :, queries], self.output[:, :, queries]
-        total = torch.logaddexp(known, log_sums)
+        output, lse = block
+        known, own = self.lse[:, :, queries], self.output[:, :, queries]
+        total = torch.logaddexp(known, lse)
         own.mul_((known - total).exp_().unsqueeze(-1))
-        own.addcmul_(output.float(), (log_sums - total).exp_().unsqueeze(-1))
+        own.addcmul_(output.float(), (lse - total).exp_().unsqueeze(-1))
         known.copy_(total)
 
 
@@ -354,8 +358,10 @@ def _add_gradients(
 class BlockKernel:
     """Blocks of attention by one of torch's fused kernels, whose operators give a log-sum-exp.
 
-    NVIDIA and AMD builds of torch have the same operators. One for each call: it remembers what the
-    operators of the forward pass tell those of the backward pass.
+    NVIDIA and AMD builds of torch have the same operators. One object serves one forward pass of
+    attention and its backward pass, whose operators want what those of the forward pass return of
+    packed sequences and random numbers. Without packing and dropout that is the same for every
+    block, so the last one's is kept.
     """
 
     def __init__(self, scale: float | None) -> None:
@@ -383,12 +389,12 @@ class BlockKernel:
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        log_sums: torch.Tensor,
+        lse: torch.Tensor,
         block: _Block,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the block's queries, keys and values.
 
-        `output` and `log_sums` are those of all blocks together: the kernels compute the
+        `output` and `lse` are those of all blocks together: the kernels compute the
         probabilities from them.
         """
         queries, keys = block.queries, block.keys
@@ -398,7 +404,7 @@ class BlockKernel:
             key[:, :, keys],
             value[:, :, keys],
             output[:, :, queries],
-            log_sums[:, :, queries].contiguous(),
+            lse[:, :, queries].contiguous(),
             block.is_causal,
         )
 
@@ -414,7 +420,7 @@ class BlockKernel:
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        log_sums: torch.Tensor,
+        lse: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         raise NotImplementedError
@@ -425,10 +431,10 @@ class _CpuFlash(BlockKernel):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = (_repeated(each, query) for each in (key, value))
-        output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, scale=self._scale
         )
-        return output, log_sums
+        return output, lse
 
     def _backward(
         self,
@@ -437,14 +443,14 @@ class _CpuFlash(BlockKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        log_sums: torch.Tensor,
+        lse: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         groups = key.shape[1]
         grad, output, query = (each.contiguous() for each in (grad, output, query))
         key, value = (_repeated(each, query) for each in (key, value))
         dquery, dkey, dvalue = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, log_sums, 0.0, is_causal, scale=self._scale
+            grad, query, key, value, output, lse, 0.0, is_causal, scale=self._scale
         )
         return dquery, _summed(dkey, groups), _summed(dvalue, groups)
 
@@ -466,12 +472,12 @@ class _Flash(BlockKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        log_sums: torch.Tensor,
+        lse: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lengths = query.shape[2], key.shape[2]
         dquery, dkey, dvalue = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, query, key, value, output, log_sums, *self._packed, *lengths),
+            *(grad, query, key, value, output, lse, *self._packed, *lengths),
             *(0.0, is_causal, *self._random),
             scale=self._scale,
         )
@@ -495,19 +501,19 @@ class _Cudnn(BlockKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        log_sums: torch.Tensor,
+        lse: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         lengths = query.shape[2], key.shape[2]
         dquery, dkey, dvalue = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(grad, query, key, value, output, log_sums.unsqueeze(-1), *self._random),
+            *(grad, query, key, value, output, lse.unsqueeze(-1), *self._random),
             *(None, *self._packed, *lengths, 0.0, is_causal),
             scale=self._scale,
         )
         return dquery, dkey, dvalue
 
 
-_ALIGNED_LOG_SUMS = 32
+_ALIGNED_LSE = 32
 """Rows of the log-sum-exp of the memory-efficient kernels, padded."""
 
 
@@ -520,10 +526,10 @@ class _Efficient(BlockKernel):
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, log_sums, *self._random = torch.ops.aten._scaled_dot_product_efficient_attention(
+        output, lse, *self._random = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, is_causal, scale=self._scale
         )
-        return output, log_sums[:, :, : query.shape[2]]
+        return output, lse[:, :, : query.shape[2]]
 
     def _backward(
         self,
@@ -532,13 +538,13 @@ class _Efficient(BlockKernel):
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
-        log_sums: torch.Tensor,
+        lse: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        padding = -query.shape[2] % _ALIGNED_LOG_SUMS
-        log_sums = F.pad(log_sums, (0, padding), value=torch.inf)
+        padding = -query.shape[2] % _ALIGNED_LSE
+        lse = F.pad(lse, (0, padding), value=torch.inf)
         dquery, dkey, dvalue, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(grad.contiguous(), query, key, value, None, output, log_sums, *self._random),
+            *(grad.contiguous(), query, key, value, None, output, lse, *self._random),
             *(0.0, [True, True, True, False], is_causal),
             scale=self._scale,
         )
@@ -562,7 +568,7 @@ def block_kernel(
     None for torch's mathematical one, and where none fits.
     """
     if query.device.type == "cpu":
-        # Of query groups torch would choose none on a CPU, and repeat them for math.
+        # With grouped queries torch takes its mathematical kernel on a CPU.
         is_allowed = torch.backends.cuda.flash_sdp_enabled()
         return _CpuFlash(scale) if is_allowed else None
     has_groups = key.shape[1] != query.shape[1]

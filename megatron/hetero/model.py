@@ -13,7 +13,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -231,9 +231,12 @@ def layer_spec(
 
 
 def _with_attention(layer: ModuleSpec, context_comm: str) -> ModuleSpec:
-    spec = copy.deepcopy(layer)
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(SdpaAttention, params={"context_comm": context_comm})
+    """The layer with an attention core of this type; what else it names is shared."""
+    core = ModuleSpec(SdpaAttention, params={"context_comm": context_comm})
+    attention = copy.copy(layer.submodules.self_attention)
+    attention.submodules = replace(attention.submodules, core_attention=core)
+    spec = copy.copy(layer)
+    spec.submodules = replace(spec.submodules, self_attention=attention)
     return spec
 
 

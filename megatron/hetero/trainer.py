@@ -452,7 +452,7 @@ class Trainer:
         return self.iteration >= last
 
     def _save_if_due(self, *, last: bool) -> bool:
-        """Save if that is due, or if this is the `last` chance. Returns whether it saved."""
+        """Save what is due, all if this is the `last` chance. Returns whether disk was due."""
         self.checkpointer.poll()
         due = last or self.checkpointer.due(self.iteration)
         # What ends now is not resumed from memory.

@@ -210,14 +210,14 @@ def ring_differences(backend: str, dtype: torch.dtype, *, size: int, device: str
         if kernel is None:
             return []
         group: Any = Place(rank, size)
-        sums = context_parallel._Sums(own)
+        sums = context_parallel._OnlineSoftmax(own)
         blocks = [context_parallel._ring_block(s, own.shape[2], group) for s in range(size)]
         sources = [(rank - step) % size for step in range(size)]
         for block, source in zip(blocks, sources, strict=True):
             sums.add(kernel.forward(own, *held[source], block), block.queries)
         output, dquery = sums.output.to(dtype), torch.zeros_like(own, dtype=torch.float32)
         for block, source in zip(blocks, sources, strict=True):
-            parts = kernel.backward(own_grad, own, *held[source], output, sums.log_sums, block)
+            parts = kernel.backward(own_grad, own, *held[source], output, sums.lse, block)
             context_parallel._add_gradients(parts, block, dquery, dheld[source])
         for place, (mine, theirs) in enumerate(((output, expected), (dquery, whole[0].grad))):
             theirs = chunks_of(theirs, rank, size)
