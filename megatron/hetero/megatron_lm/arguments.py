@@ -115,7 +115,11 @@ def args_from_namespace(namespace: Namespace, *, source: str) -> dict[str, Any]:
     return {
         name: value
         for name, value in args.items()
-        if (name in known or name in _DERIVED) and name not in _PER_RUN and is_plain(value)
+        if (name in known or name in _DERIVED)
+        and name not in _PER_RUN
+        and is_plain(value)
+        # Of a dense model they say nothing, and not all have the types of our flags.
+        and not name.startswith("moe_")
     }
 
 
