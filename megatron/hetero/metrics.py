@@ -411,6 +411,7 @@ class MetricsLogger:
             "tokens-per-second": record.tokens_per_s,
             "link-bytes": record.link_bytes,
             "goodput": record.goodput,
+            **record.router_losses,
         }
         if self._args.log_loss_scale_to_tensorboard:
             values["loss-scale"] = record.loss_scale

@@ -8,12 +8,11 @@ for any shapes (`TiedEmbedding`, `FinalizeGradsAcrossMeshes`).
 from __future__ import annotations
 
 import argparse
-import copy
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -257,10 +256,11 @@ def _layer(
 
 
 def _with_attention(layer: ModuleSpec, context_comm: str) -> ModuleSpec:
-    spec = copy.deepcopy(layer)
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(SdpaAttention, params={"context_comm": context_comm})
-    return spec
+    """The layer with our attention; what both have in common, as process groups, is not copied."""
+    attention = layer.submodules.self_attention
+    core = ModuleSpec(SdpaAttention, params={"context_comm": context_comm})
+    ours = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    return replace(layer, submodules=replace(layer.submodules, self_attention=ours))
 
 
 def _install_multipliers(args: argparse.Namespace, chunk: GPTModel) -> None:

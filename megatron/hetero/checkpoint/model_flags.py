@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from hetero.errors import UserError
+
 
 class Kind(Enum):
     """When a flag must have the same value in a checkpoint and in a run that starts from it."""
@@ -304,6 +306,15 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
     kinds = COMPARED - {Kind.SHAPE}
     defaults = {n: s.default for n, s in spelled.items() if MODEL_FLAGS[n].kind in kinds}
     return defaults | dict(stored)
+
+
+def require_dense(args: Mapping[str, Any], *, source: str) -> None:
+    """Raise UserError for a mixture of experts, which has no form in other programs yet."""
+    if args.get("num_experts"):
+        raise UserError(
+            f"{source} is a mixture of experts (--num-experts {args['num_experts']}); only dense "
+            "models can be converted"
+        )
 
 
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
