@@ -16,7 +16,7 @@ _CONFIG_FILE = "--yaml-cfg"
 _FLAGS = frozenset(
     {"--hetero-plan", "--hetero-vendors", "--hetero-data-parallel", "--hetero-recompute"}
     | {"--hetero-tensor-sizes", "--hetero-context-sizes", "--hetero-data-sizes"}
-    | {"--hetero-micro-batch-sizes"}
+    | {"--hetero-micro-batch-sizes", "--hetero-expert-sizes"}
     | {"--hetero-pipeline", "--hetero-pipeline-sizes", "--hetero-pipeline-layers"}
     | {"--hetero-data-shares"}
     | {"--tensor-model-parallel-size", "--pipeline-model-parallel-size"}

@@ -29,7 +29,7 @@ from hetero.plan import Plan
 CROSSING_BACKEND = "hetero"
 CONTROL_BACKEND = "gloo"
 
-_CARRIES_THE_MODEL = frozenset({"data_context", "embedding"})
+_CARRIES_THE_MODEL = frozenset({"data_context", "expert_data", "embedding"})
 """Kinds whose groups reduce or gather gradients and weights, on the model's device."""
 
 _VARYING_COORDINATES: dict[str, frozenset[str]] = {
@@ -77,6 +77,13 @@ class Groups:
     data_context: dist.ProcessGroup
     """The ranks that hold the same weights, over which gradients are reduced."""
     tensor_data_context: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    """The ranks that hold different experts, between which tokens are exchanged."""
+    expert_tensor: dist.ProcessGroup
+    expert_model: dist.ProcessGroup
+    """The ranks that hold all experts once."""
+    expert_data: dist.ProcessGroup
+    """The ranks that hold the same slices of the same experts; gradients are reduced over it."""
     pipeline: dist.ProcessGroup | StageOrder
     model: dist.ProcessGroup
     world: dist.ProcessGroup
@@ -84,12 +91,17 @@ class Groups:
 
     def data_links(self) -> list[Link]:
         """The links between replicas of different vendors."""
-        group = self.data_context
-        return group.links() if isinstance(group, HeteroProcessGroup) else []
+        groups = {id(group): group for group in (self.data_context, self.expert_data)}
+        return [
+            link
+            for group in groups.values()
+            if isinstance(group, HeteroProcessGroup)
+            for link in group.links()
+        ]
 
     def check(self) -> None:
         """Raise the error of a failed group across vendors. Call it after synchronising the GPU."""
-        for group in (self.data_context, self.embedding):
+        for group in (self.data_context, self.expert_data, self.embedding):
             if isinstance(group, HeteroProcessGroup):
                 group.check()
 
@@ -112,6 +124,8 @@ def members(plan: Plan, rank: int, kind: str) -> tuple[int, ...]:
     """
     if kind == "embedding":
         return _embedding_members(plan, rank)
+    if kind.startswith("expert"):
+        return _expert_members(plan, rank, kind)
     if joins_meshes(plan):
         # Stages of different shapes have no corresponding ranks.
         if kind == "pipeline":
@@ -135,6 +149,20 @@ def _embedding_members(plan: Plan, rank: int) -> tuple[int, ...]:
         line = _ranks_along(plan, rank, differ=_VARYING_COORDINATES["pipeline"])
         ends = (line[0], line[-1]) if len(line) > 1 else line
     return ends if rank in ends else ()
+
+
+def _expert_members(plan: Plan, rank: int, kind: str) -> tuple[int, ...]:
+    """Ranks of one stage: expert tensor parallel fastest, then expert parallel, then the copies."""
+    blocks = plan.blocks_of_stage(plan.coordinate(rank).stage)
+    own = next(block for block in blocks if rank in block.ranks)
+    mesh, offset = plan.meshes[own.mesh], rank - own.ranks.start
+    width, unit = mesh.ranks_per_expert, mesh.ranks_of_experts
+    if kind == "expert_data":
+        return tuple(other for block in blocks for other in block.ranks[offset % unit :: unit])
+    if kind == "expert_tensor":
+        return tuple(own.ranks[offset // width * width :][:width])
+    together = own.ranks[offset // unit * unit :][:unit]
+    return tuple(together if kind == "expert_model" else together[offset % width :: width])
 
 
 def _ranks_along(plan: Plan, rank: int, *, differ: frozenset[str]) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """The plan: meshes of a run, coordinates of each rank, layers of a stage, slabs between stages.
 
 Ranks of a mesh are consecutive and ordered as in Megatron: tensor parallel fastest, then context,
-then data, the pipeline stage slowest. Meshes either hold consecutive parts of one pipeline, with
-parallel sizes of their own, or (`whole_replicas`) each hold whole replicas of it.
+then data, the pipeline stage slowest. Experts are shared by the ranks of a stage in another order:
+expert tensor parallel fastest, then expert parallel, then the copies of an expert. Meshes either
+hold consecutive parts of one pipeline, with parallel sizes of their own, or (`whole_replicas`) each
+hold whole replicas of it.
 
 Between stages of different layouts an activation crosses in slabs. The tensor is [sequence, batch,
 hidden], with the sequences of one step of the pipeline. Data-parallel ranks hold equal slices of
@@ -35,7 +37,7 @@ RECOMPUTE = ("none", "selective", "full")
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 
-_COUNTS = ("stages", "tensor", "context", "data", "share", "micro_batch_size")
+_COUNTS = ("stages", "tensor", "context", "data", "experts", "share", "micro_batch_size")
 _SWITCHES = ("sequence_parallel", "distributed_optimizer")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": RECOMPUTE,
@@ -59,6 +61,11 @@ class Mesh:
     context: int = 1
     """Ranks that share each sequence, in balanced chunks (`context_chunks`)."""
     data: int = 1
+    experts: int = 1
+    """Ranks that hold different experts of a layer (expert parallel). With those that share each of
+    them they are ranks of one stage, whatever their other coordinates."""
+    expert_tensor: int | None = None
+    """Ranks that share each expert; None: `tensor`."""
     share: int = 1
     """Micro-batches that each of its replicas takes of a row, see `Plan.row`."""
     micro_batch_size: int | None = None
@@ -84,6 +91,9 @@ class Mesh:
             is_unsupported = value is None and name in OPTIONS
             if not is_unsupported and (type(value) is not int or value < 1):
                 yield self._refusal(name, "a whole number of at least 1")
+        width = self.expert_tensor
+        if width is not None and (type(width) is not int or width < 1):
+            yield self._refusal("expert_tensor", "a whole number of at least 1")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool | None):
                 yield self._refusal(name, "true or false")
@@ -104,6 +114,16 @@ class Mesh:
         return self.context * self.data
 
     @property
+    def ranks_per_expert(self) -> int:
+        """Ranks that share each expert (expert tensor parallel)."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """Ranks that together hold all experts of a layer once."""
+        return self.experts * self.ranks_per_expert
+
+    @property
     def world_size(self) -> int:
         return self.stages * self.ranks_per_stage
 
@@ -118,10 +138,14 @@ class Coordinate:
     data: int
     tensor: int
     context: int = 0
+    expert: int = 0
+    expert_tensor: int = 0
+    expert_copy: int = 0
+    """Among the ranks of a stage that hold the same slices of the same experts."""
 
     @property
     def is_first_copy(self) -> bool:
-        """True on one of the ranks of a stage that hold the same weights."""
+        """True on one of the ranks of a stage that hold the same weights, experts' apart."""
         return self.data == 0 and self.context == 0
 
 
@@ -169,6 +193,8 @@ class Plan:
         if self.whole_replicas:
             if len({(mesh.stages, mesh.tensor, mesh.context) for mesh in self.meshes}) > 1:
                 yield "all replicas must have the same stages, tensor and context sizes"
+            if len({(mesh.experts, mesh.ranks_per_expert) for mesh in self.meshes}) > 1:
+                yield "all replicas must have the same expert and expert-tensor sizes"
             if len({mesh.micro_batch_size for mesh in self.meshes}) > 1:
                 yield "all replicas must have the same micro-batch size"
         elif any(mesh.share != 1 for mesh in self.meshes):
@@ -181,6 +207,8 @@ class Plan:
         elif len({len(chunks) for chunks in self.layers}) != 1 or not self.layers[0]:
             yield "every pipeline stage must have the same number of model chunks"
         yield from stage_problems(self.layers)
+        for name, mesh in zip(mesh_names(self.meshes), self.meshes, strict=True):
+            yield from expert_rank_problems(mesh, name=f"{name}: ")
 
     def resolved(self, *, micro_batch_size: int, sequence_parallel: bool, **flags: Any) -> Plan:
         """The plan with None replaced by the run's global flags; `flags` are among `OPTIONS`.
@@ -259,6 +287,8 @@ class Plan:
             bisect_right(self.blocks, rank, key=lambda block: block.ranks.start) - 1
         ]
         mesh, offset = self.meshes[block.mesh], rank - block.ranks.start
+        # Meshes of whole replicas have the same expert sizes.
+        before = block.replicas.start * mesh.context * mesh.tensor // mesh.ranks_of_experts
         return Coordinate(
             rank=rank,
             mesh=block.mesh,
@@ -266,6 +296,9 @@ class Plan:
             data=block.replicas.start + offset // (mesh.context * mesh.tensor),
             context=offset // mesh.tensor % mesh.context,
             tensor=offset % mesh.tensor,
+            expert=offset // mesh.ranks_per_expert % mesh.experts,
+            expert_tensor=offset % mesh.ranks_per_expert,
+            expert_copy=before + offset // mesh.ranks_of_experts,
         )
 
     def rank_at(self, stage: int, *, data: int = 0, context: int = 0, tensor: int = 0) -> int:
@@ -275,6 +308,13 @@ class Plan:
                 copy = (data - block.replicas.start) * mesh.context + context
                 return block.ranks.start + copy * mesh.tensor + tensor
         raise IndexError(f"stage {stage} has no replica {data}")
+
+    def expert_copies(self, stage: int) -> int:
+        """Ranks that hold the same slices of the same experts, over which gradients are reduced."""
+        return sum(
+            len(block.ranks) // self.meshes[block.mesh].ranks_of_experts
+            for block in self._by_stage[stage]
+        )
 
     def shares(self, stage: int) -> tuple[int, ...]:
         """For each data-parallel replica of a stage, its micro-batches of a row."""
@@ -323,6 +363,10 @@ class Plan:
             entry |= {"tensor": mesh.tensor, "data": mesh.data}
             if mesh.context > 1:
                 entry["context"] = mesh.context
+            if mesh.experts > 1:
+                entry["experts"] = mesh.experts
+            if mesh.expert_tensor is not None:
+                entry["expert_tensor"] = mesh.expert_tensor
             if self.whole_replicas:
                 entry["share"] = mesh.share
             entry |= {n: value for n in OPTIONS if (value := getattr(mesh, n)) is not None}
@@ -635,4 +679,31 @@ def context_problems(sequence: int, context: int, tensor: int, *, name: str) -> 
         yield (
             f"--seq-length {sequence} must be a multiple of {unit}: {name} {context} makes "
             f"{2 * context} chunks of each sequence{split}; the nearest that are: {near}"
+        )
+
+
+def expert_rank_problems(mesh: Mesh, *, name: str = "") -> Iterator[str]:
+    """A sentence where the ranks of a stage cannot hold all experts a whole number of times.
+
+    `name` is what precedes the sentence.
+    """
+    ranks, width = mesh.ranks_per_stage, mesh.ranks_per_expert
+    # One rank for each slice is what follows where nothing is said of experts.
+    if mesh.ranks_of_experts > 1 and ranks % mesh.ranks_of_experts:
+        near = [size for size in range(1, ranks + 1) if ranks % (size * width) == 0]
+        remedy = (
+            f"expert-parallel sizes that fit are {', '.join(map(str, near))}"
+            if near
+            else f"no expert-parallel size fits {counted(width, 'rank')} an expert"
+        )
+        yield (
+            f"{name}expert-parallel size {mesh.experts} times {counted(width, 'rank')} that share "
+            f"each expert must divide the {counted(ranks, 'rank')} of a stage; {remedy}"
+        )
+    if mesh.experts == 1 and width != mesh.tensor:
+        yield (
+            f"{name}expert-tensor-parallel size {width} must be the tensor-parallel size "
+            f"{mesh.tensor} where the expert-parallel size is 1: megatron-core reduces the "
+            "gradients of such experts over the wrong ranks; make them equal, or enlarge the "
+            "expert-parallel size"
         )

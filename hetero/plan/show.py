@@ -49,6 +49,8 @@ def draw_meshes(plan: Plan) -> Iterator[str]:
         if any(each.context > 1 for each in plan.meshes):
             sizes.append(f"CP {mesh.context}")
         sizes.append(f"DP {mesh.data}")
+        if any(each.experts > 1 for each in plan.meshes):
+            sizes.append(f"EP {mesh.experts}")
         rows.append([f"mesh {index}", mesh.vendor, *sizes, ", ".join(_options(mesh))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

@@ -169,6 +169,11 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     problems: list[str] = []
     if missing := [name for name in _REQUIRED if name not in given]:
         problems.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
+    if (experts := given.get("num-experts")) not in (None, 0, "0", "null"):
+        problems.append(
+            f"{source}: num-experts is {experts}; the planner knows dense models alone, so write "
+            "the plan by hand"
+        )
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"

@@ -35,6 +35,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.tokenizers.text.libraries import NullTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
 from megatron.core.transformer import attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 
 from hetero.errors import HeteroError
 from hetero.pipeline.groups import Groups, StageOrder, build_groups
@@ -76,16 +78,23 @@ def register_groups(groups: Groups, plan: Plan, rank: int) -> None:
     state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tensor_context
     state._TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP = groups.tensor_data_context
     state._TENSOR_AND_DATA_PARALLEL_GROUP = groups.tensor_data_context
-    state._EXPERT_MODEL_PARALLEL_GROUP = groups.single
-    state._EXPERT_TENSOR_PARALLEL_GROUP = groups.tensor
-    state._EXPERT_DATA_PARALLEL_GROUP = groups.data_context
+    state._EXPERT_MODEL_PARALLEL_GROUP = groups.expert
+    state._EXPERT_MODEL_PARALLEL_RANKS = _ranks(groups.expert)
+    state._EXPERT_TENSOR_PARALLEL_GROUP = groups.expert_tensor
+    state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = groups.expert_model
+    state._EXPERT_DATA_PARALLEL_GROUP = groups.expert_data
+    state._INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = groups.expert_data
     state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = groups.world
     for name in _DATA_GROUPS_BESIDE_SHARDED_WEIGHTS:
         if hasattr(state, name):
-            setattr(state, name, groups.data_context if "WITH_CP" in name else groups.data)
+            group = groups.data_context if "WITH_CP" in name else groups.data
+            setattr(state, name, groups.expert_data if "EXPERT" in name else group)
     state.set_pipeline_model_parallel_rank(coordinate.stage)
     state.set_pipeline_model_parallel_world_size(plan.stages)
     state.set_virtual_pipeline_model_parallel_world_size(plan.chunks if plan.chunks > 1 else None)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Read by every router; before 0.17 it is only there with TransformerEngine.
+        moe_utils.te_general_gemm = None
     if state._GLOBAL_MEMORY_BUFFER is None:
         state._set_global_memory_buffer()
 
@@ -116,15 +125,18 @@ def clear_groups() -> None:
         "_DATA_PARALLEL_GLOBAL_RANKS",
         "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+        "_EXPERT_MODEL_PARALLEL_RANKS",
+        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
     ):
         setattr(parallel_state, name, None)
 
 
 def group_collection(groups: Groups) -> ProcessGroupCollection:
     """The same groups as the `pg_collection` argument of megatron-core's newer interfaces."""
+    remat = {"dp_cp_gtp_remat": groups.data_context, "expt_dp_gtp_remat": groups.expert_data}
     given = {
-        name: groups.data_context
-        for name in ("dp_cp_gtp_remat", "expt_dp_gtp_remat")
+        name: group
+        for name, group in remat.items()
         if name in ProcessGroupCollection.__dataclass_fields__
     }
     return ProcessGroupCollection(
@@ -136,16 +148,16 @@ def group_collection(groups: Groups) -> ProcessGroupCollection:
         pos_embd=_position_embedding(groups),
         cp=groups.context,
         tp_cp=groups.tensor_context,
-        ep=groups.single,
-        expt_tp=groups.tensor,
-        tp_ep=groups.tensor,
+        ep=groups.expert,
+        expt_tp=groups.expert_tensor,
+        tp_ep=groups.expert_model,
         tp_ep_pp=groups.model,
         tp_dp_cp=groups.tensor_data_context,
         dp=groups.data,
         dp_cp=groups.data_context,
-        expt_dp=groups.data_context,
+        expt_dp=groups.expert_data,
         intra_dp_cp=groups.data_context,
-        intra_expt_dp=groups.data_context,
+        intra_expt_dp=groups.expert_data,
         intra_dist_opt=groups.world,
     )
 
@@ -344,18 +356,28 @@ def install_swiglu(function: object) -> None:
     fused_bias_swiglu.SwiGLUFunction = function
 
 
-def rescale_gradients(
-    chunks: Iterable[DistributedDataParallel], averaging: float, summing: float
-) -> None:
-    """Set the factor that DDP multiplies gradients by before it reduces them.
+def rescale_gradients(chunks: Iterable[DistributedDataParallel], factor: float) -> None:
+    """Let DDP multiply the sum of gradients over their copies by this factor, experts' too.
 
-    `averaging` applies where the reduction averages, `summing` where it sums.
+    DDP applies it before it reduces them; where the reduction averages, to as many as there are.
     """
     for chunk in chunks:
-        factor = averaging if chunk.ddp_config.average_in_collective else summing
-        for buffer in chunk.buffers:
-            for part in (buffer, *buffer.buckets):
-                part.gradient_scaling_factor = factor
+        kinds = (
+            (chunk.buffers, chunk.dp_cp_group),
+            (chunk.expert_parallel_buffers, chunk.expt_dp_group),
+        )
+        for buffers, group in kinds:
+            averaged = group.size() if chunk.ddp_config.average_in_collective else 1
+            for buffer in buffers:
+                for part in (buffer, *buffer.buckets):
+                    part.gradient_scaling_factor = factor * averaged
+
+
+def scales_router_losses_by_whole_tokens() -> bool:
+    """Whether, where gradients are divided by all tokens, a router's loss counts those of whole
+    sequences; releases before 0.19 count the part that the rank holds."""
+    source = inspect.getsource(TopKRouter.attach_and_log_load_balancing_loss)
+    return "tp_cp_group.size()" in source
 
 
 def reduced_grad_range(

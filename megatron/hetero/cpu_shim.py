@@ -59,13 +59,29 @@ class _CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Stream(torch.cpu.Stream):
+    """On which everything is done at once."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event() if event is None else event
+
+    def synchronize(self) -> None:
+        pass
+
+
 def _replacements() -> dict[str, Callable[..., Any]]:
     def no_op(*args: Any, **kwargs: Any) -> None:
         return None
 
+    def split_sizes(sizes: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return sizes.numpy() if as_numpy and torch.is_tensor(sizes) else sizes
+
     return {
         "torch.cuda.current_device": lambda: _CPU,
         "torch.cuda.current_stream": lambda device=None: torch.cpu.current_stream(),
+        "torch.cuda.Stream": _Stream,
+        "torch.cuda.stream": torch.cpu.stream,
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": split_sizes,
         "torch.cuda.synchronize": no_op,
         "torch.cuda.empty_cache": no_op,
         "torch.cuda.set_device": no_op,

@@ -24,12 +24,15 @@ from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.model import build_chunk, transformer_config
 from megatron.hetero.tokenizer.files import own_tokenizer
+from megatron.hetero.weights import named_expert_biases
 
 _MIN_CACHE_TOKENS = 256
 """Initial capacity of the KV cache."""
 # Flags whose value does not come from the run that wrote the checkpoint.
 _INFERENCE_OVERRIDES: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
     "context_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -111,7 +114,7 @@ def whole_model(
 
 
 def _load_weights(model: GPTModel, reader: CheckpointReader) -> None:
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *named_expert_biases([model], [0])):
         stored = stored_name(name)
         if stored not in reader.index.tensors or reader.shape(stored) != tuple(parameter.shape):
             raise UserError(

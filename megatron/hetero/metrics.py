@@ -12,8 +12,8 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,19 @@ def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     keys = groups * args.kv_channels
     projections = hidden * (queries + 2 * keys) + queries * hidden
-    mlp = (3 if args.swiglu else 2) * hidden * args.ffn_hidden_size
+    matrices = 3 if args.swiglu else 2
+    mlp = matrices * hidden * args.ffn_hidden_size
     attention = 2 * queries * (sequence if full_square else sequence / 2)
     head = hidden * args.padded_vocab_size
-    forward = 2 * (layers * (projections + mlp + attention) + head)
+    mlps = layers * mlp
+    if args.num_experts is not None:
+        pattern = args.moe_layer_freq
+        mixing = len(range(0, layers, pattern)) if isinstance(pattern, int) else sum(pattern)
+        widths = args.moe_router_topk * args.moe_ffn_hidden_size
+        widths += args.moe_shared_expert_intermediate_size or 0
+        mixture = hidden * (matrices * widths + args.num_experts)
+        mlps = (layers - mixing) * mlp + mixing * mixture
+    forward = 2 * (layers * (projections + attention) + mlps + head)
     return 3.0 * forward
 
 
@@ -139,12 +148,14 @@ class IterationRecord:
     goodput: float
     """Share of the job's wall time that went into steps which were kept, of 1."""
     simulated: bool
+    router_losses: Mapping[str, float] = field(default_factory=dict)
+    """By Megatron's names, without their coefficients, each the mean over layers with experts."""
 
     def scalars(self) -> dict[str, float]:
         """What the live view shows of an iteration; values that are not finite are left out."""
         names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_gpu")
         more = ("iteration", "loss_scale", "batch_size", "goodput")
-        values = {name: getattr(self, name) for name in (*names, *more)}
+        values = {name: getattr(self, name) for name in (*names, *more)} | {**self.router_losses}
         return {
             name: float(value)
             for name, value in values.items()
@@ -155,8 +166,12 @@ class IterationRecord:
         """The record, with None for values that are not finite, which JSON cannot represent."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
+            for name, value in self._fields()
         }
+
+    def _fields(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, value) for name, value in vars(self).items() if name != "router_losses")
+        yield from self.router_losses.items()
 
 
 def check_outputs(args: argparse.Namespace, written: frozenset[str], *, is_rank_0: bool) -> None:
@@ -396,6 +411,7 @@ class MetricsLogger:
             "tokens-per-second": record.tokens_per_s,
             "link-bytes": record.link_bytes,
             "goodput": record.goodput,
+            **record.router_losses,
         }
         if self._args.log_loss_scale_to_tensorboard:
             values["loss-scale"] = record.loss_scale

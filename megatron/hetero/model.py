@@ -8,7 +8,6 @@ for any shapes (`TiedEmbedding`, `FinalizeGradsAcrossMeshes`).
 from __future__ import annotations
 
 import argparse
-import copy
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
-from megatron.hetero import weights
+from megatron.hetero import experts, weights
 from megatron.hetero.core_private import group_collection, reduced_grad_range, rescale_gradients
 from megatron.hetero.kernels import (
     AccumulatingWgrad,
@@ -61,6 +60,9 @@ class StageModel:
     groups: ProcessGroupCollection
     first_layers: tuple[int, ...]
     """The global index of each chunk's first layer."""
+    first_expert: int
+    """The global index of the first expert of each layer with experts."""
+    tensor_rank: weights.TensorRank
     has_tied_copy: bool
     """True if an output layer on this rank is a second copy of the embedding."""
     kernels: Kernels
@@ -69,7 +71,12 @@ class StageModel:
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank under its name in the whole model."""
-        return list(weights.named_parameters(self.chunks, self.first_layers))
+        return list(weights.named_parameters(self.chunks, self.first_layers, self.first_expert))
+
+    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
+        """All that training changes: parameters, and the routers' expert biases."""
+        biases = weights.named_expert_biases(self.chunks, self.first_layers)
+        return [*self.named_parameters(), *biases]
 
     def train(self, mode: bool = True) -> None:
         for chunk in self.chunks:
@@ -169,6 +176,7 @@ def transformer_config(
         cross_entropy_loss_fusion=on_gpu and args.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
         **recompute,
+        **experts.expert_config(args),
     )
 
 
@@ -202,8 +210,27 @@ def layer_spec(
     """
     if args.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    comms = args.cp_comm_type
+    chosen = [(experts.has_experts(args, n), comms[n % len(comms)]) for n in layers]
+    kinds = {mixes: _layer(args, config, groups, mixes=mixes) for mixes, _ in chosen}
+    specs = {each: _with_attention(kinds[each[0]], each[1]) for each in chosen}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[each] for each in chosen], layer_norm=norm_class(config)
+    )
+
+
+def _layer(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+    *,
+    mixes: bool,
+) -> ModuleSpec:
+    """megatron-core's local layer, dense or a mixture of experts, with our norm."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
-        normalization=args.normalization, qk_layernorm=args.qk_layernorm
+        num_experts=args.num_experts if mixes else None,
+        normalization=args.normalization,
+        qk_layernorm=args.qk_layernorm,
     )
     norm = norm_class(config)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
@@ -225,19 +252,15 @@ def layer_spec(
                 "multiplier": args.residual_multiplier,
             },
         )
-    by_type = {comm: _with_attention(spec, comm) for comm in set(args.cp_comm_type)}
-    comms = [args.cp_comm_type[layer % len(args.cp_comm_type)] for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=[by_type[c] for c in comms], layer_norm=norm)
+    return spec
 
 
 def _with_attention(layer: ModuleSpec, context_comm: str) -> ModuleSpec:
-    """The layer with an attention core of this type; what else it names is shared."""
+    """The layer with our attention; what both have in common, as process groups, is not copied."""
+    attention = layer.submodules.self_attention
     core = ModuleSpec(SdpaAttention, params={"context_comm": context_comm})
-    attention = copy.copy(layer.submodules.self_attention)
-    attention.submodules = replace(attention.submodules, core_attention=core)
-    spec = copy.copy(layer)
-    spec.submodules = replace(spec.submodules, self_attention=attention)
-    return spec
+    ours = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    return replace(layer, submodules=replace(layer.submodules, self_attention=ours))
 
 
 def _install_multipliers(args: argparse.Namespace, chunk: GPTModel) -> None:
@@ -368,14 +391,20 @@ def build_model(
     first_layers = tuple(
         plan.layer_range(coordinate.stage, chunk).start for chunk in range(plan.chunks)
     )
+    mesh = plan.meshes[coordinate.mesh]
+    first_expert = coordinate.expert * ((args.num_experts or 0) // mesh.experts)
+    tensor_rank = weights.TensorRank(
+        coordinate.tensor, mesh.tensor, coordinate.expert_tensor, mesh.ranks_per_expert
+    )
     if init_weights:
         weights.initialize(
-            list(weights.named_parameters(unwrapped, first_layers)),
+            list(weights.named_parameters(unwrapped, first_layers, first_expert)),
             initial_weights(args),
-            tp_rank=coordinate.tensor,
-            tp_size=args.tensor_model_parallel_size,
+            tensor_rank,
         )
     half = args.bf16 or args.fp16
+    wrapped = [Float16Module(config, chunk) if half else chunk for chunk in unwrapped]
+    experts.keep_counts_in_float32(wrapped)
     ddp = ddp_config(
         args, sum(parameter.numel() for chunk in unwrapped for parameter in chunk.parameters())
     )
@@ -383,11 +412,11 @@ def build_model(
         DistributedDataParallel(
             config,
             ddp,
-            Float16Module(config, chunk) if half else chunk,
+            chunk,
             disable_bucketing=index > 0,
             pg_collection=collection,
         )
-        for index, chunk in enumerate(unwrapped)
+        for index, chunk in enumerate(wrapped)
     ]
     _connect_gradient_hooks(args, config, chunks)
     if joins_meshes(plan):
@@ -399,6 +428,8 @@ def build_model(
         config=config,
         groups=collection,
         first_layers=first_layers,
+        first_expert=first_expert,
+        tensor_rank=tensor_rank,
         has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
         kernels=kernels,
         delayed_wgrad=delayed_wgrad if kernels.weight_gradient else None,
@@ -547,12 +578,12 @@ class FinalizeGradsAcrossMeshes:
         groups: Groups,
     ) -> None:
         here = plan.coordinate(rank)
-        own, last = plan.meshes[here.mesh], plan.meshes[-1]
+        last = plan.meshes[-1]
         if not args.calculate_per_token_loss:
             # A replica's loss is the mean over its own samples, times the context-parallel ranks
             # that compute it (`loss_func`), so the sum of gradients over this mesh's copies of a
             # parameter has to be divided by the number of copies on the last mesh.
-            rescale_gradients(chunks, own.copies / last.copies, 1.0 / last.copies)
+            rescale_gradients(chunks, 1.0 / last.copies)
         self._config, self._world = chunks[0].config, groups.world
         self._counts_tokens = here.tensor == 0
         self._embedding: TiedEmbedding | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -37,6 +37,8 @@ class StepResult:
     tokens: float
     link_bytes: int
     """Tensor bytes sent over boundaries so far, summed over all ranks."""
+    summed: tuple[float, ...] = ()
+    """What `step` was given to sum over all ranks."""
     num_zeros: float | None = None
     stop_signal: int = 0
     """The exit signal that a rank had received when it contributed to this step, or 0."""
@@ -148,7 +150,9 @@ class TrainingOptimizer:
         self._device = device
         here = plan.coordinate(rank)
         # Without the distributed optimizer all copies of a parameter have the same gradients.
-        self._contributes = args.use_distributed_optimizer or here.is_first_copy
+        shares = args.use_distributed_optimizer
+        self._contributes = shares or here.is_first_copy
+        self._experts_contribute = shares or here.expert_copy == 0
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
@@ -164,6 +168,7 @@ class TrainingOptimizer:
         loss_sum: torch.Tensor,
         tokens: torch.Tensor,
         link_bytes: int = 0,
+        summed: torch.Tensor | Sequence[float] = (),
         check_links: Callable[[], None] | None = None,
         stop_signal: int = 0,
     ) -> StepResult:
@@ -176,19 +181,22 @@ class TrainingOptimizer:
                 tensor-parallel rank 0 of the last stage.
             tokens: the number of tokens in `loss_sum`.
             link_bytes: tensor bytes that this rank has sent over boundaries so far.
+            summed: this rank's summands of what is to be told of all ranks, as many on each.
             check_links: raises if data that came over a link in this step is invalid. Called after
                 the norm has been computed and before it is shared.
             stop_signal: the exit signal that this rank has received, or 0.
         """
         overflowed = self.inner.prepare_grads()
-        local = torch.zeros(6, dtype=torch.float64, device=self._device)
-        if not overflowed and self._contributes:
+        local = torch.zeros(_FIXED + len(summed), dtype=torch.float64, device=self._device)
+        if not overflowed:
             with self._timers("optimizer-clip-main-grad"):
                 local[0] = self._squared_norm()
             if self.config.log_num_zeros_in_grad:
                 with self._timers("optimizer-count-zeros"):
                     local[5] = self._num_zeros()
         local[1], local[2], local[3], local[4] = loss_sum, tokens, link_bytes, stop_signal
+        if len(summed):
+            local[_FIXED:] = torch.as_tensor(summed)
         with self._timers("grad-norm-all-gather"):
             rows = self._statistics.gather(local, check=check_links)
         outcome = StepResult(
@@ -198,6 +206,7 @@ class TrainingOptimizer:
             tokens=math.fsum(row[2] for row in rows),
             link_bytes=int(sum(row[3] for row in rows)),
             stop_signal=int(max(row[4] for row in rows)),
+            summed=tuple(map(math.fsum, zip(*(row[_FIXED:] for row in rows), strict=True))),
             num_zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):
@@ -239,9 +248,12 @@ class TrainingOptimizer:
         return total
 
     def _counted_grads(self) -> Iterator[list[torch.Tensor]]:
-        """Main gradients per optimizer, without duplicates on other tensor-parallel ranks or of a
-        tied embedding."""
+        """Main gradients per optimizer that this rank contributes, without duplicates on other
+        tensor-parallel ranks or of a tied embedding."""
         for optimizer in self.inner.chained_optimizers:
+            of_experts = _is_of_experts(optimizer)
+            if not (self._experts_contribute if of_experts else self._contributes):
+                continue
             if grads := grads_for_norm(optimizer):
                 yield grads
 
@@ -255,6 +267,14 @@ class TrainingOptimizer:
                 )
 
 
+def _is_of_experts(optimizer: MegatronOptimizer) -> bool:
+    """Whether it updates experts that not all data-parallel ranks hold, which has one to itself."""
+    groups = getattr(optimizer.optimizer, "param_groups", ())
+    return any(group.get("is_expert_parallel", False) for group in groups)
+
+
+_FIXED = 6
+"""Numbers of a rank that every step gathers."""
 _CPU_CHUNK_ELEMENTS = 2**18
 """Elements of a gradient that are converted to float64 at a time."""
 

@@ -70,11 +70,15 @@ def _edge_transport(job: Job, edge: Edge, transports: dict[int, str]) -> str:
 def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     """One row per stage and mesh: ranks, contents, transport to the next stage. Collective."""
     plan = job.plan
-    parameters = sum(p.numel() for _, p in model.named_parameters())
-    counts = _all_gather(parameters)
+    of_experts = sum(p.numel() for n, p in model.named_parameters() if weights.is_of_expert(n))
+    parameters = sum(p.numel() for _, p in model.named_parameters()) - of_experts
+    counts = _all_gather((parameters, of_experts))
     # `job.args` are those of this rank's mesh.
-    copies = len(plan.shares(job.coordinate.stage)) * plan.meshes[job.coordinate.mesh].context
-    states = _all_gather(planned_state_bytes(parameters, args=job.args, copies=copies))
+    stage = job.coordinate.stage
+    copies = len(plan.shares(stage)) * plan.meshes[job.coordinate.mesh].context
+    own = planned_state_bytes(parameters, args=job.args, copies=copies)
+    own += planned_state_bytes(of_experts, args=job.args, copies=plan.expert_copies(stage))
+    states = _all_gather(own)
     lacks = job.args.lacks_transformer_engine
     built = _all_gather(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
     edges = {edge.source: edge for edge in plan.edges()}
@@ -98,8 +102,10 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "tensor_parallel": mesh.tensor,
                 "context_parallel": mesh.context,
                 "data_parallel": mesh.data,
+                "expert_parallel": mesh.experts,
                 "transformer_impl": built[ranks.start],
-                "parameters": sum(counts[r] for r in ranks[: mesh.tensor]),
+                "parameters": sum(counts[r][0] for r in ranks[: mesh.tensor])
+                + sum(counts[r][1] for r in ranks[: mesh.ranks_of_experts]),
                 "state_bytes_per_rank": states[ranks.start],
                 "share": mesh.share,
                 "next_stage": edge.target if edge else None,
@@ -245,16 +251,15 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
     `weights.sha256` covers every parameter by its global name, so that runs with different pipeline
     layouts can be compared bit for bit. `rows` are those of `stage_rows`.
     """
-    local = {}
-    if job.coordinate.is_first_copy:
-        local = weights.digest(
-            result.model.named_parameters(),
-            tp_rank=job.coordinate.tensor,
-            tp_size=job.args.tensor_model_parallel_size,
-        )
-        if result.model.has_tied_copy:
-            # The second copy of a tied embedding is not a parameter of the whole model.
-            local.pop("output_layer.weight", None)
+    own = [
+        (name, tensor)
+        for name, tensor in result.model.named_weights()
+        if weights.holds_first_copy(job.coordinate, name)
+    ]
+    local = weights.digest(own, result.model.tensor_rank)
+    if result.model.has_tied_copy:
+        # The second copy of a tied embedding is not a parameter of the whole model.
+        local.pop("output_layer.weight", None)
     sums: dict[str, str] = {}
     for part in _all_gather(local):
         sums |= part

@@ -11,7 +11,7 @@ import torch
 
 from hetero.errors import CorruptionError
 from megatron.hetero.optimizer import RankStatistics
-from megatron.hetero.weights import EMBEDDING, TIED_COPY, digest
+from megatron.hetero.weights import EMBEDDING, TIED_COPY, TensorRank, digest
 
 _HEX_DIGITS = 12
 """Of a digest: numbers are gathered as float64, which holds integers of up to 53 bits."""
@@ -34,10 +34,9 @@ class Difference:
 
 
 def compare_replicas(
-    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    tensors: Sequence[tuple[str, torch.Tensor]],
     *,
-    tp_rank: int,
-    tp_size: int,
+    tensor_rank: TensorRank,
     has_tied_copy: bool,
     statistics: RankStatistics,
     names: Mapping[int, str],
@@ -46,19 +45,20 @@ def compare_replicas(
     """--check-weight-hash-across-dp-replicas-interval: compare what several ranks hold.
 
     That is each parameter, or slice of one, of data-parallel replicas, of one vendor or of two;
-    each that is not split among tensor-parallel ranks; and the copies of a tied embedding.
+    each that is not split among tensor-parallel ranks; experts that several ranks hold; and the
+    copies of a tied embedding.
 
     Raises CorruptionError on every rank if they differ. It names the ranks that differ from most
     holders, and without a majority all holders. Collective. Copies all weights to the host.
 
     Args:
-        parameters: this rank's, by global name.
-        tp_rank: this rank's among `tp_size`.
+        tensors: this rank's weights, by global name.
+        tensor_rank: which slices of them it holds.
         has_tied_copy: whether stages have copies of one embedding.
         names: of all ranks, for the error.
         iteration: the last one, for the error.
     """
-    sums = digest(parameters, tp_rank=tp_rank, tp_size=tp_size)
+    sums = digest(tensors, tensor_rank)
     if has_tied_copy:
         sums = {name.replace(TIED_COPY, EMBEDDING): text for name, text in sums.items()}
     by_number = {_number(hashlib.sha256(name.encode()).hexdigest()): name for name in sums}

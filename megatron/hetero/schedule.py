@@ -20,6 +20,7 @@ from hetero.observe.record import recorder
 from hetero.observe.trace import Neighbour
 from hetero.pipeline.communicator import PipelineCommunicator
 from hetero.pipeline.links import links_of
+from megatron.hetero import experts
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.timers import Timers
@@ -122,6 +123,9 @@ class Schedule:
         if job.args.calculate_per_token_loss:
             # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
+        experts.weigh_losses(model.chunks, experts.loss_factor(job.args, plan, job.coordinate))
+        self._router_losses = experts.RouterLosses(job.args, plan, job.coordinate)
+        self._micro_batches = 0
         self._forward_step = partial(
             forward_step,
             timers=timers,
@@ -176,6 +180,7 @@ class Schedule:
         communicator = self._communicator
         groups = self._model.groups if communicator is not None else None
         micro_batches = batch_size // (micro_batch_size * self._row) * self._share
+        self._micro_batches = micro_batches
         if isinstance(communicator, PipelineCommunicator) and not self._is_interleaved:
             communicator.expect(
                 activations=0 if self._is_first else micro_batches,
@@ -197,6 +202,15 @@ class Schedule:
         if not results or not self._counts_loss:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
+
+    @property
+    def router_losses(self) -> tuple[str, ...]:
+        """The names of what `take_router_losses` returns, the same on all ranks."""
+        return self._router_losses.names
+
+    def take_router_losses(self) -> torch.Tensor:
+        """This rank's summands of the routers' losses in the last step, float64."""
+        return self._router_losses.take(self._micro_batches, self._device)
 
     def neighbours(self) -> tuple[Neighbour, Neighbour]:
         """The previous and the next stage: its ranks, and how many messages have gone over.

@@ -24,6 +24,7 @@ from megatron.hetero.arguments.flags_hetero import MEASURED
 from megatron.hetero.auto_data_shares import measure_data_shares
 from megatron.hetero.checkpoint.checkpointer import Checkpointer
 from megatron.hetero.checkpoint.index import TrainState
+from megatron.hetero.checkpoint.tensor_names import is_split
 from megatron.hetero.console import Console
 from megatron.hetero.core_private import gather_parameters
 from megatron.hetero.data import MicroBatches, build_data_iterators
@@ -57,6 +58,7 @@ from megatron.hetero.straggler import StragglerLog
 from megatron.hetero.telemetry import open_telemetry
 from megatron.hetero.timers import Timers, clock_of
 from megatron.hetero.timing_log import TimingLog
+from megatron.hetero.weights import holds_first_copy
 
 
 class Trainer:
@@ -276,6 +278,7 @@ class Trainer:
                 loss_sum=loss_sum,
                 tokens=tokens,
                 link_bytes=self._boundary_bytes(),
+                summed=self.schedule.take_router_losses(),
                 check_links=self.job.check_links,
                 stop_signal=self._stop.own_signal,
             )
@@ -592,6 +595,7 @@ class Trainer:
             link_bytes=outcome.link_bytes,
             goodput=goodput,
             simulated=self.job.simulated,
+            router_losses=dict(zip(self.schedule.router_losses, outcome.summed, strict=True)),
         )
         self.steps += 1
         self.last_record = record
@@ -615,11 +619,9 @@ class Trainer:
 
     def _compare_replicas(self) -> None:
         gather_parameters(self.model.chunks)
-        coordinate = self.job.coordinate
         compare_replicas(
-            self.model.named_parameters(),
-            tp_rank=coordinate.tensor,
-            tp_size=self.job.plan.meshes[coordinate.mesh].tensor,
+            self.model.named_weights(),
+            tensor_rank=self.model.tensor_rank,
             has_tied_copy=self.model.has_tied_copy,
             statistics=self.job.statistics,
             names=rank_names(self.job.plan, self.job.identities),
@@ -635,9 +637,9 @@ class Trainer:
         coordinate = self.job.coordinate
         for name, parameter in self.model.named_parameters():
             is_copy = name == "output_layer.weight" and self.model.has_tied_copy
-            is_split = getattr(parameter, "tensor_model_parallel", False)
-            is_counted = is_split or coordinate.tensor == 0
-            if coordinate.is_first_copy and is_counted and not is_copy:
+            rank, size = self.model.tensor_rank.of(name)
+            is_counted = is_split(parameter, size) or rank == 0
+            if holds_first_copy(coordinate, name) and is_counted and not is_copy:
                 square += parameter.detach().double().square().sum()
         return math.sqrt(math.fsum(row[0] for row in self.job.statistics.gather(square)))
 

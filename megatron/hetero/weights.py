@@ -16,10 +16,40 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero.plan import Coordinate
+from megatron.hetero.checkpoint.tensor_names import EXPERT_BIAS
+
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
 TIED_COPY = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert, and is held by the ranks that hold that."""
+    return _EXPERT.search(name) is not None
+
+
+def holds_first_copy(coordinate: Coordinate, name: str) -> bool:
+    """True on one of the ranks that hold the same slice of a parameter of this global name."""
+    return coordinate.expert_copy == 0 if is_of_expert(name) else coordinate.is_first_copy
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """Which slice a rank holds of what tensor parallelism splits: of experts, and of all else."""
+
+    rank: int = 0
+    size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+
+    def of(self, name: str) -> tuple[int, int]:
+        """(rank, size) for a parameter of this global name."""
+        if is_of_expert(name):
+            return self.expert_rank, self.expert_size
+        return self.rank, self.size
 
 
 @dataclass(frozen=True)
@@ -40,9 +70,10 @@ class InitialWeights:
     """True if norms store their weight minus one."""
 
     def draw(
-        self, name: str, parameter: torch.nn.Parameter, *, tp_rank: int, tp_size: int
+        self, name: str, parameter: torch.nn.Parameter, tensor_rank: TensorRank
     ) -> torch.Tensor:
         """Sample one parameter's local shard, float32 on the CPU."""
+        tp_rank, tp_size = tensor_rank.of(name)
         if name.endswith(".bias"):
             return torch.zeros(parameter.shape)
         if parameter.dim() == 1:
@@ -73,7 +104,7 @@ class InitialWeights:
     def _shard(
         self, name: str, whole: torch.Tensor, dim: int, tp_rank: int, tp_size: int
     ) -> torch.Tensor:
-        if self.gated_linear_unit and name.endswith("mlp.linear_fc1.weight"):
+        if self.gated_linear_unit and name.endswith(".linear_fc1.weight"):
             # fc1 stacks gate and up projection; each rank holds a slice of both.
             return torch.cat(
                 [half.chunk(tp_size, dim)[tp_rank] for half in whole.chunk(2, dim)], dim
@@ -81,54 +112,65 @@ class InitialWeights:
         return whole.chunk(tp_size, dim)[tp_rank]
 
 
-def global_name(name: str, first_layer: int) -> str:
-    """A parameter's name in the whole model, from its name in a chunk starting at `first_layer`."""
+def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
+    """A parameter's name in the whole model, from its name in a chunk starting at `first_layer`.
+
+    `first_expert` is the first of each layer's experts that the rank holds.
+    """
     bare = name.removeprefix("module.").removeprefix("module.")
+    bare = _EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", bare)
     return _LAYER.sub(lambda m: f".layers.{int(m[1]) + first_layer}.", bare)
 
 
 def named_parameters(
-    chunks: Sequence[torch.nn.Module], first_layers: Sequence[int]
+    chunks: Sequence[torch.nn.Module], first_layers: Sequence[int], first_expert: int = 0
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters of this rank's model chunks under their global names."""
     for chunk, first_layer in zip(chunks, first_layers, strict=True):
         for name, parameter in chunk.named_parameters():
-            yield global_name(name, first_layer), parameter
+            yield global_name(name, first_layer, first_expert), parameter
+
+
+def named_expert_biases(
+    chunks: Sequence[torch.nn.Module], first_layers: Sequence[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The routers' expert biases, which are trained without gradients."""
+    for chunk, first_layer in zip(chunks, first_layers, strict=True):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(EXPERT_BIAS):
+                yield global_name(name, first_layer), buffer
 
 
 def initialize(
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
     init: InitialWeights,
-    *,
-    tp_rank: int,
-    tp_size: int,
+    tensor_rank: TensorRank,
 ) -> None:
     """Initialise parameters in place, on any device and in any dtype."""
 
     def fill(item: tuple[str, torch.nn.Parameter]) -> None:
         name, parameter = item
         with torch.no_grad():
-            values = init.draw(name, parameter, tp_rank=tp_rank, tp_size=tp_size)
+            values = init.draw(name, parameter, tensor_rank)
             parameter.data.copy_(values)
 
     with _threads() as pool:
         list(pool.map(fill, parameters))
 
 
-def digest(
-    parameters: Sequence[tuple[str, torch.nn.Parameter]], *, tp_rank: int, tp_size: int
-) -> dict[str, str]:
+def digest(tensors: Sequence[tuple[str, torch.Tensor]], tensor_rank: TensorRank) -> dict[str, str]:
     """SHA-256 of each local shard, by global name, with a suffix [rank/size] for TP shards."""
 
-    def entry(item: tuple[str, torch.nn.Parameter]) -> tuple[str, str]:
+    def entry(item: tuple[str, torch.Tensor]) -> tuple[str, str]:
         name, parameter = item
+        tp_rank, tp_size = tensor_rank.of(name)
         split = getattr(parameter, "tensor_model_parallel", False) and tp_size > 1
         key = f"{name}[{tp_rank}/{tp_size}]" if split else name
         bits = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return key, hashlib.sha256(bits.numpy().data).hexdigest()
 
     with _threads() as pool:
-        return dict(pool.map(entry, parameters))
+        return dict(pool.map(entry, tensors))
 
 
 def _threads() -> ThreadPoolExecutor:

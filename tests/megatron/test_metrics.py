@@ -54,6 +54,9 @@ def test_every_size_counts_as_it_should() -> None:
         return model_flops_per_token(Namespace(**vars(LLAMA_8B) | changed))
 
     base = flops()
+    # Of 128 experts each token passes 8, and a router; here in half of the layers.
+    sparse = flops(num_experts=128, moe_ffn_hidden_size=1792, moe_router_topk=8, moe_layer_freq=2)
+    assert sparse - base == 6 * 16 * 4096 * 128
     assert base - flops(swiglu=False) == 6 * 32 * 4096 * 14336
     assert flops(num_query_groups=32) - base == 6 * 32 * 2 * 4096 * 3072
     # Without grouped queries --num-query-groups says nothing: every head has its own key and value.

@@ -90,7 +90,7 @@ def _train_step(flags: str) -> tuple[dict[str, torch.Tensor], Counter[str]]:
     calls: Counter[str] = Counter()
     with built_model(args, torch.device("cpu")) as (chunk, _):
         named = list(weights.named_parameters([chunk], [0]))
-        weights.initialize(named, model.initial_weights(args), tp_rank=0, tp_size=1)
+        weights.initialize(named, model.initial_weights(args), weights.TensorRank())
         for name, module in chunk.named_modules():
             module.register_forward_hook(lambda *_, name=name: calls.update([name]))
         tensor_parallel.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)

@@ -23,7 +23,7 @@ ARGS = layer_arguments(LLAMA.split(), dtype="fp32", layers=2)
 def model() -> Iterator[GPTModel]:
     with built_model(ARGS, torch.device(default_device())) as (model, _):
         named = list(weights.named_parameters([model], [0]))
-        weights.initialize(named, initial_weights(ARGS), tp_rank=0, tp_size=1)
+        weights.initialize(named, initial_weights(ARGS), weights.TensorRank())
         yield model
 
 

@@ -28,8 +28,9 @@ ELEMENTS = 3_000_000
 
 
 def squared_norm(*grads: torch.Tensor) -> torch.Tensor:
-    part = SimpleNamespace(get_main_grads_for_grad_norm=lambda: list(grads))
+    part = SimpleNamespace(get_main_grads_for_grad_norm=lambda: list(grads), optimizer=None)
     optimizer: Any = TrainingOptimizer.__new__(TrainingOptimizer)
+    optimizer._contributes = True
     optimizer._device, optimizer.inner = (
         torch.device("cpu"),
         SimpleNamespace(chained_optimizers=[part]),

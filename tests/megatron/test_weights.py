@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.hetero.weights import (
     InitialWeights,
+    TensorRank,
     combine_digests,
     digest,
     global_name,
@@ -48,14 +49,14 @@ def _parameter(*shape: int, split: int | None = None) -> torch.nn.Parameter:
 
 
 def _draw(name: str, shape: tuple[int, ...], *, how: InitialWeights = HOW) -> torch.Tensor:
-    return how.draw(name, _parameter(*shape), tp_rank=0, tp_size=1)
+    return how.draw(name, _parameter(*shape), TensorRank())
 
 
 def _shards(name: str, shape: tuple[int, int], dim: int, size: int) -> list[torch.Tensor]:
     local = list(shape)
     local[dim] //= size
     parameter = _parameter(*local, split=dim)
-    return [HOW.draw(name, parameter, tp_rank=rank, tp_size=size) for rank in range(size)]
+    return [HOW.draw(name, parameter, TensorRank(rank, size)) for rank in range(size)]
 
 
 def _by_halves(shards: list[torch.Tensor]) -> torch.Tensor:
@@ -84,7 +85,7 @@ def test_the_shards_of_any_tensor_parallel_size_make_up_the_same_whole(
 
 def test_without_a_gated_unit_fc1_is_split_like_any_column() -> None:
     how = replace(HOW, gated_linear_unit=False)
-    shards = [how.draw(FC1, _parameter(12, 8, split=0), tp_rank=r, tp_size=2) for r in range(2)]
+    shards = [how.draw(FC1, _parameter(12, 8, split=0), TensorRank(r, 2)) for r in range(2)]
     assert torch.equal(torch.cat(shards), _draw(FC1, (24, 8), how=how))
 
 
@@ -164,7 +165,7 @@ def test_what_adds_to_the_residual_stream_is_drawn_narrower(name: str, std: floa
 def test_xavier_looks_at_the_whole_tensor_not_at_the_shard() -> None:
     how = replace(HOW, xavier_uniform=True)
     shards = [
-        how.draw(COLUMN, _parameter(8, 16, split=0), tp_rank=rank, tp_size=4) for rank in range(4)
+        how.draw(COLUMN, _parameter(8, 16, split=0), TensorRank(rank, 4)) for rank in range(4)
     ]
     whole = torch.cat(shards)
     assert torch.equal(whole, _draw(COLUMN, (32, 16), how=how))
@@ -178,7 +179,7 @@ def test_neither_the_order_nor_the_threads_matter_and_dtypes_stay() -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            initialize([*parameters, (COLUMN, half)], HOW, tp_rank=0, tp_size=1)
+            initialize([*parameters, (COLUMN, half)], HOW, TensorRank())
         finally:
             torch.set_num_threads(before)
         return {name: parameter.detach() for name, parameter in [*parameters, (COLUMN, half)]}
@@ -196,7 +197,7 @@ def test_neither_the_order_nor_the_threads_matter_and_dtypes_stay() -> None:
 )
 def test_one_bit_changes_the_digest(dtype: torch.dtype, position: int, bit: int) -> None:
     def digest_of(parameter: torch.nn.Parameter) -> dict[str, str]:
-        return digest([("w", parameter)], tp_rank=0, tp_size=1)
+        return digest([("w", parameter)], TensorRank())
 
     one, other = (torch.nn.Parameter(torch.ones(2, 3, dtype=dtype)) for _ in range(2))
     assert digest_of(one) == digest_of(other)
@@ -206,9 +207,28 @@ def test_one_bit_changes_the_digest(dtype: torch.dtype, position: int, bit: int)
 
 def test_the_combined_digest_does_not_depend_on_who_held_what() -> None:
     parameters = [(COLUMN, _parameter(4, 4, split=0)), ("norm", _parameter(4))]
-    assert set(digest(parameters, tp_rank=1, tp_size=2)) == {f"{COLUMN}[1/2]", "norm"}
-    assert set(digest(parameters, tp_rank=0, tp_size=1)) == {COLUMN, "norm"}
+    assert set(digest(parameters, TensorRank(1, 2))) == {f"{COLUMN}[1/2]", "norm"}
+    assert set(digest(parameters, TensorRank())) == {COLUMN, "norm"}
     whole = combine_digests({"a": "1", "b": "2"})
     assert whole == combine_digests({"b": "2", "a": "1"})
     assert whole != combine_digests({"a": "2", "b": "1"})
     assert whole != combine_digests({"a": "1"})
+
+
+EXPERT = "module.decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"
+
+
+def test_an_expert_is_named_by_its_number_in_the_whole_layer() -> None:
+    name = global_name(EXPERT, 2, first_expert=4)
+    assert name == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
+    assert global_name(f"module.{FC1}", 0, first_expert=4) == FC1
+
+
+def test_slices_of_experts_are_of_the_ranks_that_share_each() -> None:
+    rank = TensorRank(1, 2, expert_rank=0, expert_size=1)
+    name = global_name(EXPERT, 0)
+    expert, dense = _parameter(8, 4, split=0), _parameter(8, 4, split=0)
+    assert set(digest([(name, expert), (COLUMN, dense)], rank)) == {name, f"{COLUMN}[1/2]"}
+    assert torch.equal(HOW.draw(name, expert, rank), _draw(name, (8, 4)))
+    shards = [HOW.draw(name, expert, TensorRank(0, 1, each, 2)) for each in range(2)]
+    assert torch.equal(_by_halves(shards), _draw(name, (16, 4)))

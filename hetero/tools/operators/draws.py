@@ -75,7 +75,7 @@ def fill_weights(
     args: argparse.Namespace, draws: Draws, parameters: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> None:
     """Give every parameter its value, in place."""
-    weights.initialize(parameters, initial_weights(args), tp_rank=0, tp_size=1)
+    weights.initialize(parameters, initial_weights(args), weights.TensorRank())
     for name, parameter in parameters:
         if parameter.dim() > 1:
             continue
@@ -83,5 +83,5 @@ def fill_weights(
         drawn = draws.normal(f"weight {name}", parameter.shape, std=_SPREAD)
         with torch.no_grad():
             parameter.copy_(drawn.float() + (1.0 if is_gain else 0.0))
-    sums = weights.digest(parameters, tp_rank=0, tp_size=1)
+    sums = weights.digest(parameters, weights.TensorRank())
     draws.digests.update({f"weight {name}": digest for name, digest in sums.items()})

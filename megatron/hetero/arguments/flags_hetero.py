@@ -69,7 +69,7 @@ def add_hetero_flags(parser: argparse.ArgumentParser) -> None:
         "--hetero-plan",
         type=text,
         metavar="FILE",
-        help="YAML plan; instead of the eight flags that follow",
+        help="YAML plan; instead of the nine flags that follow",
     )
     group.add_argument(
         "--hetero-vendors",
@@ -210,6 +210,7 @@ def _add_mesh_flags(group: argparse._ArgumentGroup) -> None:
     for name, words in (
         ("tensor", "tensor-parallel size of each mesh; default: --tensor-model-parallel-size"),
         ("context", "context-parallel size of each mesh; default: --context-parallel-size"),
+        ("expert", "expert-parallel size of each mesh; default: --expert-model-parallel-size"),
         ("data", "data-parallel size of each mesh; default: the same for every mesh"),
         (
             "micro-batch",

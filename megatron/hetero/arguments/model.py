@@ -17,6 +17,7 @@ _LOCAL_ONLY = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
+    "num_experts": None,
 }
 LOCAL_ONLY = " ".join(_LOCAL_ONLY)
 

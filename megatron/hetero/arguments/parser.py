@@ -16,8 +16,10 @@ from megatron.hetero.arguments.batch import BATCH_RULES
 from megatron.hetero.arguments.config_file import FLAG as CONFIG_FILE_FLAG
 from megatron.hetero.arguments.config_file import expand_config_files
 from megatron.hetero.arguments.data import DATA_RULES
+from megatron.hetero.arguments.experts import EXPERT_RULES
 from megatron.hetero.arguments.flags_checkpoint import add_checkpoint_flags
 from megatron.hetero.arguments.flags_data import add_data_flags
+from megatron.hetero.arguments.flags_experts import add_expert_flags
 from megatron.hetero.arguments.flags_hetero import add_hetero_flags
 from megatron.hetero.arguments.flags_logging import add_logging_flags
 from megatron.hetero.arguments.flags_model import add_model_flags
@@ -115,6 +117,7 @@ def build_parser() -> Parser:
         "given several times",
     )
     add_model_flags(parser)
+    add_expert_flags(parser)
     add_training_flags(parser)
     add_optimizer_flags(parser)
     add_parallel_flags(parser)
@@ -122,8 +125,6 @@ def build_parser() -> Parser:
     add_logging_flags(parser)
     add_hetero_flags(parser)
     add_checkpoint_flags(parser)
-    # megatron-core reads this size, which is always 1 here.
-    parser.set_defaults(expert_model_parallel_size=1)
     return parser
 
 
@@ -170,8 +171,14 @@ def parse_args(
     return read_command_line(argv, world_size=world_size).args
 
 
-RULES = (*MODEL_RULES, *PARALLEL_RULES, *BATCH_RULES, *TRAINING_RULES, *DATA_RULES, *PLAN_RULES)
-_NOT_FLAGS = ("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes", "context_sizes")
+RULES = (
+    *(*MODEL_RULES, *EXPERT_RULES, *PARALLEL_RULES, *BATCH_RULES, *TRAINING_RULES, *DATA_RULES),
+    *PLAN_RULES,
+)
+_NOT_FLAGS = (
+    *("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes", "context_sizes"),
+    *("expert_sizes", "expert_tensor_sizes"),
+)
 """Derived values that are not handed on as flags."""
 _AT_START = {
     # A checkpoint that is loaded sets them.

@@ -107,7 +107,8 @@ def _recompute_units(args: Namespace) -> Iterator[str]:
 
 @rule(
     "plan_file meshes hetero_micro_batch_sizes hetero_recompute stage_layers num_layers "
-    "tensor_model_parallel_size context_parallel_size data_parallel_size "
+    "num_experts expert_sizes expert_tensor_sizes expert_model_parallel_size "
+    "tensor_model_parallel_size context_parallel_size data_parallel_size tensor_sizes "
     "pipeline_model_parallel_size hetero_data_parallel data_shares micro_batch_size "
     "sequence_parallel",
     sets="plan",
@@ -132,21 +133,35 @@ def _plan(args: Namespace) -> Values:
 
 def _meshes(args: Namespace) -> tuple[Mesh, ...]:
     sizes = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size}
+    of_experts = [
+        {"experts": experts, "expert_tensor": width if width != tensor else None}
+        for experts, width, tensor in zip(
+            args.expert_sizes, args.expert_tensor_sizes, args.tensor_sizes, strict=True
+        )
+    ]
     stages = args.pipeline_model_parallel_size
     if args.hetero_data_parallel is not None:
         ends = accumulate(count for _, count in args.hetero_data_parallel)
         return tuple(
-            Mesh(name, stages=stages, data=count, share=args.data_shares[end - 1], **sizes)
+            Mesh(
+                name,
+                stages=stages,
+                data=count,
+                share=args.data_shares[end - 1],
+                **sizes,
+                **of_experts[0],
+            )
             for (name, count), end in zip(args.hetero_data_parallel, ends, strict=True)
         )
     if args.meshes is None:
-        return (Mesh(ONE_VENDOR, stages=stages, data=args.data_parallel_size, **sizes),)
+        data = args.data_parallel_size
+        return (Mesh(ONE_VENDOR, stages=stages, data=data, **sizes, **of_experts[0]),)
     meshes: Sequence[Mesh] = args.meshes if args.plan_file is None else args.plan_file.meshes
     micro = args.hetero_micro_batch_sizes or [None] * len(meshes)
     recompute = args.hetero_recompute or [None] * len(meshes)
     return tuple(
-        replace(mesh, micro_batch_size=size, recompute=how)
-        for mesh, size, how in zip(meshes, micro, recompute, strict=True)
+        replace(mesh, micro_batch_size=size, recompute=how, **experts)
+        for mesh, size, how, experts in zip(meshes, micro, recompute, of_experts, strict=True)
     )
 
 
@@ -161,6 +176,9 @@ def apply_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
     evaluated = args.eval_micro_batch_size * args.data_parallel_size
     args.tensor_model_parallel_size, args.data_parallel_size = mesh.tensor, mesh.data
     args.context_parallel_size = mesh.context
+    if args.num_experts is not None:
+        args.expert_model_parallel_size = mesh.experts
+        args.expert_tensor_parallel_size = mesh.ranks_per_expert
     args.data_shares = (1,) * mesh.data
     args.micro_batch_size = mesh.micro_batch_size
     args.eval_micro_batch_size = evaluated // mesh.data

@@ -80,9 +80,7 @@ class Checkpointer:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._console = console
         self._control = ControlGroup()
-        self._placed = sharded_parameters(
-            self._args, model, plan=job.plan, coordinate=job.coordinate
-        )
+        self._placed = sharded_parameters(self._args, model)
         self.timings = SaveTimings()
         self._saver: Saver | None = None
         self._has_reserved = False

@@ -17,7 +17,7 @@ from typing import Any
 from hetero.errors import HeteroError
 from hetero.recover.stored_files import INDEX_FILE, StoredFile
 from megatron.hetero.checkpoint.regions import Region
-from megatron.hetero.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
+from megatron.hetero.checkpoint.tensor_names import EMBEDDING, EXPERT_BIAS, OUTPUT_LAYER
 
 FORMAT_VERSION = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "int32", "int64")
@@ -184,7 +184,10 @@ def _check_coverage(index: Index) -> None:
 
 
 def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None:
-    """Raise DamagedCheckpoint if a layer is missing, or a tensor that other layers have."""
+    """Raise DamagedCheckpoint if a layer is missing, or a tensor that other layers have.
+
+    Layers with experts are compared with each other, and those without.
+    """
     weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
     layers: dict[int, set[str]] = {number: set() for number in range(num_layers)}
     for name in weights:
@@ -192,10 +195,12 @@ def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None
         number, _, tensor = rest.partition(".")
         if in_layers:
             layers.setdefault(int(number), set()).add(f"{head}.{tensor}")
-    everywhere = set().union(*layers.values())
-    for layer, names in layers.items():
-        for missing in sorted(everywhere - names):
-            raise DamagedCheckpoint(f"tensor {missing} of layer {layer} is missing")
+    mixing = {layer for layer, names in layers.items() if any(map(_is_of_mixture, names))}
+    for alike in (mixing, layers.keys() - mixing):
+        everywhere = set().union(*(layers[layer] for layer in alike))
+        for layer in sorted(alike):
+            for missing in sorted(everywhere - layers[layer]):
+                raise DamagedCheckpoint(f"tensor {missing} of layer {layer} is missing")
     needed = [EMBEDDING, "decoder.final_layernorm.weight"]
     needed += [] if tied else [OUTPUT_LAYER]
     for name in needed:
@@ -209,8 +214,14 @@ def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None
     states = {name.split(".", 2)[1] for name in index.tensors if name.startswith("optimizer.")}
     for state in sorted(states):
         for parameter in sorted(weights):
+            if parameter.endswith(EXPERT_BIAS):
+                continue  # No optimizer updates it.
             if f"optimizer.{state}.{parameter}" not in index.tensors:
                 raise DamagedCheckpoint(f"tensor optimizer.{state}.{parameter} is missing")
+
+
+def _is_of_mixture(name: str) -> bool:
+    return ".mlp.experts." in name or ".mlp.router." in name
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from hetero.errors import UserError
+
 
 class Kind(Enum):
     """When a flag must have the same value in a checkpoint and in a run that starts from it."""
@@ -74,6 +76,30 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         *("group_query_attention", "num_query_groups", "untie_embeddings_and_output_weights"),
         *("swiglu", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
         *("qk_layernorm_across_heads", "reordered_norm"),
+    ),
+    **_flags(
+        Kind.MEANING,
+        "which experts there are",
+        *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    ),
+    **_flags(
+        Kind.MEANING,
+        "which experts a token is sent to, and how their outputs are weighed",
+        *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+        "moe_router_enable_expert_bias",
+    ),
+    **_flags(
+        Kind.TUNABLE,
+        "which tokens an expert computes",
+        *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
+        *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"),
+    ),
+    **_flags(
+        Kind.TRAINING,
+        "what balances loads while training",
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     ),
     "max_position_embeddings": ModelFlag(
         Kind.SHAPE,
@@ -140,7 +166,8 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.NONE,
         _FUSED,
         *("apply_rope_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"),
-        *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+        *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_grouped_gemm"),
+        *("moe_shared_expert_overlap", "moe_router_fusion"),
     ),
     **_flags(
         Kind.NONE,
@@ -151,7 +178,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.NONE,
         _PRECISION,
         *("bf16", "fp16", "fp32_residual_connection", "accumulate_allreduce_grads_in_fp32"),
-        *("grad_reduce_in_bf16", "fp16_lm_cross_entropy"),
+        *("grad_reduce_in_bf16", "fp16_lm_cross_entropy", "moe_router_dtype"),
     ),
     **_flags(
         Kind.NONE,
@@ -167,6 +194,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
 }
 
 GROUPS = (
+    *("mixtures of experts", "routing to experts"),
     *("model size", "attention", "positions", "layers of the block", "initial weights"),
     *("precision", "samples", "tokenizer"),
 )
@@ -280,6 +308,15 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
     return defaults | dict(stored)
 
 
+def require_dense(args: Mapping[str, Any], *, source: str) -> None:
+    """Raise UserError for a mixture of experts, which has no form in other programs yet."""
+    if args.get("num_experts"):
+        raise UserError(
+            f"{source} is a mixture of experts (--num-experts {args['num_experts']}); only dense "
+            "models can be converted"
+        )
+
+
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, by destination, in a form that is equal for equal models."""
     args = dict(values)
@@ -292,4 +329,6 @@ def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
         if not args["group_query_attention"]:
             args["num_query_groups"] = heads
         args["group_query_attention"] = args.get("num_query_groups", heads) != heads
+    if not args.get("num_experts"):
+        args = {name: value for name, value in args.items() if not name.startswith("moe_")}
     return args

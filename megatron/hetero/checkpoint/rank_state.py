@@ -1,7 +1,8 @@
 """The state that this rank writes: its items of the model, the optimizer and the RNG states.
 
 An item that several ranks hold alike is written once: by tensor-parallel rank 0 what tensor
-parallelism does not split, and by the data-parallel replicas in turns, so that they share the work.
+parallelism does not split, and by the copies in turns, so that they share the work. Experts have
+copies, and tensor-parallel ranks, of their own.
 The second copy of a tied embedding is not written at all.
 """
 
@@ -37,6 +38,7 @@ from megatron.hetero.core_private import (
 )
 from megatron.hetero.model import StageModel
 from megatron.hetero.optimizer import TrainingOptimizer
+from megatron.hetero.weights import is_of_expert
 
 
 @dataclass(frozen=True)
@@ -44,32 +46,31 @@ class ShardedParameter:
     """A parameter of this rank, its name in checkpoints and its region of the whole tensor."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
+    """A parameter, or an expert bias, which no optimizer updates."""
     shard: Shard
     is_tied_copy: bool
-    is_split: bool
+    is_written_here: bool
+    """Whether a copy of this rank writes it, rather than another tensor-parallel rank."""
+    is_of_expert: bool
 
 
-def sharded_parameters(
-    args: argparse.Namespace, model: StageModel, *, plan: Plan, coordinate: Coordinate
-) -> list[ShardedParameter]:
-    tp_size = plan.meshes[coordinate.mesh].tensor
-    return [
-        ShardedParameter(
-            name=stored_name(name),
-            parameter=parameter,
-            shard=shard_of(
-                name,
-                parameter,
-                tp_rank=coordinate.tensor,
-                tp_size=tp_size,
-                gated=args.swiglu,
-            ),
-            is_tied_copy=model.has_tied_copy and name == OUTPUT_LAYER,
-            is_split=is_split(parameter, tp_size),
+def sharded_parameters(args: argparse.Namespace, model: StageModel) -> list[ShardedParameter]:
+    placed = []
+    for name, parameter in model.named_weights():
+        rank, size = model.tensor_rank.of(name)
+        shard = shard_of(name, parameter, tp_rank=rank, tp_size=size, gated=args.swiglu)
+        placed.append(
+            ShardedParameter(
+                name=stored_name(name),
+                parameter=parameter,
+                shard=shard,
+                is_tied_copy=model.has_tied_copy and name == OUTPUT_LAYER,
+                is_written_here=is_split(parameter, size) or rank == 0,
+                is_of_expert=is_of_expert(name),
+            )
         )
-        for name, parameter in model.named_parameters()
-    ]
+    return placed
 
 
 def owned_write_items(
@@ -112,10 +113,14 @@ def _written(
     placed: Sequence[ShardedParameter], *, plan: Plan, coordinate: Coordinate
 ) -> tuple[list[ShardedParameter], set[str]]:
     """The parameters of which a copy of this rank's writes each, and the names of this rank's."""
-    written = [p for p in placed if not p.is_tied_copy and (p.is_split or coordinate.tensor == 0)]
+    written = [p for p in placed if not p.is_tied_copy and p.is_written_here]
     context = plan.meshes[coordinate.mesh].context
     copies = len(plan.shares(coordinate.stage)) * context
-    return written, _share(written, copies, coordinate.data * context + coordinate.context)
+    experts = [p for p in written if p.is_of_expert]
+    others = [p for p in written if not p.is_of_expert]
+    mine = _share(others, copies, coordinate.data * context + coordinate.context)
+    mine |= _share(experts, plan.expert_copies(coordinate.stage), coordinate.expert_copy)
+    return written, mine
 
 
 def _written_shards(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+EXPERT_BIAS = ".router.expert_bias"
+"""The end of the name of a router's bias, which is trained without gradients."""
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 """Tensors with a row for each token, and rows of padding that depend on the layout."""
 
@@ -27,7 +29,7 @@ _FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-_GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
+_GATED = (".linear_fc1.weight", ".linear_fc1.bias")
 
 
 def stored_name(name: str) -> str:

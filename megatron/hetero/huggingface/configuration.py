@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 from hetero.errors import UserError
 from hetero.text import counted
 from megatron.hetero.arguments.parser import build_parser
-from megatron.hetero.checkpoint.model_flags import Spelling, completed, spellings
+from megatron.hetero.checkpoint.model_flags import (
+    Spelling,
+    completed,
+    require_dense,
+    spellings,
+)
 from megatron.hetero.huggingface.families import BY_TYPE, FAMILIES, Family, names_of_all
 
 # megatron-core implements --use-rope-scaling with these numbers only.
@@ -343,6 +348,7 @@ def config_from_args(
     model is of a family, naming every flag that makes it another, and KeyError for a missing
     argument.
     """
+    require_dense(args, source=source)
     args = completed(args, spellings(build_parser()))
     family = _family_of_args(args, source=source, preferred=preferred)
     if dtype not in _DTYPES:

@@ -14,7 +14,12 @@ from typing import Any
 from hetero.errors import UserError
 from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.index import is_plain
-from megatron.hetero.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
+from megatron.hetero.checkpoint.model_flags import (
+    COMPARED,
+    MODEL_FLAGS,
+    require_dense,
+    spellings,
+)
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 # Paths, and what differs from run to run.
@@ -115,7 +120,11 @@ def args_from_namespace(namespace: Namespace, *, source: str) -> dict[str, Any]:
     return {
         name: value
         for name, value in args.items()
-        if (name in known or name in _DERIVED) and name not in _PER_RUN and is_plain(value)
+        if (name in known or name in _DERIVED)
+        and name not in _PER_RUN
+        and is_plain(value)
+        # Of a dense model they say nothing, and not all have the types of our flags.
+        and not name.startswith("moe_")
     }
 
 
@@ -165,6 +174,7 @@ _OURS = (
 
 def require_expressible(args: Mapping[str, Any], *, source: str) -> None:
     """Raise UserError if Megatron-LM cannot compute the model, naming every flag that it lacks."""
+    require_dense(args, source=source)
     spelled = spellings(build_parser())
     lacking = [
         f"{spelled[name].option} ({spelled[name].word(args[name])})"
@@ -189,7 +199,7 @@ def namespace_from_args(
     kept = {
         name: value
         for name, value in (vars(build_parser().parse_args([])) | dict(args)).items()
-        if not name.startswith(("hetero", "tokenizer_digest")) and name not in _PER_RUN
+        if not name.startswith(("hetero", "tokenizer_digest", "moe_")) and name not in _PER_RUN
     }
     return Namespace(
         **kept

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import pytest
@@ -30,6 +31,10 @@ KINDS: dict[str, Key] = {
     "data": lambda c: (c.stage, c.context, c.tensor),
     "data_context": lambda c: (c.stage, c.tensor),
     "tensor_data_context": lambda c: (c.stage,),
+    "expert_data": lambda c: (c.stage, c.expert, c.expert_tensor),
+    "expert_tensor": lambda c: (c.stage, c.expert, c.expert_copy),
+    "expert_model": lambda c: (c.stage, c.expert_copy),
+    "expert": lambda c: (c.stage, c.expert_tensor, c.expert_copy),
     "world": lambda c: (),
 }
 ALONG_THE_PIPELINE: dict[str, Key] = {
@@ -37,6 +42,19 @@ ALONG_THE_PIPELINE: dict[str, Key] = {
     "model": lambda c: (c.data, c.context),
 }
 """Where all stages have the same ranks: in one mesh, or in whole replicas."""
+
+
+def _expert_sizes(ranks: int) -> list[dict[str, int]]:
+    """Every way in which the ranks of a stage can hold all experts, if each holds some."""
+    found: list[dict[str, int]] = [{}]
+    for experts in range(2, ranks + 1):
+        widths = range(1, ranks // experts + 1)
+        found += [
+            {"experts": experts, "expert_tensor": width}
+            for width in widths
+            if ranks % (experts * width) == 0
+        ]
+    return found
 
 
 @st.composite
@@ -48,6 +66,9 @@ def plans_of_replicas(draw: st.DrawFn) -> Plan:
         Mesh(vendor, stages=stages, tensor=tensor, context=context, data=draw(st.integers(1, 3)))
         for vendor in ("nvidia", "amd")
     )
+    common = math.gcd(*(mesh.ranks_per_stage for mesh in meshes))
+    experts = draw(st.sampled_from(_expert_sizes(common)))
+    meshes = tuple(replace(mesh, **experts) for mesh in meshes)
     return Plan(meshes=meshes, layers=((1,),) * stages, whole_replicas=True)
 
 
@@ -58,7 +79,12 @@ def plans_of_stages(draw: st.DrawFn) -> Plan:
     mesh = st.builds(
         Mesh, vendor=st.just("amd"), stages=size, tensor=size, context=st.integers(1, 2), data=size
     )
-    meshes = tuple(draw(st.lists(mesh, min_size=1, max_size=2)))
+    with_experts = mesh.flatmap(
+        lambda m: st.sampled_from(_expert_sizes(m.ranks_per_stage)).map(
+            lambda sizes: replace(m, **sizes)
+        )
+    )
+    meshes = tuple(draw(st.lists(with_experts, min_size=1, max_size=2)))
     meshes *= draw(st.integers(1, 2))
     return Plan(meshes=meshes, layers=((1,),) * sum(mesh.stages for mesh in meshes))
 
@@ -114,7 +140,7 @@ def test_an_embedding_group_joins_the_two_copies_of_a_tied_embedding(plan: Plan)
 # Which library.
 
 
-CARRY_THE_MODEL = {"data_context", "embedding"}
+CARRY_THE_MODEL = {"data_context", "expert_data", "embedding"}
 
 
 @given(any_plans)
@@ -203,6 +229,10 @@ def test_ranks_that_share_sequences_lie_between_tensor_and_data_parallel_ones() 
         "data": (1, 5),
         "data_context": (1, 3, 5, 7),
         "tensor_data_context": tuple(range(8)),
+        "expert": (5,),
+        "expert_tensor": (4, 5),
+        "expert_model": (4, 5),
+        "expert_data": (1, 3, 5, 7),
         "pipeline": (5,),
         "model": (4, 5),
         "world": tuple(range(8)),
@@ -244,6 +274,10 @@ def test_the_groups_of_one_rank_of_a_mixed_plan() -> None:
         "data": (5, 7),
         "data_context": (5, 7),
         "tensor_data_context": (4, 5, 6, 7),
+        "expert": (5,),
+        "expert_tensor": (4, 5),
+        "expert_model": (4, 5),
+        "expert_data": (5, 7),
         "pipeline": None,
         "model": tuple(range(12)),
         "world": tuple(range(12)),

@@ -83,7 +83,7 @@ def test_a_slip_of_the_finger_is_answered_with_a_flag_as_like_as_the_one_meant(f
 
 def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse):
     launch = (
-        "--num-layer 4 --lr fast --seed 0 --bf16 --fp16 --num-experts 8 --moe-router-topk 4 "
+        "--num-layer 4 --lr fast --seed 0 --bf16 --fp16 --moe-latent-size 8 "
         "--deepspeed stray --data-cache-path --optimizer lion --hidden-size 100 "
         "--global-batch-size 3 --use-mpi"
     )
@@ -93,7 +93,7 @@ def test_everything_wrong_is_told_at_once_and_nothing_that_follows_from_it(parse
         "did you mean --num-layers?",
         "--deepspeed is not a flag",
         "--use-mpi is not a flag",
-        "--num-experts and --moe-router-topk are flags of mixture-of-experts models",
+        "--moe-latent-size is a flag of mixture-of-experts models",
         "--lr must be",
         "--seed must be",
         "--data-cache-path lacks a value",
@@ -119,7 +119,7 @@ PLAN = "meshes: [{vendor: intel, layers: [8]}]"
 @pytest.mark.parametrize(
     "flags",
     [
-        *("--num-layer 3 --lr fast", "--help", "--num-experts 8", "--yaml-cfg run.yaml"),
+        *("--num-layer 3 --lr fast", "--help", "--moe-latent-size 8", "--yaml-cfg run.yaml"),
         "--hetero-pipeline --hetero-plan plan.yaml",
     ],
 )

@@ -161,7 +161,7 @@ def test_megatrons_own_form_is_read(parse, written, monkeypatch):
         ("extends: 3", "extends must be the name of a file"),
         ("extends: flags.yaml", "flags.yaml builds on itself"),
         ("seed: .nan", "--seed must be a whole number"),
-        ("num_moe_experts: 8", "--num-experts is a flag of mixture-of-experts models"),
+        ("num_moe_experts: 8", "--num-experts needs --disable-bias-linear"),
         ("modules: {trainer: {}}", "modules must hold pre_trainer"),
         (
             "modules: {pre_trainer: {framework: torchtitan}}",
@@ -230,7 +230,6 @@ def test_an_experiment_of_primus_is_read_with_all_that_it_names(parse, primus, m
 @pytest.mark.parametrize(
     "text",
     [
-        "moe_router_topk: 4",
         "fp8_amax_history_len: 1024",
         "retro_num_neighbors: 2",
         "rotary_scaling_factor: 40",

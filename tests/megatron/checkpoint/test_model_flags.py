@@ -35,6 +35,13 @@ SIZES = (
     "--max-position-embeddings 8"
 )
 ROPE = "--position-embedding-type rope"
+EXPERTS = (
+    "--num-experts 8 --disable-bias-linear "
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 "
+    "--moe-shared-expert-intermediate-size 32"
+)
+CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 1"
+SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
 NORMED = "--normalization RMSNorm --qk-layernorm"
 # What is typed to have another value of a flag than `SIZES` alone give.
 ANOTHER = {
@@ -70,6 +77,25 @@ ANOTHER = {
     "rope_scaling_factor": f"{ROPE} --use-rope-scaling --rope-scaling-factor 32",
     "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
+    "num_experts": f"{EXPERTS} --num-experts 16",
+    "moe_layer_freq": f"{EXPERTS} --moe-layer-freq [0]+[1]",
+    "moe_ffn_hidden_size": f"{EXPERTS} --moe-ffn-hidden-size 24",
+    "moe_shared_expert_intermediate_size": f"{EXPERTS} --moe-shared-expert-intermediate-size 24",
+    "moe_shared_expert_gate": f"{EXPERTS} --moe-shared-expert-gate",
+    "moe_router_topk": f"{EXPERTS} --moe-router-topk 4",
+    "moe_router_score_function": f"{EXPERTS} --moe-router-score-function sigmoid",
+    "moe_router_pre_softmax": f"{EXPERTS} --moe-router-pre-softmax",
+    "moe_router_num_groups": f"{EXPERTS} --moe-router-num-groups 4",
+    "moe_router_group_topk": f"{EXPERTS} --moe-router-group-topk 2",
+    "moe_router_topk_scaling_factor": f"{EXPERTS} --moe-router-topk-scaling-factor 2.5",
+    "moe_router_enable_expert_bias": f"{SIGMOID} --moe-router-enable-expert-bias",
+    "moe_router_load_balancing_type": f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss",
+    "moe_expert_capacity_factor": f"{EXPERTS} --moe-expert-capacity-factor 2",
+    "moe_pad_expert_input_to_capacity": f"{CAPACITY} --moe-pad-expert-input-to-capacity",
+    "moe_token_drop_policy": f"{EXPERTS} --moe-token-drop-policy position",
+    "moe_aux_loss_coeff": f"{EXPERTS} --moe-aux-loss-coeff 0.1",
+    "moe_z_loss_coeff": f"{EXPERTS} --moe-z-loss-coeff 0.1",
+    "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-bias-update-rate 0.1",
     "hidden_dropout": "--hidden-dropout 0",
     "attention_dropout": "--attention-dropout 0",
 }
@@ -79,6 +105,10 @@ WITH = {
     "rope_scaling_factor": f"{ROPE} --use-rope-scaling",
     "qk_layernorm_across_heads": NORMED,
     "add_qkv_bias": "--disable-bias-linear --add-qkv-bias",
+    **{name: EXPERTS for name in ANOTHER if name.startswith("moe_")},
+    "num_experts": EXPERTS,
+    "moe_router_enable_expert_bias": SIGMOID,
+    "moe_pad_expert_input_to_capacity": CAPACITY,
 }
 COMPARED_FLAGS = sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)
 SPELLED = spellings(build_parser())

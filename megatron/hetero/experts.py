@@ -1,0 +1,164 @@
+"""Mixtures of experts: megatron-core's configuration of them, and what its routers are made to do.
+
+megatron-core scales the routers' own losses for one mesh of equal replicas, and sums what they were
+over process groups that meshes of different shapes do not have. Here they are weighted for any plan
+(`weigh_losses`) and told through the statistics of a step (`RouterLosses`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+from hetero.pipeline.groups import joins_meshes
+from hetero.plan import Coordinate, Plan
+from megatron.hetero.core_private import scales_router_losses_by_whole_tokens
+
+_TRACKED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron's names of auxiliary losses in logs, by type."""
+_Z_LOSS = "z_loss"
+
+
+def has_experts(args: argparse.Namespace, layer: int) -> bool:
+    """Whether a layer, counted from 0 over the model, is a mixture of experts."""
+    if args.num_experts is None:
+        return False
+    pattern = args.moe_layer_freq
+    return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
+
+
+def expert_config(args: argparse.Namespace) -> dict[str, Any]:
+    """What megatron-core's configuration says of experts; nothing for a dense model."""
+    if args.num_experts is None:
+        return {}
+    types, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    is_one = len(types) == 1
+    same = (
+        *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+        *("moe_router_topk", "moe_z_loss_coeff", "moe_router_score_function", "moe_router_dtype"),
+        *("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+        *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_token_drop_policy"),
+        *("moe_pad_expert_input_to_capacity", "moe_token_dispatcher_type"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    )
+    shared = args.moe_shared_expert_intermediate_size is not None
+    return {name: getattr(args, name) for name in same} | {
+        "num_moe_experts": args.num_experts,
+        "moe_router_load_balancing_type": types[0] if is_one else types,
+        "moe_aux_loss_coeff": coefficients[0] if is_one else coefficients,
+        "moe_shared_expert_gate": shared and args.moe_shared_expert_gate,
+        "moe_shared_expert_overlap": shared and args.moe_shared_expert_overlap,
+    }
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[TopKRouter]:
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                yield module
+
+
+def keep_counts_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
+    """Keep what routers count in float32, when a model has been converted to 16 bits.
+
+    megatron-core keeps the expert bias so from the first forward pass on, after a checkpoint has
+    been loaded into it. Counts of tokens would lose every token after the first few hundred.
+    """
+    for router in routers(chunks):
+        for name in ("expert_bias", "local_tokens_per_expert"):
+            buffer = getattr(router, name)
+            if buffer is not None:
+                buffer.data = buffer.data.float()
+
+
+def loss_factor(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> float:
+    """What this rank's routers have to multiply their losses by, so that each token counts alike.
+
+    megatron-core takes the mean of a replica's micro-batches times its context-parallel ranks,
+    which DDP then averages over the copies of a parameter. Across meshes of a pipeline DDP divides
+    by the copies on the last one; whole replicas take different numbers of micro-batches. Where
+    gradients are divided by all tokens at the end, a rank's losses have to count as many tokens as
+    the sequences have of which it holds a part.
+    """
+    mesh = plan.meshes[coordinate.mesh]
+    if args.calculate_per_token_loss:
+        parts = mesh.tensor * mesh.context
+        return 1.0 if scales_router_losses_by_whole_tokens() else float(parts)
+    if joins_meshes(plan):
+        return plan.meshes[-1].copies / mesh.copies
+    shares = plan.shares(coordinate.stage)
+    return mesh.share * len(shares) / sum(shares)
+
+
+def weigh_losses(chunks: Iterable[torch.nn.Module], factor: float) -> None:
+    """Multiply the coefficients of the routers' losses, what is told of them apart. Call it once.
+
+    megatron-core divides what it tells by the same coefficients.
+    """
+    if factor == 1.0:
+        return
+    for router in routers(chunks):
+        config = router.config = copy.copy(router.config)
+        coefficients = config.moe_aux_loss_coeff
+        config.moe_aux_loss_coeff = (
+            [each * factor for each in coefficients]
+            if isinstance(coefficients, list)
+            else coefficients * factor
+        )
+        if config.moe_z_loss_coeff is not None:
+            config.moe_z_loss_coeff *= factor
+
+
+class RouterLosses:
+    """The routers' own losses of a step, each the mean over the layers with experts, unweighted."""
+
+    def __init__(self, args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> None:
+        mesh = plan.meshes[coordinate.mesh]
+        self._layers = sum(has_experts(args, layer) for layer in range(args.num_layers))
+        self._row, self._share = plan.row(coordinate.stage), mesh.share
+        self._parts: dict[str, float] = {}
+        if args.num_experts is None or not self._layers:
+            return
+        types = zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=True)
+        for kind, coefficient in types:
+            if coefficient:
+                # Ranks that share sequences have a part each, of the global loss all replicas.
+                self._parts[_TRACKED[kind]] = (
+                    1.0 if kind != "global_aux_loss" else 1.0 / len(plan.shares(coordinate.stage))
+                )
+        if args.moe_z_loss_coeff:
+            self._parts[_Z_LOSS] = mesh.tensor * mesh.context
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The same on all ranks."""
+        return tuple(self._parts)
+
+    def take(self, micro_batches: int, device: torch.device) -> torch.Tensor:
+        """This rank's summands of the losses since the last call, float64, in the order of `names`.
+
+        The sum over all ranks is the loss. `micro_batches`: how many this rank has computed.
+        """
+        taken = torch.zeros(len(self._parts), dtype=torch.float64, device=device)
+        tracked = get_moe_layer_wise_logging_tracker()
+        of_all_replicas = micro_batches // self._share * self._row
+        for place, (name, parts) in enumerate(self._parts.items()):
+            if name in tracked:
+                total = tracked[name]["values"].double().sum()
+                taken[place] = total / (parts * of_all_replicas * self._layers)
+        clear_aux_losses_tracker()
+        return taken

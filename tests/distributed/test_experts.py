@@ -1,0 +1,230 @@
+"""Mixtures of experts compute what one process computes, in one mesh and across meshes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.mesh_matrix.comparison import gradient_differences
+from hetero.tools.runs import SIMULATED
+from tests.distributed.harness import MIXED, TINY_LLAMA, Training, read_rows, train
+from tests.distributed.test_context_parallelism import Mesh, mesh, stored
+from tests.distributed.test_meshes import ranks, write_plan
+
+STEP, GLOBAL_BATCH = 2, 8
+DISTRIBUTED = "--use-distributed-optimizer"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+EP2 = "--expert-model-parallel-size 2"
+PER_TOKEN = "--calculate-per-token-loss --eod-mask-loss"
+
+# Large coefficients, so that a wrong factor of the routers' own losses shows.
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48"
+LOSSES = (
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
+)
+QWEN = f"{EXPERTS} {LOSSES}"
+DEEPSEEK = (
+    f"{EXPERTS} {LOSSES} --moe-layer-freq [0]*1+[1]*3 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+    "--moe-shared-expert-intermediate-size 32"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`shared` are the flags that the run of one process has too."""
+
+    name: str
+    nproc: int
+    shared: str
+    own: str = ""
+    meshes: tuple[Mesh, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def across(name: str, shared: str, *meshes: Mesh, own: str = "") -> Case:
+    return Case(name, ranks(list(meshes)), shared, own, meshes)
+
+
+CASES = [
+    across("a-mixed-pipeline", QWEN, mesh(2), mesh(2)),
+    Case("half-the-experts-on-each-replica", 2, QWEN, EP2),
+    Case(
+        "half-the-experts-on-each-replica-exchanged-directly",
+        2,
+        DEEPSEEK,
+        f"{EP2} {ALLTOALL} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather "
+        "--moe-shared-expert-overlap",
+    ),
+    across(
+        "experts-shared-on-the-first-mesh-alone",
+        QWEN,
+        mesh(2, data=2, experts=2),
+        mesh(2),
+    ),
+    across(
+        "experts-shared-on-the-last-mesh-alone-averaged-in-the-collective",
+        DEEPSEEK,
+        mesh(1),
+        mesh(3, data=2, experts=2),
+        own=f"{DISTRIBUTED} --ddp-average-in-collective {ALLTOALL}",
+    ),
+    Case(
+        "whole-experts-on-tensor-parallel-ranks",
+        4,
+        DEEPSEEK,
+        f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        f"{ALLTOALL}",
+    ),
+    Case(
+        "slices-of-experts-on-tensor-parallel-ranks-per-token-loss",
+        2,
+        f"{QWEN} {PER_TOKEN}",
+        f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}",
+    ),
+    Case(
+        "whole-replicas-with-shares",
+        4,
+        f"{QWEN} --micro-batch-size 1",
+        "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,1 "
+        f"{EP2} {ALLTOALL} {DISTRIBUTED}",
+    ),
+    Case(
+        "ranks-that-share-sequences-per-token-loss",
+        2,
+        f"{QWEN} {PER_TOKEN}",
+        f"{EP2} --context-parallel-size 2 {ALLTOALL}",
+    ),
+    across(
+        "experts-and-sequences-shared-on-different-meshes",
+        QWEN,
+        mesh(2, context=2, experts=2),
+        mesh(2, data=2),
+    ),
+]
+
+
+def flags(corpus, more: str) -> list[str]:
+    sizes = f"--micro-batch-size {STEP} --global-batch-size {GLOBAL_BATCH}"
+    # Enough rows for any tensor-parallel size, so that all have the same model.
+    vocabulary = "--make-vocab-size-divisible-by 256"
+    return [*TINY_LLAMA, *corpus.flags, *f"{sizes} {vocabulary}".split(), *more.split()]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(corpus, tmp_path_factory: pytest.TempPathFactory):
+    """Runs of one process, by what they share with the cases."""
+    known: dict[str, tuple[Training, Path]] = {}
+
+    def run(shared: str) -> tuple[Training, Path]:
+        if shared not in known:
+            folder = tmp_path_factory.mktemp("one")
+            saving = ["--save", str(folder / "saved"), "--save-interval", "1"]
+            known[shared] = (train([*flags(corpus, shared), *saving], 1, folder), folder)
+        return known[shared]
+
+    return run
+
+
+def router_losses(folder: Path) -> list[float]:
+    """What the metrics say of the routers' own losses."""
+    rows = read_rows(folder / "metrics.jsonl")
+    return [row[name] for row in rows for name in ("seq_load_balancing_loss", "z_loss")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_that_share_experts_compute_what_one_process_does(
+    case: Case, of_one_process, corpus, tmp_path: Path
+) -> None:
+    one, reference = of_one_process(case.shared)
+    plan = write_plan(list(case.meshes), tmp_path) if case.meshes else []
+    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
+    checks = "--check-weight-hash-across-dp-replicas-interval 1"
+    shared = train(
+        [*flags(corpus, f"{case.shared} {case.own} {checks}"), *plan, *saving],
+        case.nproc,
+        tmp_path / "shared",
+        environ=SIMULATED,
+    )
+    assert shared.losses == pytest.approx(one.losses, rel=1e-5)
+    assert shared.grad_norms == pytest.approx(one.grad_norms, rel=2e-6)
+    assert router_losses(tmp_path / "shared") == pytest.approx(router_losses(reference), rel=1e-5)
+    first = "iter_0000001"
+    differences = gradient_differences(tmp_path / "saved" / first, reference / "saved" / first)
+    assert len(differences) > 40
+    assert max(differences) < 1e-5
+
+
+SINKHORN = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1"
+DROPPING = (
+    f"{EXPERTS} --moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff "
+    "0.1 0.1 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [f"{DEEPSEEK} --bf16 {DISTRIBUTED}", f"{SINKHORN} {ALLTOALL}", f"{DROPPING} {ALLTOALL}"],
+    ids=["expert-bias-in-16-bits", "sinkhorn", "capacity-and-two-losses"],
+)
+def test_a_mixed_pipeline_has_the_bits_of_a_homogeneous_one(
+    more: str, corpus, tmp_path: Path
+) -> None:
+    words = [*flags(corpus, f"{more} {EP2}"), "--micro-batch-size", "1"]
+    homogeneous = train([*words, "--pipeline-model-parallel-size", "2"], 4, tmp_path / "one_vendor")
+    mixed = train([*words, *MIXED], 4, tmp_path / "mixed", environ=SIMULATED)
+    assert mixed.numbers() == homogeneous.numbers()
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Path) -> None:
+    """Of 16 bits, in which the expert bias is not rounded; after an even number of steps it may be
+    0 again."""
+    rate = 0.0123
+    words = flags(corpus, f"{DEEPSEEK} {EP2} --bf16 --moe-router-bias-update-rate {rate}")
+    saved = tmp_path / "saved"
+    straight = train(
+        [*words, "--save", str(saved), "--save-interval", "3"], 2, tmp_path / "straight"
+    )
+    resumed = train([*words, "--load", str(saved), "--ckpt-step", "3"], 2, tmp_path / "resumed")
+    assert resumed.numbers() == straight.numbers(since=3)
+    tensors = stored(saved / "iter_0000003")
+    biases = [value for name, value in tensors.items() if name.endswith("router.expert_bias")]
+    updates = torch.stack(biases) / rate
+    assert updates.abs().min() > 0
+    torch.testing.assert_close(updates, updates.round(), rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_moves_between_expert_parallel_sizes_bit_for_bit(
+    corpus, tmp_path: Path
+) -> None:
+    layouts = {
+        "shared": (2, f"{EP2} {DISTRIBUTED}"),
+        "alone": (1, ""),
+        "mixed": (3, f"{' '.join(MIXED)} --hetero-expert-sizes 1 2 --hetero-data-sizes 1 2"),
+        "sliced": (4, f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+        "shared again": (2, EP2),
+    }
+    found, digests = [], []
+    loaded: list[str] = []
+    for name, (nproc, own) in layouts.items():
+        saved = tmp_path / name
+        more = f"{DEEPSEEK} {own} --train-iters 2 --save"
+        words = [*flags(corpus, more), str(saved), *loaded]
+        run = train(words, nproc, tmp_path / f"run {name}", environ=SIMULATED)
+        loaded = ["--load", str(saved)]
+        found.append(stored(saved))
+        digests.append(run.weights)
+    first, *later = found
+    experts = {name for name in first if ".layers.1.mlp.experts.local_experts." in name}
+    assert {int(name.split("local_experts.")[1].split(".")[0]) for name in experts} == {0, 1, 2, 3}
+    assert sum(name.endswith("router.expert_bias") for name in first) == 3
+    for other in later:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[name], first[name]) for name in first)
+    assert digests[0] == digests[1] == digests[2] == digests[4]
