@@ -89,6 +89,13 @@ CASES = [
         f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}",
     ),
     Case(
+        "slices-of-some-experts-on-each-rank-recomputed",
+        4,
+        DEEPSEEK,
+        f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    Case(
         "whole-replicas-with-shares",
         4,
         f"{QWEN} --micro-batch-size 1",
