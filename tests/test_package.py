@@ -160,7 +160,7 @@ def test_the_library_in_it_is_of_the_sources_that_it_was_built_from(installed: P
 
 def test_its_own_requirements_are_known_without_a_checkout(installed: Path) -> None:
     code = (
-        "from hetero.tools.preflight_checks.software import own_requirements\n"
+        "from hetero.tools.preflight_checks.facts import own_requirements\n"
         "print(*own_requirements(), sep='\\n')"
     )
     assert "safetensors" in python(installed, code)

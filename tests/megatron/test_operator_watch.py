@@ -74,7 +74,7 @@ class Watched:
         args.padded_vocab_size = 128  # as the tokenizer has it
         job = SimpleNamespace(
             args=args,
-            coordinate=SimpleNamespace(data=0, mesh=0, tensor=0),
+            coordinate=SimpleNamespace(data=0, context=0, mesh=0, tensor=0),
             plan=SimpleNamespace(blocks=[block], meshes=[SimpleNamespace(tensor=1)]),
             rank=0,
             identities=[identity],
