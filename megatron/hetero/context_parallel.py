@@ -16,6 +16,7 @@ without such kernels takes the same keys gathered and one call of SDPA.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -355,7 +356,7 @@ def _add_gradients(
         total[:, :, block.keys] += part
 
 
-class BlockKernel:
+class BlockKernel(ABC):
     """Blocks of attention by one of torch's fused kernels, whose operators give a log-sum-exp.
 
     NVIDIA and AMD builds of torch have the same operators. One object serves one forward pass of
@@ -408,11 +409,13 @@ class BlockKernel:
             block.is_causal,
         )
 
+    @abstractmethod
     def _forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """Of the rows of a block alone."""
 
+    @abstractmethod
     def _backward(
         self,
         grad: torch.Tensor,
@@ -423,7 +426,7 @@ class BlockKernel:
         lse: torch.Tensor,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """Of the rows of a block alone."""
 
 
 class _CpuFlash(BlockKernel):

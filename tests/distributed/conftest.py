@@ -1,7 +1,8 @@
-"""Real text, tokenized and indexed once with the public tools, for every test that trains."""
+"""What tests that train share: real text, tokenized once, and runs of one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,6 +10,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from hetero.tools import preprocess_data, train_tokenizer
+from tests.distributed.harness import Training, train
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,24 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
     assert preprocess_data.main([*words, *kind, "--workers", "1"]) == 0
     return Corpus(tokenizer=model, prefix=folder / "data_text_document", cache=folder / "cache")
+
+
+OneProcess = Callable[[Sequence[str]], tuple[Training, Path]]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    """Trains on one process, once for the same flags: the run, and its folder.
+
+    The folder has the metrics and, below `saved`, a checkpoint of every iteration.
+    """
+    known: dict[tuple[str, ...], tuple[Training, Path]] = {}
+
+    def run(flags: Sequence[str]) -> tuple[Training, Path]:
+        if (key := tuple(flags)) not in known:
+            folder = tmp_path_factory.mktemp("one")
+            saving = ["--save", str(folder / "saved"), "--save-interval", "1"]
+            known[key] = train([*flags, *saving], 1, folder), folder
+        return known[key]
+
+    return run

@@ -11,7 +11,7 @@ import torch
 from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
 from megatron.hetero.checkpoint.reader import CheckpointReader
-from tests.distributed.harness import TINY_LLAMA, Training, train
+from tests.distributed.harness import TINY_LLAMA, train
 from tests.distributed.test_meshes import ranks, write_plan
 
 STEP, GLOBAL_BATCH = 2, 8
@@ -133,26 +133,11 @@ def flags(corpus, more: str) -> list[str]:
     return [*TINY_LLAMA, *corpus.flags, *f"{sizes} {vocabulary}".split(), *more.split()]
 
 
-@pytest.fixture(scope="module")
-def of_one_process(corpus, tmp_path_factory: pytest.TempPathFactory):
-    """Runs of one process, by what they share with the cases."""
-    known: dict[str, tuple[Training, Path]] = {}
-
-    def run(shared: str) -> tuple[Training, Path]:
-        if shared not in known:
-            folder = tmp_path_factory.mktemp("one")
-            saving = ["--save", str(folder / "saved"), "--save-interval", "1"]
-            known[shared] = (train([*flags(corpus, shared), *saving], 1, folder), folder / "saved")
-        return known[shared]
-
-    return run
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_that_share_sequences_compute_what_one_process_does(
     case: Case, of_one_process, corpus, tmp_path: Path
 ) -> None:
-    one, saved = of_one_process(case.shared)
+    one, folder = of_one_process(flags(corpus, case.shared))
     plan = write_plan(list(case.meshes), tmp_path) if case.meshes else []
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     shared = train(
@@ -164,7 +149,7 @@ def test_ranks_that_share_sequences_compute_what_one_process_does(
     assert shared.losses == pytest.approx(one.losses, rel=1e-5)
     assert shared.grad_norms == pytest.approx(one.grad_norms, rel=1e-6)
     first = "iter_0000001"
-    differences = gradient_differences(tmp_path / "saved" / first, saved / first)
+    differences = gradient_differences(tmp_path / "saved" / first, folder / "saved" / first)
     assert len(differences) > 20
     assert max(differences) < 1e-5
 

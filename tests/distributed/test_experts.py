@@ -10,8 +10,8 @@ import torch
 
 from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
-from tests.distributed.harness import MIXED, TINY_LLAMA, Training, read_rows, train
-from tests.distributed.test_context_parallelism import Mesh, mesh, stored
+from tests.distributed.harness import MIXED, read_rows, train
+from tests.distributed.test_context_parallelism import Mesh, flags, mesh, stored
 from tests.distributed.test_meshes import ranks, write_plan
 
 STEP, GLOBAL_BATCH = 2, 8
@@ -117,28 +117,6 @@ CASES = [
 ]
 
 
-def flags(corpus, more: str) -> list[str]:
-    sizes = f"--micro-batch-size {STEP} --global-batch-size {GLOBAL_BATCH}"
-    # Enough rows for any tensor-parallel size, so that all have the same model.
-    vocabulary = "--make-vocab-size-divisible-by 256"
-    return [*TINY_LLAMA, *corpus.flags, *f"{sizes} {vocabulary}".split(), *more.split()]
-
-
-@pytest.fixture(scope="module")
-def of_one_process(corpus, tmp_path_factory: pytest.TempPathFactory):
-    """Runs of one process, by what they share with the cases."""
-    known: dict[str, tuple[Training, Path]] = {}
-
-    def run(shared: str) -> tuple[Training, Path]:
-        if shared not in known:
-            folder = tmp_path_factory.mktemp("one")
-            saving = ["--save", str(folder / "saved"), "--save-interval", "1"]
-            known[shared] = (train([*flags(corpus, shared), *saving], 1, folder), folder)
-        return known[shared]
-
-    return run
-
-
 def router_losses(folder: Path) -> list[float]:
     """What the metrics say of the routers' own losses."""
     rows = read_rows(folder / "metrics.jsonl")
@@ -149,7 +127,7 @@ def router_losses(folder: Path) -> list[float]:
 def test_ranks_that_share_experts_compute_what_one_process_does(
     case: Case, of_one_process, corpus, tmp_path: Path
 ) -> None:
-    one, reference = of_one_process(case.shared)
+    one, reference = of_one_process(flags(corpus, case.shared))
     plan = write_plan(list(case.meshes), tmp_path) if case.meshes else []
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     checks = "--check-weight-hash-across-dp-replicas-interval 1"

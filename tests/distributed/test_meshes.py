@@ -88,21 +88,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def of_one_process(corpus, tmp_path_factory: pytest.TempPathFactory):
-    """Runs of one process, by what they share with the cases."""
-    known: dict[str, tuple[Training, Path]] = {}
-
-    def run(shared: str) -> tuple[Training, Path]:
-        if shared not in known:
-            folder = tmp_path_factory.mktemp("one")
-            saving = ["--save", str(folder / "saved"), "--save-interval", "1"]
-            known[shared] = (train([*flags(corpus, shared), *saving], 1, folder), folder / "saved")
-        return known[shared]
-
-    return run
-
-
 def flags(corpus, more: str) -> list[str]:
     sizes = f"--micro-batch-size {STEP} --global-batch-size {GLOBAL_BATCH}"
     return [*TINY_LLAMA, *corpus.flags, *sizes.split(), *more.split()]
@@ -112,7 +97,7 @@ def flags(corpus, more: str) -> list[str]:
 def test_meshes_of_their_own_shapes_compute_what_one_process_does(
     case: Case, of_one_process, corpus, tmp_path: Path
 ) -> None:
-    one, saved = of_one_process(case.shared)
+    one, folder = of_one_process(flags(corpus, case.shared))
     mixed = train(
         [
             *flags(corpus, f"{case.shared} {case.own}"),
@@ -127,7 +112,7 @@ def test_meshes_of_their_own_shapes_compute_what_one_process_does(
     assert mixed.losses == pytest.approx(one.losses, rel=1e-5)
     assert mixed.grad_norms == pytest.approx(one.grad_norms, rel=1e-6)
     first = "iter_0000001"
-    differences = gradient_differences(tmp_path / "saved" / first, saved / first)
+    differences = gradient_differences(tmp_path / "saved" / first, folder / "saved" / first)
     assert len(differences) > 20
     assert max(differences) < 1e-5
     evaluations = case.shared.count("--eval-iters") and 2 * 2 * GLOBAL_BATCH

@@ -32,9 +32,13 @@ BACKENDS = {
 WHOLE, CHOSEN = "whole", "chosen"
 
 
-def rows_of(whole: torch.Tensor, axis: int = 2) -> torch.Tensor:
-    chunks = context_chunks(dist.get_world_size(), dist.get_rank(), whole.shape[axis])
-    return torch.cat([whole.narrow(axis, rows.start, len(rows)) for rows in chunks], axis)
+def chunks_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    chunks = context_chunks(size, rank, whole.shape[2])
+    return torch.cat([whole[:, :, rows.start : rows.stop] for rows in chunks], 2)
+
+
+def rows_of(whole: torch.Tensor) -> torch.Tensor:
+    return chunks_of(whole, dist.get_rank(), dist.get_world_size())
 
 
 def compute(
@@ -182,11 +186,6 @@ class Place:
 
     def size(self) -> int:
         return self.ranks
-
-
-def chunks_of(whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    chunks = context_chunks(size, rank, whole.shape[2])
-    return torch.cat([whole[:, :, rows.start : rows.stop] for rows in chunks], 2)
 
 
 def ring_differences(backend: str, dtype: torch.dtype, *, size: int, device: str) -> list[float]:

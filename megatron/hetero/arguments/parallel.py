@@ -423,6 +423,13 @@ def _data_shares(args: Namespace) -> Values:
 _DIVIDED = "num_attention_heads num_query_groups group_query_attention ffn_hidden_size seq_length"
 
 
+def _sequence_parallel_of(args: Namespace) -> list[bool | None]:
+    """Of each mesh: a plan file may give it, and the flag does elsewhere."""
+    own = [mesh.sequence_parallel for mesh in _meshes_of(args.plan_file)]
+    own = own or [None] * len(args.tensor_sizes)
+    return [args.sequence_parallel if each is None else each for each in own]
+
+
 def _names_of_sizes(args: Namespace, flag: str, kind: str) -> list[str]:
     """What errors call the sizes of the meshes, or the one size of a flag."""
     if not args.hetero_pipeline or getattr(args, f"hetero_{kind}_sizes") is None:
@@ -446,11 +453,9 @@ def _split_of_model(args: Namespace) -> Iterator[str]:
         "--num-query-groups": args.num_query_groups if args.group_query_attention else None,
         width: args.ffn_hidden_size,
     }
-    # Of each mesh, which only a plan file can give.
-    own = [mesh.sequence_parallel for mesh in _meshes_of(args.plan_file)] or [None] * len(sizes)
-    for name, size, sequence_parallel in zip(names, sizes, own, strict=False):
+    for name, size, is_parallel in zip(names, sizes, _sequence_parallel_of(args), strict=False):
         divided = dict(counts)
-        if args.sequence_parallel if sequence_parallel is None else sequence_parallel:
+        if is_parallel:
             divided["with sequence parallelism, --seq-length"] = args.seq_length
         yield from tensor_problems(
             {flag: count for flag, count in divided.items() if count}, size, name=name
@@ -464,12 +469,10 @@ def _split_of_model(args: Namespace) -> Iterator[str]:
 )
 def _split_of_sequences(args: Namespace) -> Iterator[str]:
     """The context-parallel sizes must divide the sequence and, for a2a, the heads."""
-    own = [mesh.sequence_parallel for mesh in _meshes_of(args.plan_file)]
-    own = own or [None] * len(args.context_sizes)
     names = _names_of_sizes(args, "--context-parallel-size", "context")
-    shapes = zip(names, args.context_sizes, args.tensor_sizes, own, strict=False)
-    for name, context, tensor, sequence_parallel in shapes:
-        is_parallel = args.sequence_parallel if sequence_parallel is None else sequence_parallel
+    parallel = _sequence_parallel_of(args)
+    shapes = zip(names, args.context_sizes, args.tensor_sizes, parallel, strict=False)
+    for name, context, tensor, is_parallel in shapes:
         if args.seq_length:
             parts = tensor if is_parallel else 1
             yield from context_problems(args.seq_length, context, parts, name=name)
