@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.tokenizers.text.libraries import NullTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
 from megatron.core.transformer import attention
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 
 from hetero.errors import HeteroError
@@ -354,6 +354,21 @@ def install_rotary(rotate: Callable[..., Any], split_and_rotate: Callable[..., A
 def install_swiglu(function: object) -> None:
     """Replace the autograd function of megatron-core's fused SwiGLU without bias."""
     fused_bias_swiglu.SwiGLUFunction = function
+
+
+def installed_weight_gradient() -> Any:
+    """What `install_weight_gradient` has installed."""
+    return layers.fused_weight_gradient_mlp_cuda
+
+
+def install_token_dispatcher(
+    dispatcher: type, *, permute: object, unpermute: object, sort_chunks_by_idxs: object
+) -> None:
+    """Replace megatron-core's alltoall dispatcher, and what its dispatchers order tokens with."""
+    moe_layer.MoEAlltoAllTokenDispatcher = dispatcher
+    token_dispatcher.permute = permute
+    token_dispatcher.unpermute = unpermute
+    token_dispatcher.sort_chunks_by_idxs = sort_chunks_by_idxs
 
 
 def rescale_gradients(chunks: Iterable[DistributedDataParallel], factor: float) -> None:

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from hetero.pipeline.groups import joins_meshes
 from hetero.plan import Coordinate, Plan
+from megatron.hetero import core_private, token_dispatcher
 from megatron.hetero.core_private import scales_router_losses_by_whole_tokens
 
 _TRACKED = {
@@ -52,17 +53,32 @@ def expert_config(args: argparse.Namespace) -> dict[str, Any]:
         *("moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
         *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-        *("moe_pad_expert_input_to_capacity", "moe_token_dispatcher_type"),
-        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("moe_pad_expert_input_to_capacity", "expert_model_parallel_size"),
+        "expert_tensor_parallel_size",
     )
     shared = args.moe_shared_expert_intermediate_size is not None
+    width = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    is_alone = args.expert_model_parallel_size == width == 1
     return {name: getattr(args, name) for name in same} | {
         "num_moe_experts": args.num_experts,
+        "moe_grouped_gemm": True,
+        # They differ only in how ranks exchange tokens.
+        "moe_token_dispatcher_type": "alltoall" if is_alone else args.moe_token_dispatcher_type,
         "moe_router_load_balancing_type": types[0] if is_one else types,
         "moe_aux_loss_coeff": coefficients[0] if is_one else coefficients,
         "moe_shared_expert_gate": shared and args.moe_shared_expert_gate,
         "moe_shared_expert_overlap": shared and args.moe_shared_expert_overlap,
     }
+
+
+def install() -> None:
+    """Let megatron-core dispatch tokens to experts as `megatron.hetero.token_dispatcher` does."""
+    core_private.install_token_dispatcher(
+        token_dispatcher.TokenDispatcher,
+        permute=token_dispatcher.permute,
+        unpermute=token_dispatcher.unpermute,
+        sort_chunks_by_idxs=token_dispatcher.sort_chunks_by_idxs,
+    )
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[TopKRouter]:

@@ -8,7 +8,9 @@ it gains and what was tried beside it.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,6 +137,63 @@ def accumulate_wgrad(
     torch.addmm(main_grad, grad_output_nt, input_tk, out_dtype=main_grad.dtype, out=main_grad)
 
 
+GROUPED_ALIGNMENT_BYTES = 16
+"""Of the rows of what torch's grouped product takes."""
+
+
+def can_group(input_tk: torch.Tensor, width: int) -> bool:
+    """Whether torch's grouped product takes `input_tk` (tokens, k) and gives rows of `width`.
+
+    Where it has no kernel for a device it computes one group after the other by itself.
+    """
+    if not hasattr(F, "grouped_mm") or not len(input_tk):
+        return False
+    sizes = (input_tk.shape[1], width)
+    if any(size * input_tk.element_size() % GROUPED_ALIGNMENT_BYTES for size in sizes):
+        return False
+    return input_tk.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def grouped_product(
+    input_tk: torch.Tensor, weight_ekn: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """(tokens, n): the rows of each group, which are consecutive, times that group's matrix.
+
+    `ends` (groups,), int32: the row after the last one of each group; it stays on the device.
+    """
+    if not can_group(input_tk, weight_ekn.shape[2]):
+        return looped_product(input_tk, weight_ekn, ends)
+    product: torch.Tensor = F.grouped_mm(input_tk, weight_ekn, offs=ends)
+    return product
+
+
+def looped_product(
+    input_tk: torch.Tensor, weight_ekn: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """The same by a product for each group; the host waits for `ends`."""
+    parts = input_tk.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weight_ekn, strict=True)])
+
+
+def grouped_wgrad(
+    input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """(groups, n, k): of each group, its output gradients transposed times its inputs."""
+    if not can_group(input_tk, grad_output_tn.shape[1]):
+        return looped_wgrad(input_tk, grad_output_tn, ends)
+    product: torch.Tensor = F.grouped_mm(grad_output_tn.t(), input_tk, offs=ends)
+    return product
+
+
+def looped_wgrad(
+    input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """The same by a product for each group; the host waits for `ends`."""
+    splits = ends[:-1].tolist()
+    pairs = zip(grad_output_tn.tensor_split(splits), input_tk.tensor_split(splits), strict=True)
+    return torch.stack([grad.t() @ rows for grad, rows in pairs])
+
+
 def can_accumulate_wgrad(
     device: torch.device, *, input_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> bool:
@@ -168,6 +227,18 @@ class AccumulatingWgrad:
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
+    @staticmethod
+    def grouped(
+        input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor, weight: Any
+    ) -> torch.Tensor:
+        """Add `grouped_wgrad` to the buffer of `weight`, whose products cannot accumulate.
+
+        Returns what megatron-core's hook wants as a gradient, and does not read.
+        """
+        gradient = grouped_wgrad(input_tk, grad_output_tn, ends)
+        weight.main_grad.add_(gradient)
+        return gradient
+
 
 class DelayedWgrad:
     """The same, deferred until `compute`, after the stage's input gradient has been sent.
@@ -181,23 +252,31 @@ class DelayedWgrad:
 
     def __init__(self, *, copies_inputs: bool) -> None:
         self._copies_inputs = copies_inputs
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._waiting: list[Callable[[], Any]] = []
 
     def wgrad_gemm_accum_fp32(
         self, input_tk: torch.Tensor, grad_output_tn: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
         kept = input_tk.clone() if self._copies_inputs else input_tk
-        self._waiting.append((main_grad, grad_output_tn, kept))
+        self._waiting.append(
+            partial(accumulate_wgrad, main_grad, grad_output_tn=grad_output_tn, input_tk=kept)
+        )
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+    def grouped(
+        self, input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor, weight: Any
+    ) -> torch.Tensor:
+        wait = partial(AccumulatingWgrad.grouped, input_tk, grad_output_tn, ends, weight)
+        self._waiting.append(wait)
+        return torch.empty_like(weight)
 
     @torch.no_grad()
     def compute(self) -> None:
         """Compute all deferred gradients, in backward order, freeing each one's inputs."""
         waiting, self._waiting = self._waiting[::-1], []
         while waiting:
-            main_grad, grad_output_tn, input_tk = waiting.pop()
-            accumulate_wgrad(main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk)
+            waiting.pop()()
 
 
 @dataclass(frozen=True)

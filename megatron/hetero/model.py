@@ -39,6 +39,7 @@ from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.hetero import experts, weights
 from megatron.hetero.core_private import group_collection, reduced_grad_range, rescale_gradients
+from megatron.hetero.grouped_experts import GroupedExperts
 from megatron.hetero.kernels import (
     AccumulatingWgrad,
     DelayedWgrad,
@@ -234,6 +235,8 @@ def _layer(
     )
     norm = norm_class(config)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    if mixes:
+        layer.mlp.submodules.experts = GroupedExperts
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.reordered_norm else norm
     if args.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
@@ -287,6 +290,8 @@ def build_chunk(
 ) -> GPTModel:
     """Build one model chunk of a rank, with uninitialised weights."""
     kernels = kernels or Kernels()
+    if args.num_experts is not None:
+        experts.install()
     is_first = coordinate.stage == 0 and chunk == 0
     is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
     built = model_class(kernels)(

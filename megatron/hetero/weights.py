@@ -21,6 +21,9 @@ from megatron.hetero.checkpoint.tensor_names import EXPERT_BIAS
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+STACKED_EXPERTS = "is_stack_of_experts"
+"""Attribute of a parameter that holds all experts of its layer on a rank, along dimension 0."""
+_STACKED_LAYER = re.compile(r"\.experts\.(linear_fc\d\.)")
 _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
 TIED_COPY = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -125,10 +128,37 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
 def named_parameters(
     chunks: Sequence[torch.nn.Module], first_layers: Sequence[int], first_expert: int = 0
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank's model chunks under their global names."""
+    """The parameters of this rank's model chunks under their global names.
+
+    Of a parameter that holds several experts it yields the part of each (see `part_of`).
+    """
     for chunk, first_layer in zip(chunks, first_layers, strict=True):
         for name, parameter in chunk.named_parameters():
-            yield global_name(name, first_layer, first_expert), parameter
+            for own, tensor in _by_expert(name, parameter):
+                yield global_name(own, first_layer, first_expert), tensor
+
+
+def _by_expert(
+    name: str, parameter: torch.nn.Parameter
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    if not getattr(parameter, STACKED_EXPERTS, False):
+        yield name, parameter
+        return
+    for expert, values in enumerate(parameter.data):
+        part = torch.nn.Parameter(values, requires_grad=False)
+        for attribute in ("tensor_model_parallel", "partition_dim"):
+            if hasattr(parameter, attribute):
+                setattr(part, attribute, getattr(parameter, attribute))
+        if hasattr(parameter, "main_grad"):
+            part.main_grad = parameter.main_grad[expert]  # type: ignore[attr-defined]
+        part.stack = parameter, expert * values.numel()  # type: ignore[attr-defined]
+        yield _STACKED_LAYER.sub(rf".experts.local_experts.{expert}.\1", name), part
+
+
+def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The parameter that an optimizer updates, and at which of its elements `tensor` begins."""
+    held: tuple[torch.Tensor, int] = getattr(tensor, "stack", (tensor, 0))
+    return held
 
 
 def named_expert_biases(

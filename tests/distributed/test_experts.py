@@ -43,6 +43,12 @@ class Case:
     shared: str
     own: str = ""
     meshes: tuple[Mesh, ...] = ()
+    biases: bool = False
+
+    def words(self, corpus, flags_of_run: str) -> list[str]:
+        """Of a run."""
+        words = flags(corpus, flags_of_run)
+        return [word for word in words if not (self.biases and word == "--disable-bias-linear")]
 
     def __str__(self) -> str:
         return self.name
@@ -55,6 +61,7 @@ def across(name: str, shared: str, *meshes: Mesh, own: str = "") -> Case:
 CASES = [
     across("a-mixed-pipeline", QWEN, mesh(2), mesh(2)),
     Case("half-the-experts-on-each-replica", 2, QWEN, EP2),
+    Case("experts-with-biases", 2, f"{QWEN} {ALLTOALL}", EP2, biases=True),
     Case(
         "half-the-experts-on-each-replica-exchanged-directly",
         2,
@@ -96,6 +103,12 @@ CASES = [
         "--recompute-method uniform --recompute-num-layers 1",
     ),
     Case(
+        "activations-of-experts-recomputed",
+        2,
+        DEEPSEEK,
+        f"{EP2} {ALLTOALL} --recompute-activations --recompute-modules moe_act shared_experts",
+    ),
+    Case(
         "whole-replicas-with-shares",
         4,
         f"{QWEN} --micro-batch-size 1",
@@ -127,12 +140,12 @@ def router_losses(folder: Path) -> list[float]:
 def test_ranks_that_share_experts_compute_what_one_process_does(
     case: Case, of_one_process, corpus, tmp_path: Path
 ) -> None:
-    one, reference = of_one_process(flags(corpus, case.shared))
+    one, reference = of_one_process(case.words(corpus, case.shared))
     plan = write_plan(list(case.meshes), tmp_path) if case.meshes else []
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     checks = "--check-weight-hash-across-dp-replicas-interval 1"
     shared = train(
-        [*flags(corpus, f"{case.shared} {case.own} {checks}"), *plan, *saving],
+        [*case.words(corpus, f"{case.shared} {case.own} {checks}"), *plan, *saving],
         case.nproc,
         tmp_path / "shared",
         environ=SIMULATED,

@@ -42,7 +42,6 @@ _DEFAULTS = {
     "moe_permute_fusion": False,
 }
 _WITHOUT_EFFECT = {
-    "moe_grouped_gemm": "experts are computed one after the other, with the same sums",
     "moe_permute_fusion": "tokens are put in order by plain operations, with the same result",
     "moe_router_fusion": "tokens are routed by plain operations, with the same result",
 }
@@ -186,7 +185,7 @@ def _dispatcher(args: Namespace) -> Verdict:
 
 
 @rule(
-    "num_experts moe_token_dispatcher_type",
+    "num_experts moe_token_dispatcher_type add_bias_linear",
     flags="moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_shared_expert_gate "
     "recompute_modules",
 )
@@ -194,6 +193,8 @@ def _shared_experts(args: Namespace) -> Iterator[str]:
     if args.num_experts is None:
         return
     shared = args.moe_shared_expert_intermediate_size is not None
+    if shared and args.add_bias_linear:
+        yield "--moe-shared-expert-intermediate-size needs --disable-bias-linear; add it"
     for name in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):
         if getattr(args, name) and not shared:
             yield Note(f"{flag_of(name)}: it needs --moe-shared-expert-intermediate-size")
@@ -335,11 +336,15 @@ def _global_aux_loss(args: Namespace) -> Iterator[str]:
         )
 
 
-@rule("num_experts add_bias_linear")
+@rule("num_experts add_bias_linear expert_tensor_sizes")
 def _biases(args: Namespace) -> Iterator[str]:
-    """megatron-core adds them in place to what its autograd does not let it change."""
-    if args.num_experts is not None and args.add_bias_linear:
-        yield "--num-experts needs --disable-bias-linear: experts have no biases; add it"
+    """Each rank that shares an expert would add its bias."""
+    is_shared = max(args.expert_tensor_sizes) > 1
+    if args.num_experts is not None and args.add_bias_linear and is_shared:
+        yield (
+            "biases of experts need --expert-tensor-parallel-size 1: ranks that share an expert "
+            "would add them several times; or add --disable-bias-linear"
+        )
 
 
 @rule("num_experts hetero_data_parallel hetero_data_shares")

@@ -88,7 +88,7 @@ def _add_layer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--moe-grouped-gemm",
         action="store_true",
-        help="without effect: experts are computed one after the other, with the same sums",
+        help="without effect: experts are always computed together, by grouped products",
     )
 
 

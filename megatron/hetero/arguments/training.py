@@ -11,8 +11,9 @@ from megatron.hetero.arguments.span_groups import UNSPECIFIED, resolve_groups
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, OVERRIDE_SCHEDULE, ResumeFlags
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+RECOMPUTE_MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 # Modules of layers that no model here has.
-RECOMPUTE_MODULES_ELSEWHERE = ("moe", "moe_act", "shared_experts", "mla_up_proj")
+RECOMPUTE_MODULES_ELSEWHERE = ("mla_up_proj",)
 
 _SAVE_FLAGS = (
     *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
@@ -167,8 +168,8 @@ def _determinism(args: Namespace) -> Iterator[str]:
 
 
 @rule(
-    "recompute_activations add_bias_linear transformer_impl",
-    flags="hetero_recompute hetero_plan",
+    "recompute_activations add_bias_linear transformer_impl num_experts",
+    flags="hetero_recompute hetero_plan moe_shared_expert_intermediate_size",
     sets="recompute_granularity recompute_method recompute_num_layers recompute_modules",
 )
 def _recompute(args: Namespace) -> Verdict:
@@ -209,15 +210,19 @@ def _modules_of_these_layers(
     args: Namespace, modules: Sequence[str]
 ) -> Generator[str, None, list[str]]:
     """The modules to recompute that the run's layers have."""
-    found = [name for name in modules if name not in RECOMPUTE_MODULES_ELSEWHERE]
+    missing, offered = set(RECOMPUTE_MODULES_ELSEWHERE), [*RECOMPUTE_MODULES]
+    if args.num_experts is None:
+        missing |= set(RECOMPUTE_MODULES_OF_EXPERTS)
+    else:
+        offered += RECOMPUTE_MODULES_OF_EXPERTS
+        if args.moe_shared_expert_intermediate_size is None:
+            missing.add("shared_experts")
+    found = [name for name in modules if name not in missing]
     if absent := [name for name in modules if name not in found]:
         yield Note(f"--recompute-modules {' '.join(absent)}: no layer here has it")
     for module in found:
-        if module not in RECOMPUTE_MODULES:
-            yield (
-                f"--recompute-modules cannot be {module!r}; choose from "
-                f"{', '.join(RECOMPUTE_MODULES)}"
-            )
+        if module not in offered:
+            yield (f"--recompute-modules cannot be {module!r}; choose from {', '.join(offered)}")
     # The recomputed part would return the bias, and megatron-core's backward would recurse forever.
     if "mlp" in found and args.add_bias_linear:
         yield "--recompute-modules mlp needs --disable-bias-linear"

@@ -20,10 +20,12 @@ from megatron.hetero.checkpoint.destination import RetentionPolicy, SharedFolder
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint
 from megatron.hetero.checkpoint.index import TrainState, is_plain
 from megatron.hetero.checkpoint.rank_state import (
+    PartOfShard,
     ShardedParameter,
     expected_bytes,
     optimizer_step_count,
     owned_write_items,
+    parts_of_shards,
     restore_rng_state,
     rng_prefix,
     rng_write_items,
@@ -54,7 +56,6 @@ from megatron.hetero.core_private import (
     OptimizerShard,
     gather_parameters,
     loss_scaler_state,
-    optimizer_shards,
     set_loss_scaler_state,
     set_optimizer_state,
 )
@@ -426,31 +427,38 @@ def load_optimizer(
     kind: str,
 ) -> None:
     """Load float32 copies, moments, Adam's step count and the loss scaler."""
-    by_parameter = {id(p.parameter): p for p in placed}
     step = reader.run.get("optimizer_step")
-    for shard in optimizer_shards(optimizer.inner):
-        p = by_parameter[id(shard.parameter)]
+    for shard, parts in parts_of_shards(placed, optimizer):
         if shard.is_copy:
-            _load_copy(reader, p, shard)
+            for part in parts:
+                _load_copy(reader, part, shard)
         moments = {}
         for moment in _MOMENTS[kind]:
-            name = optimizer_name(moment, _source(p))
-            if name in reader.index.tensors:
-                value = torch.zeros_like(shard.main)
-                flat = _read(reader, name, p.shard, fill=value, begin=shard.begin, end=shard.end)
-                moments[moment] = value.copy_(flat.view(value.shape))
+            named = [optimizer_name(moment, _source(part.parameter)) for part in parts]
+            if not all(name in reader.index.tensors for name in named):
+                continue
+            value = moments[moment] = torch.zeros_like(shard.main)
+            for name, part in zip(named, parts, strict=True):
+                _read_part(reader, name, part, into=value)
         if moments:
             set_optimizer_state(shard, moments, step=step)
     set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
 
 
-def _load_copy(reader: CheckpointReader, p: ShardedParameter, shard: OptimizerShard) -> None:
-    name = optimizer_name(MAIN_COPY, _source(p))
+def _load_copy(reader: CheckpointReader, part: PartOfShard, shard: OptimizerShard) -> None:
+    source = _source(part.parameter)
+    name = optimizer_name(MAIN_COPY, source)
     # A run in float32 has no copies: its weights are what they would hold.
-    source = name if name in reader.index.tensors else _source(p)
-    fill = shard.main
-    values = _read(reader, source, p.shard, fill=fill, begin=shard.begin, end=shard.end)
-    shard.main.copy_(values.view(shard.main.shape))
+    _read_part(reader, name if name in reader.index.tensors else source, part, into=shard.main)
+
+
+def _read_part(
+    reader: CheckpointReader, name: str, part: PartOfShard, *, into: torch.Tensor
+) -> None:
+    """Read what `into`, of the shape of the optimizer's shard, holds of a parameter."""
+    held = into.view(-1)[part.within]
+    flat = _read(reader, name, part.parameter.shard, fill=held, begin=part.begin, end=part.end)
+    held.copy_(flat.view(-1))
 
 
 def _source(p: ShardedParameter) -> str:

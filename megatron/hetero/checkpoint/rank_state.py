@@ -38,7 +38,7 @@ from megatron.hetero.core_private import (
 )
 from megatron.hetero.model import StageModel
 from megatron.hetero.optimizer import TrainingOptimizer
-from megatron.hetero.weights import is_of_expert
+from megatron.hetero.weights import is_of_expert, part_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,40 @@ class ShardedParameter:
     is_written_here: bool
     """Whether a copy of this rank writes it, rather than another tensor-parallel rank."""
     is_of_expert: bool
+    updated: torch.Tensor
+    """The parameter that an optimizer updates, of which `parameter` may be a part."""
+    begin: int
+    """At which element of `updated` it begins."""
+
+
+@dataclass(frozen=True)
+class PartOfShard:
+    """What an optimizer's shard holds of one sharded parameter."""
+
+    parameter: ShardedParameter
+    begin: int
+    end: int
+    """The flat range of this rank's elements of the parameter."""
+    within: slice
+    """Where they are in the shard."""
+
+
+def parts_of_shards(
+    placed: Iterable[ShardedParameter], optimizer: TrainingOptimizer
+) -> Iterator[tuple[OptimizerShard, list[PartOfShard]]]:
+    """The optimizer's shards with the parameters of `placed` that they hold."""
+    by_updated: dict[int, list[ShardedParameter]] = {}
+    for p in placed:
+        by_updated.setdefault(id(p.updated), []).append(p)
+    for shard in optimizer_shards(optimizer.inner):
+        parts = []
+        for p in by_updated.get(id(shard.parameter), ()):
+            begin = max(shard.begin, p.begin)
+            end = min(shard.end, p.begin + p.shard.size)
+            if begin < end:
+                within = slice(begin - shard.begin, end - shard.begin)
+                parts.append(PartOfShard(p, begin - p.begin, end - p.begin, within))
+        yield shard, parts
 
 
 def sharded_parameters(args: argparse.Namespace, model: StageModel) -> list[ShardedParameter]:
@@ -60,6 +94,7 @@ def sharded_parameters(args: argparse.Namespace, model: StageModel) -> list[Shar
     for name, parameter in model.named_weights():
         rank, size = model.tensor_rank.of(name)
         shard = shard_of(name, parameter, tp_rank=rank, tp_size=size, gated=args.swiglu)
+        updated, begin = part_of(parameter)
         placed.append(
             ShardedParameter(
                 name=stored_name(name),
@@ -68,6 +103,8 @@ def sharded_parameters(args: argparse.Namespace, model: StageModel) -> list[Shar
                 is_tied_copy=model.has_tied_copy and name == OUTPUT_LAYER,
                 is_written_here=is_split(parameter, size) or rank == 0,
                 is_of_expert=is_of_expert(name),
+                updated=updated,
+                begin=begin,
             )
         )
     return placed
@@ -84,8 +121,8 @@ def owned_write_items(
     written, mine = _written(placed, plan=plan, coordinate=coordinate)
     write_items = [_weight_item(p) for p in written if p.name in mine]
     if optimizer is not None:
-        for p, shard in _written_shards(written, mine, optimizer):
-            write_items += _optimizer_items(p, shard)
+        for part, shard in _written_shards(written, mine, optimizer):
+            write_items += _optimizer_items(part, shard)
     return write_items
 
 
@@ -104,8 +141,8 @@ def expected_bytes(
     written, mine = _written(placed, plan=plan, coordinate=coordinate)
     weights = sum(_weight_item(p).bytes for p in written if p.name in mine)
     return weights + sum(
-        shard.main.numel() * shard.main.element_size() * (moments + shard.is_copy)
-        for _, shard in _written_shards(written, mine, optimizer)
+        (part.end - part.begin) * shard.main.element_size() * (moments + shard.is_copy)
+        for part, shard in _written_shards(written, mine, optimizer)
     )
 
 
@@ -125,13 +162,12 @@ def _written(
 
 def _written_shards(
     written: Sequence[ShardedParameter], mine: set[str], optimizer: TrainingOptimizer
-) -> Iterator[tuple[ShardedParameter, OptimizerShard]]:
-    by_parameter = {id(p.parameter): p for p in written}
-    for shard in optimizer_shards(optimizer.inner):
-        p = by_parameter.get(id(shard.parameter))
-        # The distributed optimizer shards it over the copies; otherwise they all hold the same.
-        if p is not None and (optimizer.config.use_distributed_optimizer or p.name in mine):
-            yield p, shard
+) -> Iterator[tuple[PartOfShard, OptimizerShard]]:
+    for shard, parts in parts_of_shards(written, optimizer):
+        for part in parts:
+            # The distributed optimizer shards it over the copies; otherwise they all hold the same.
+            if optimizer.config.use_distributed_optimizer or part.parameter.name in mine:
+                yield part, shard
 
 
 def _share(written: Iterable[ShardedParameter], copies: int, copy: int) -> set[str]:
@@ -156,8 +192,9 @@ def _weight_item(p: ShardedParameter) -> WriteItem:
     )
 
 
-def _optimizer_items(p: ShardedParameter, shard: OptimizerShard) -> list[WriteItem]:
-    regions = tuple(p.shard.regions(shard.begin, shard.end))
+def _optimizer_items(part: PartOfShard, shard: OptimizerShard) -> list[WriteItem]:
+    p = part.parameter
+    regions = tuple(p.shard.regions(part.begin, part.end))
     states = {MAIN_COPY: shard.main} if shard.is_copy else {}
     states |= {
         name: value
@@ -170,7 +207,7 @@ def _optimizer_items(p: ShardedParameter, shard: OptimizerShard) -> list[WriteIt
             shape=p.shard.whole,
             dtype=value.dtype,
             regions=regions,
-            source=lambda value=value: value,  # type: ignore[misc]
+            source=lambda value=value: value.view(-1)[part.within],  # type: ignore[misc]
         )
         for state, value in states.items()
     ]

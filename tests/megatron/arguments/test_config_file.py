@@ -161,7 +161,7 @@ def test_megatrons_own_form_is_read(parse, written, monkeypatch):
         ("extends: 3", "extends must be the name of a file"),
         ("extends: flags.yaml", "flags.yaml builds on itself"),
         ("seed: .nan", "--seed must be a whole number"),
-        ("num_moe_experts: 8", "--num-experts needs --disable-bias-linear"),
+        ("num_moe_experts: 1", "--moe-router-topk 2 must be at most --num-experts 1"),
         ("modules: {trainer: {}}", "modules must hold pre_trainer"),
         (
             "modules: {pre_trainer: {framework: torchtitan}}",
