@@ -31,7 +31,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, input_tk: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, fused: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(input_tk, ends)
+        ctx.save_for_backward(input_tk.contiguous(), ends)
         ctx.weight, ctx.fused = weight, fused
         return grouped_product(input_tk, weight.transpose(1, 2), ends)
 

@@ -194,6 +194,12 @@ def looped_wgrad(
     return torch.stack([grad.t() @ rows for grad, rows in pairs])
 
 
+def can_add_grouped(input_tk: torch.Tensor, main_grad: torch.Tensor) -> bool:
+    """Whether `add_grouped_wgrad` takes them: it runs on GPUs."""
+    is_half = input_tk.dtype in (torch.bfloat16, torch.float16)
+    return input_tk.is_cuda and is_half and main_grad.dtype == torch.float32
+
+
 def can_accumulate_wgrad(
     device: torch.device, *, input_dtype: torch.dtype, grad_dtype: torch.dtype
 ) -> bool:
@@ -231,10 +237,17 @@ class AccumulatingWgrad:
     def grouped(
         input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor, weight: Any
     ) -> torch.Tensor:
-        """Add `grouped_wgrad` to the buffer of `weight`, whose products cannot accumulate.
+        """Add `grouped_wgrad` to the buffer of `weight`.
 
         Returns what megatron-core's hook wants as a gradient, and does not read.
         """
+        if can_add_grouped(input_tk, weight.main_grad):
+            from megatron.hetero.grouped_wgrad import add_grouped_wgrad
+
+            add_grouped_wgrad(
+                weight.main_grad, grad_output_tn=grad_output_tn, input_tk=input_tk, ends=ends
+            )
+            return torch.empty_like(weight)
         gradient = grouped_wgrad(input_tk, grad_output_tn, ends)
         weight.main_grad.add_(gradient)
         return gradient

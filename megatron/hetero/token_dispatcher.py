@@ -122,24 +122,31 @@ class _Chunks(torch.autograd.Function):
     """Rows at `order`, a permutation; the gradient is put back in order, not added up."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return torch.empty_like(grads[0]).index_copy_(0, order, grads[0]), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
 
 
 def sort_chunks_by_idxs(
     input: torch.Tensor,
     split_sizes: torch.Tensor,
-    sorted_idxs: torch.Tensor,
+    sorted_idxs: torch.Tensor | None,
     probs: torch.Tensor | None = None,
     fused: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Replacement for megatron-core's, which needs the sizes of the chunks on the host."""
+    """Replacement for megatron-core's, which needs the sizes of the chunks on the host.
+
+    Without `sorted_idxs` the chunks are in order.
+    """
+    if sorted_idxs is None:
+        return input, probs
     sizes = split_sizes.to(input.device)
     chunks = sorted_idxs.to(input.device, non_blocking=True)
     begins = sizes.cumsum(0) - sizes
@@ -147,10 +154,11 @@ def sort_chunks_by_idxs(
     # Of every row of the result: what its chunk has moved by.
     distance = begins[chunks] - (moved.cumsum(0) - moved)
     count = input.shape[0]
-    order = distance.repeat_interleave(moved, output_size=count)
-    order = order + torch.arange(count, device=input.device)
-    sorted_input: torch.Tensor = _Chunks.apply(input, order)
-    return sorted_input, None if probs is None else _Chunks.apply(probs, order)
+    places = torch.arange(count, device=input.device)
+    order = distance.repeat_interleave(moved, output_size=count) + places
+    inverse = torch.empty_like(order).scatter_(0, order, places)
+    sorted_input: torch.Tensor = _Chunks.apply(input, order, inverse)
+    return sorted_input, None if probs is None else _Chunks.apply(probs, order, inverse)
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -161,12 +169,18 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     installed in megatron-core with it.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_alone = self.ep_size == 1 and self.tp_size == 1
+        if self._is_alone:
+            # Tokens of one rank are in the order of its experts already.
+            self.sort_input_by_local_experts = self.restore_output_by_local_experts = None
+
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Copy the sizes of exchanges to the host, or wait for them; counts stay where they are."""
-        is_alone = self.ep_size == 1 and self.tp_size == 1
-        if is_alone and isinstance(self.num_out_tokens, int):
+        if self._is_alone and isinstance(self.num_out_tokens, int):
             return tokens_per_expert
         counts = getattr(self, "num_global_tokens_per_local_expert", None)
         super()._maybe_dtoh_and_synchronize(point)

@@ -219,3 +219,27 @@ def test_grouped_products_are_those_of_a_loop(
     )
     for grouped, looped, inputs in pairs:
         torch.testing.assert_close(grouped(*inputs), looped(*inputs), **tolerance)
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@given(
+    counts=st.lists(st.integers(0, 200), min_size=1, max_size=9).filter(any),
+    sizes=st.tuples(*[st.sampled_from([8, 24, 128, 136, 304])] * 2),
+)
+def test_weight_gradients_are_added_in_float32_on_a_gpu(
+    counts: list[int], sizes: tuple[int, int]
+) -> None:
+    """Of whole numbers, whose sums are exact."""
+    from megatron.hetero.grouped_wgrad import add_grouped_wgrad
+
+    rows, columns = sizes
+    generator = torch.Generator().manual_seed(sum(counts))
+    shapes = ((sum(counts), rows), (sum(counts), columns), (len(counts), rows, columns))
+    grads, inputs, sums = (
+        torch.randint(-3, 4, shape, generator=generator).cuda().float() for shape in shapes
+    )
+    ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+    expected = sums + kernels.looped_wgrad(inputs, grads, ends)
+    add_grouped_wgrad(sums, grad_output_tn=grads.bfloat16(), input_tk=inputs.bfloat16(), ends=ends)
+    assert torch.equal(sums, expected)

@@ -1,0 +1,243 @@
+"""Measure training of a mixture of experts: mixed, homogeneous, and beside plain megatron-core.
+
+    python bench/expert_speed.py --out expert_speed.json [--layers 6] [--runs one core mixed]
+
+The layers are Qwen3-30B-A3B's: 128 experts of width 768, of which a token passes 8. `one` is one
+rank; `core` the same model in plain megatron-core, which computes experts one by one; `pipeline`
+two stages of one vendor, `mixed` the same two across vendors; `shared` two ranks of one mesh with
+half of the experts each. Two ranks share a GPU where there is one: their figures compare with each
+other, not with `one`. `profile` says which kernels a step of `one` consists of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # As a script, only this file's folder would be importable; what follows may take a while.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from hetero.tools.tool_command_line import begin_script
+
+    begin_script()
+
+import torch
+
+from hetero.errors import HeteroError
+from hetero.text import integer
+from hetero.tools import tool_command_line
+from hetero.tools.launching.processes import Step, run_step
+from hetero.tools.runs import SIMULATED, Launch, failure_text, run_to_end
+
+PEER = Path(__file__).parent / "experts/core_peer.py"
+WARM_UP, SECONDS = 2, 400.0
+PIPELINE = "--pipeline-model-parallel-size 2"
+MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
+RANKS = {
+    "one": (1, ""),
+    "pipeline": (2, PIPELINE),
+    "mixed": (2, MIXED),
+    "shared": (2, "--expert-model-parallel-size 2"),
+}
+RUNS = (*RANKS, "core", "profile")
+SIZES = {
+    "layers": (6, "number of layers"),
+    "hidden": (2048, "number of elements of a hidden state"),
+    "heads": (32, "number of attention heads"),
+    "groups": (4, "number of query groups"),
+    "channels": (128, "number of elements of a head"),
+    "ffn": (768, "number of elements inside an expert"),
+    "experts": (128, "number of experts of a layer"),
+    "topk": (8, "number of experts of a token"),
+    "sequence": (4096, "number of tokens of a sequence"),
+    "batch": (8, "number of sequences of a step"),
+    "vocabulary": (32000, "number of tokens of the vocabulary"),
+    "steps": (8, "number of steps of each run, of which two warm up"),
+}
+# Of a kernel's name, in this order.
+KINDS = (
+    ("grouped products", r"GroupProblemShape|grouped"),
+    ("attention", r"flash|fmha|sdpa|cudnn.*attention"),
+    ("other products", r"gemm|nvjet|xmma|cutlass|splitK"),
+    ("optimizer and norms of gradients", r"multi_tensor|FusedAdam|fused_adam|foreach|lpnorm"),
+    ("order of tokens", r"index|gather|sort|scan|nonzero|Radix|repeat_interleave"),
+    ("everything else", r""),
+)
+
+
+def model_flags(args: argparse.Namespace) -> list[str]:
+    words = (
+        f"--num-layers {args.layers} --hidden-size {args.hidden} --ffn-hidden-size {args.ffn} "
+        f"--num-attention-heads {args.heads} --group-query-attention --kv-channels {args.channels} "
+        f"--num-query-groups {args.groups} --seq-length {args.sequence} --qk-layernorm "
+        f"--max-position-embeddings {args.sequence} --position-embedding-type rope "
+        "--rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
+        f"--attention-dropout 0 --bf16 --num-experts {args.experts} "
+        f"--moe-ffn-hidden-size {args.ffn} --moe-router-topk {args.topk} "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
+        "--moe-token-dispatcher-type alltoall "
+        f"--micro-batch-size 1 --global-batch-size {args.batch} --train-iters {args.steps} "
+        "--lr 1e-4 --clip-grad 1 --use-distributed-optimizer --mock-data --eval-iters 0 "
+        f"--tokenizer-type NullTokenizer --vocab-size {args.vocabulary - 1} --log-interval 1 "
+        "--num-workers 1 --cross-entropy-loss-fusion"
+    )
+    return words.split()
+
+
+def ours(args: argparse.Namespace, folder: Path, name: str, *more: str) -> dict[str, Any]:
+    """Tokens a second and the peaks of the ranks' memory of one run, or why there are none."""
+    nproc, own = RANKS[name]
+    launch = Launch(
+        name=f"{name}{len(more)}",
+        flags=(*model_flags(args), *own.split(), *more),
+        nproc=nproc,
+        folder=folder,
+        environ=SIMULATED if nproc > 1 else {},
+        deadline=SECONDS,
+    )
+    try:
+        found = run_to_end(launch)
+    except HeteroError as error:
+        return {"error": failure_text(error, launch)}
+    seconds = [record["elapsed_ms"] / 1e3 for record in found.iterations[WARM_UP:]]
+    peaks = [row["peak_memory_bytes"] for row in found.report["ranks"]]
+    losses = [record["loss"] for record in found.iterations]
+    return figures(args, seconds, max(peaks), losses)
+
+
+def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    out = folder / "peer.jsonl"
+    sizes = [f"--{name}={getattr(args, name)}" for name in SIZES]
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    step = Step(
+        name="plain megatron-core",
+        command=(*launcher, "--nproc-per-node=1", str(PEER), *sizes),
+        log=folder / "peer.log",
+        directory=Path.cwd(),
+        environment=dict(os.environ) | {"OUT": str(out)},
+    )
+    try:
+        run_step(step, lambda: None)
+    except HeteroError as error:
+        return {"error": str(error)[:500]}
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    seconds = [row["seconds"] for row in rows[WARM_UP:]]
+    return figures(args, seconds, rows[-1]["peak"], [row["loss"] for row in rows])
+
+
+def figures(
+    args: argparse.Namespace, seconds: Sequence[float], peak: int, losses: Sequence[float]
+) -> dict[str, Any]:
+    tokens = args.sequence * args.batch
+    return {
+        "tokens_per_s": round(tokens / statistics.median(seconds), 1),
+        "seconds": [round(each, 4) for each in seconds],
+        "peak_gib": round(peak / 2**30, 2),
+        "losses": list(losses),
+    }
+
+
+def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Milliseconds of one step's kernels by kind, and how long the GPU was idle."""
+    traces = folder / "traces"
+    flags = ["--profile", "--use-pytorch-profiler", "--profile-step-start", "3"]
+    flags += ["--profile-step-end", "4", "--profile-ranks", "0", "--tensorboard-dir", str(traces)]
+    found = ours(args, folder, "one", *flags)
+    if "error" in found:
+        return found
+    files = sorted(traces.rglob("*.json*"))
+    if not files:
+        return {"error": "the profiler has written no trace"}
+    opened = gzip.open if files[-1].suffix == ".gz" else open
+    with opened(files[-1], "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return kernel_times(events)
+
+
+def kernel_times(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a Chrome trace: milliseconds by kind of kernel, the longest kernels, and idle time."""
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    kinds: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for event in kernels:
+        kind = next(kind for kind, words in KINDS if re.search(words, event["name"], re.I))
+        kinds[kind] += event["dur"]
+        names[f"{kind}: {event['name'][:90]}"] += event["dur"]
+    begin = min(event["ts"] for event in kernels)
+    end = max(event["ts"] + event["dur"] for event in kernels)
+    syncs = [e for e in events if e.get("name") == "cudaStreamSynchronize"]
+    return {
+        "span_ms": round((end - begin) / 1e3, 2),
+        "busy_ms": round(sum(kinds.values()) / 1e3, 2),
+        "stream_synchronizations": len(syncs),
+        "kinds_ms": {kind: round(us / 1e3, 2) for kind, us in kinds.most_common()},
+        "longest_ms": {name: round(us / 1e3, 2) for name, us in names.most_common(16)},
+    }
+
+
+def measure(args: argparse.Namespace) -> str:
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.on_cpu:
+        raise HeteroError("these runs need a GPU; --on-cpu tries the command on a small model")
+    record: dict[str, Any] = {
+        "command": " ".join(["python bench/expert_speed.py", *args.typed]),
+        "date": date.today().isoformat(),
+        "hardware": f"{gpus}x {torch.cuda.get_device_name()}" if gpus else "CPU",
+        "torch": torch.__version__,
+        "model": {name: getattr(args, name) for name in SIZES},
+        "runs": {},
+    }
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        for key, row in rows_of(args, Path(name)):
+            record["runs"][key] = row
+            lines.append(f"{key}: {json.dumps(row)[:400]}")
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    return "\n".join([*lines, f"written: {args.out}"])
+
+
+def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, name in enumerate(args.runs):
+        own = folder / str(number)
+        own.mkdir()
+        if name in RANKS:
+            yield f"{number} {name}", ours(args, own, name)
+        elif not args.on_cpu:
+            yield f"{number} {name}", (peer if name == "core" else profile)(args, own)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = tool_command_line.Parser((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        choices=RUNS,
+        default=list(RUNS),
+        help="which runs, in this order; a name may come twice; default: each once",
+    )
+    for name, (value, what) in SIZES.items():
+        parser.add_argument(f"--{name}", type=integer(1), default=value, help=what)
+    parser.add_argument(
+        "--on-cpu", action="store_true", help="without a GPU, and without peer and profile"
+    )
+    args = parser.parse_args(argv)
+    args.typed = list(sys.argv[1:] if argv is None else argv)
+    tool_command_line.require_results_file(args.out, "--out")
+    return tool_command_line.run(lambda: measure(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
