@@ -76,6 +76,6 @@ def add_grouped_wgrad(
         rows,
         columns,
         **tile,
-        num_warps=8,
+        num_warps=4,
         num_stages=3,
     )
