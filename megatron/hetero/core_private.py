@@ -34,7 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.tokenizers.text.libraries import NullTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
-from megatron.core.transformer import attention
+from megatron.core.transformer import attention, multi_latent_attention
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -369,6 +369,15 @@ def install_token_dispatcher(
     token_dispatcher.permute = permute
     token_dispatcher.unpermute = unpermute
     token_dispatcher.sort_chunks_by_idxs = sort_chunks_by_idxs
+
+
+def install_replicated_linear(linear: type[torch.nn.Module]) -> None:
+    """Let megatron-core's latent attention have down projections that every rank has whole.
+
+    It knows them as TransformerEngine's alone, which releases before 0.17 take to be installed.
+    """
+    multi_latent_attention.TELinear = linear
+    multi_latent_attention.HAVE_TE = False
 
 
 def rescale_gradients(chunks: Iterable[DistributedDataParallel], factor: float) -> None:

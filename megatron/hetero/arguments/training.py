@@ -10,10 +10,8 @@ from megatron.hetero.arguments.rules import Note, Rule, Values, Verdict, flag_of
 from megatron.hetero.arguments.span_groups import UNSPECIFIED, resolve_groups
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, OVERRIDE_SCHEDULE, ResumeFlags
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj")
 RECOMPUTE_MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
-# Modules of layers that no model here has.
-RECOMPUTE_MODULES_ELSEWHERE = ("mla_up_proj",)
 
 _SAVE_FLAGS = (
     *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
@@ -168,7 +166,7 @@ def _determinism(args: Namespace) -> Iterator[str]:
 
 
 @rule(
-    "recompute_activations add_bias_linear transformer_impl num_experts",
+    "recompute_activations add_bias_linear transformer_impl num_experts multi_latent_attention",
     flags="hetero_recompute hetero_plan moe_shared_expert_intermediate_size",
     sets="recompute_granularity recompute_method recompute_num_layers recompute_modules",
 )
@@ -210,16 +208,15 @@ def _modules_of_these_layers(
     args: Namespace, modules: Sequence[str]
 ) -> Generator[str, None, list[str]]:
     """The modules to recompute that the run's layers have."""
-    missing, offered = set(RECOMPUTE_MODULES_ELSEWHERE), [*RECOMPUTE_MODULES]
+    absent = set() if args.multi_latent_attention else {"mla_up_proj"}
     if args.num_experts is None:
-        missing |= set(RECOMPUTE_MODULES_OF_EXPERTS)
-    else:
-        offered += RECOMPUTE_MODULES_OF_EXPERTS
-        if args.moe_shared_expert_intermediate_size is None:
-            missing.add("shared_experts")
-    found = [name for name in modules if name not in missing]
-    if absent := [name for name in modules if name not in found]:
-        yield Note(f"--recompute-modules {' '.join(absent)}: no layer here has it")
+        absent |= set(RECOMPUTE_MODULES_OF_EXPERTS)
+    elif args.moe_shared_expert_intermediate_size is None:
+        absent.add("shared_experts")
+    found = [name for name in modules if name not in absent]
+    if idle := [name for name in modules if name in absent]:
+        yield Note(f"--recompute-modules {' '.join(idle)}: no layer here has it")
+    offered = (*RECOMPUTE_MODULES, *RECOMPUTE_MODULES_OF_EXPERTS)
     for module in found:
         if module not in offered:
             yield (f"--recompute-modules cannot be {module!r}; choose from {', '.join(offered)}")
