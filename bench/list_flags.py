@@ -223,11 +223,9 @@ def _public_commands(actions: Iterable[argparse.Action]) -> str:
         "## Public command lines\n",
         "Scripts of public repositories, run by bash against stubs, so with the words that really "
         "arrive; the\nrevisions and how they were run are in "
-        "`tests/megatron/arguments/public_commands/`. What counts\nis a dense GPT model whose "
-        "words "
-        "Megatron-LM core 0.16.1 itself accepts. `python -m\ntools.public_commands` prints why "
-        "the "
-        "others are refused.\n",
+        "`tests/megatron/arguments/public_commands/`. What counts\nis a GPT model, dense or with "
+        "experts or latent attention, whose words Megatron-LM core 0.16.1\nitself accepts. "
+        "`python -m bench.public_commands` prints why the others are refused.\n",
         *by_source(),
         "",
     ]

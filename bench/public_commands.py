@@ -33,10 +33,15 @@ DATA = (
     .parents[1]
     .joinpath("tests", "megatron", "arguments", "public_commands", "commands.json")
 )
-DENSE = "dense"
 ACCEPTED = "accepted"
+# Megatron-LM's own fusion of permutations needs TransformerEngine itself; its words are accepted.
+WITHOUT_ENGINE = "ImportError: cannot import name 'fused_permute'"
+DENSE, MIXED = "dense", "experts and latent attention"
+MODELS = {"dense": DENSE, "mixture of experts": MIXED, "multi-latent attention": MIXED}
+"""The kinds of commands.json that this program could be expected to accept."""
 # What a command can ask for that this program does not offer, in the words of commands.json.
 LEFT_OUT = ("FP8 or FP4", "FSDP")
+MUON, LINEAR_ATTENTION = "Muon", "linear attention"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,39 @@ class Command:
     @property
     def counts(self) -> bool:
         """Whether it is one that this program could be expected to accept."""
-        return self.kind == DENSE and self.megatron == ACCEPTED
+        accepted = self.megatron == ACCEPTED or self.megatron.startswith(WITHOUT_ENGINE)
+        return self.kind in MODELS and accepted and self._gives_ranks_to_experts()
+
+    def _gives_ranks_to_experts(self) -> bool:
+        """What Megatron-LM asks of the number of GPUs only after its words have been accepted."""
+        tensor = self._size("tensor")
+        ranks = self._size("pipeline") * self._size("expert")
+        ranks *= self._size("expert-tensor", tensor)
+        return self._size("expert") == 1 or self.gpus % ranks == 0
+
+    def _size(self, kind: str, default: int = 1) -> int:
+        model = "" if kind == "expert-tensor" else "-model"
+        return int(self.value(f"--{kind}{model}-parallel-size") or default)
+
+    def value(self, flag: str) -> str | None:
+        """The last value of a flag that has one."""
+        found = None
+        for word, following in zip(self.words, (*self.words[1:], ""), strict=True):
+            if word == flag:
+                found = following
+            elif word.startswith(f"{flag}="):
+                found = word.partition("=")[2]
+        return found
+
+    @property
+    def asks_for(self) -> frozenset[str]:
+        """What is left out here, of all that it asks for."""
+        asked = set(self.features) & set(LEFT_OUT)
+        if "muon" in (self.value("--optimizer") or ""):
+            asked.add(MUON)
+        if "--experimental-attention-variant" in self.flags:
+            asked.add(LINEAR_ATTENTION)
+        return frozenset(asked)
 
     @property
     def name(self) -> str:
@@ -116,27 +153,30 @@ def reason(refusal: str) -> str:
 
 def by_source() -> list[str]:
     """A table in Markdown: a row for each repository, and one for their sum."""
-    lines = [
-        "| source | commands | dense, accepted by Megatron-LM | accepted here |",
-        "|---|---|---|---|",
-    ]
+    head = [f"{model}, accepted by Megatron-LM | here" for model in (DENSE, MIXED)]
+    lines = [f"| source | commands | {' | '.join(head)} |", "|---" * 6 + "|"]
     collected = Counter(command.repository for command in load_commands())
-    counted = Counter(verdict.command.repository for verdict in verdicts())
-    accepted = Counter(v.command.repository for v in verdicts() if v.refusal is None)
+    counts = []
+    for model in (DENSE, MIXED):
+        own = [v for v in verdicts() if MODELS[v.command.kind] == model]
+        counts.append(Counter(v.command.repository for v in own))
+        counts.append(Counter(v.command.repository for v in own if v.refusal is None))
     for name in sorted(collected, key=str.lower):
-        lines.append(f"| {name} | {collected[name]} | {counted[name]} | {accepted[name]} |")
-    lines.append(f"| all | {collected.total()} | {counted.total()} | {accepted.total()} |")
+        row = " | ".join(str(count[name]) for count in (collected, *counts))
+        lines.append(f"| {name} | {row} |")
+    total = " | ".join(str(count.total()) for count in (collected, *counts))
+    lines.append(f"| all | {total} |")
     return lines
 
 
 def shares() -> dict[str, tuple[int, int]]:
     """Accepted and counted commands: all of them, and those that ask for nothing left out here."""
-    parts = {
-        "dense and accepted by Megatron-LM": list(verdicts()),
-        f"of these, without {', '.join(LEFT_OUT)}": [
-            v for v in verdicts() if not set(LEFT_OUT) & set(v.command.features)
-        ],
-    }
+    parts = {}
+    for model in (DENSE, MIXED):
+        own = [v for v in verdicts() if MODELS[v.command.kind] == model]
+        parts[f"{model}, and accepted by Megatron-LM"] = own
+        without = ", ".join((*LEFT_OUT, MUON, LINEAR_ATTENTION))
+        parts[f"{model}, of these without {without}"] = [v for v in own if not v.command.asks_for]
     return {name: (sum(v.refusal is None for v in part), len(part)) for name, part in parts.items()}
 
 

@@ -54,7 +54,7 @@ def expert_config(args: argparse.Namespace) -> dict[str, Any]:
         *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
         *("moe_router_bias_update_rate", "moe_expert_capacity_factor", "moe_token_drop_policy"),
         *("moe_pad_expert_input_to_capacity", "expert_model_parallel_size"),
-        "expert_tensor_parallel_size",
+        *("expert_tensor_parallel_size", "moe_router_force_load_balancing"),
     )
     shared = args.moe_shared_expert_intermediate_size is not None
     width = args.expert_tensor_parallel_size or args.tensor_model_parallel_size

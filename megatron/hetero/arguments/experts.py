@@ -33,6 +33,7 @@ _DEFAULTS = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": 1e-3,
+    "moe_router_force_load_balancing": False,
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_token_drop_policy": "probs",

@@ -154,6 +154,11 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="change of that bias in a step; default: 0.001",
     )
     group.add_argument(
+        "--moe-router-force-load-balancing",
+        action="store_true",
+        help="for measurements: route by random scores, so that experts get equal loads",
+    )
+    group.add_argument(
         "--moe-expert-capacity-factor",
         type=number(),
         help="drop tokens beyond so many times an equal share of an expert; default: drop none",
