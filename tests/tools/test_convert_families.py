@@ -28,6 +28,9 @@ OWN_FLAGS = {
     "phi3": "--rotary-percent 0.75",
     "granite": "--softmax-scale 0.2 --embedding-multiplier 12.0 --residual-multiplier 0.22 "
     "--logits-scaling 3.0",
+    "qwen3_moe": "--qk-layernorm --num-experts 6 --moe-layer-freq [1]*1+[0]*1+[1]*2 "
+    "--moe-ffn-hidden-size 24 --moe-router-topk 3",
+    "mixtral": "--num-experts 5 --moe-ffn-hidden-size 80",
 }
 
 
@@ -50,10 +53,15 @@ def test_every_family_goes_in_and_out_with_its_bits_and_logits(
     assert type(back) is type(theirs)
     expected = _logits(theirs)
     assert torch.equal(_logits(back), expected)
-    with CheckpointReader.open(tmp_path / "ours") as reader, whole_model(reader) as model:
+    with (
+        # The compiler cannot trace what stands in for a GPU's functions.
+        torch.compiler.set_stance("force_eager"),
+        CheckpointReader.open(tmp_path / "ours") as reader,
+        whole_model(reader) as model,
+    ):
         found = next_logits(model, TOKENS.tolist())
         assert _own_flags(reader.args) == OWN_FLAGS[name]
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
 
 
 def _convert(direction: str, source: Path, target: Path) -> None:
@@ -73,8 +81,9 @@ def _logits(model: Any) -> torch.Tensor:
 def _own_flags(args: Mapping[str, Any]) -> str:
     spelled = spellings(build_parser())
     named = [word for flags in OWN_FLAGS.values() for word in flags.split()]
-    return " ".join(
-        str(spelling.typed(args[name]))
+    found = {
+        spelling.option: str(spelling.typed(args[name]))
         for name, spelling in spelled.items()
         if spelling.option in named and args.get(name, spelling.default) != spelling.default
-    )
+    }
+    return " ".join(found[option] for option in dict.fromkeys(named) if option in found)

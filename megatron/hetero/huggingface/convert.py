@@ -30,7 +30,11 @@ from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING
 from megatron.hetero.huggingface import hub_folders
-from megatron.hetero.huggingface.configuration import args_from_config, config_from_args
+from megatron.hetero.huggingface.configuration import (
+    args_from_config,
+    config_from_args,
+    untold_args,
+)
 from megatron.hetero.huggingface.export_tokenizer import TokenizerSource
 from megatron.hetero.huggingface.families import BY_TYPE
 from megatron.hetero.huggingface.mapping import ModelShape, Rule, rules
@@ -157,7 +161,6 @@ def to_huggingface(
         notes = (*notes, f"no tokenizer was written: {exported.problem}")
     if exported.note is not None:
         notes = (*notes, exported.note)
-    dropout = index.args.get("hidden_dropout", 0.0)
     return ConvertedModel(
         folder=target,
         parameters=_parameters(shape),
@@ -165,7 +168,7 @@ def to_huggingface(
         source=title,
         notes=notes,
         has_tokenizer=exported.problem is None,
-        dropped_flags=(f"--hidden-dropout {dropout}",) if dropout else (),
+        dropped_flags=untold_args(index.args, BY_TYPE[config["model_type"]]),
     )
 
 
@@ -188,7 +191,7 @@ def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[Wri
             )
         source = partial(_read_joined, model, rule)
         regions = (Region.whole(rule.shape),)
-        items.append(WriteItem(rule.name, rule.shape, dtypes[0], regions, source))
+        items.append(WriteItem(rule.name, rule.shape, rule.dtype or dtypes[0], regions, source))
         used |= {part.name for part in rule.parts}
     for name in model.names():
         if name not in used and not name.endswith(_IGNORED_TENSORS):

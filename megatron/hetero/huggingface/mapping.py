@@ -14,9 +14,39 @@ from typing import Any
 import torch
 
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
-from megatron.hetero.huggingface.families import Family
+from megatron.hetero.huggingface.experts import expert_width, layers_with_experts
+from megatron.hetero.huggingface.families import Experts, Family
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The sizes of a mixture of experts, and Hugging Face's names of its tensors."""
+
+    layers: frozenset[int]
+    """The layers that have experts."""
+    count: int
+    ffn: int
+    """An expert's inner width."""
+    shared: int = 0
+    """The inner width of the experts that every token passes; 0 without them."""
+    bias: bool = False
+    """Whether the router has a bias of each expert's score."""
+    module: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any], experts: Experts) -> ExpertShape:
+        return cls(
+            layers=layers_with_experts(args),
+            count=args["num_experts"],
+            ffn=expert_width(args),
+            shared=args["moe_shared_expert_intermediate_size"] or 0,
+            bias=args["moe_router_enable_expert_bias"],
+            module=experts.module,
+            projections=experts.projections,
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,8 @@ class ModelShape:
     """True if norms come after attention and MLP."""
     fused_projections: bool = False
     """True if Hugging Face's model has one tensor for queries, keys and values."""
+    experts: ExpertShape | None = None
+    """None if all layers are dense."""
 
     @classmethod
     def from_args(
@@ -71,6 +103,7 @@ class ModelShape:
             key_norm=normed[1],
             reordered_norm=args.get("reordered_norm", False),
             fused_projections=family.fused_projections,
+            experts=ExpertShape.from_args(args, family.experts) if family.experts else None,
         )
 
 
@@ -93,6 +126,11 @@ class Rule:
     name: str
     shape: Shape
     parts: tuple[Part, ...]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Ours, if it is not that of the parts."""
+        return None
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Build our tensor from Hugging Face's, in the order of `parts`."""
@@ -161,17 +199,35 @@ class VocabularyRule(Rule):
         return [whole[: self.parts[0].shape[0]]]
 
 
+@dataclass(frozen=True)
+class ExpertBiasRule(Rule):
+    """A router's bias, which is in float32 here, whatever the model's dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return torch.float32
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        (part,) = parts
+        return part.float()
+
+
 def rules(model: ModelShape) -> Iterator[Rule]:
     """Every tensor of the model, in the order of the layers."""
     yield _vocabulary(model, EMBEDDING, "model.embed_tokens.weight")
     for layer in range(model.layers):
-        yield from _layer_rules(model, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        prefix, hf_prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        yield from _attention_rules(model, prefix, hf_prefix)
+        if model.experts is not None and layer in model.experts.layers:
+            yield from _expert_rules(model, model.experts, f"{prefix}mlp.", hf_prefix)
+        else:
+            yield from _mlp_rules(model, f"{prefix}mlp.", f"{hf_prefix}mlp.", model.ffn)
     yield _plain("decoder.final_layernorm.weight", "model.norm.weight", (model.hidden,))
     if not model.tied:
         yield _vocabulary(model, OUTPUT_LAYER, "lm_head.weight")
 
 
-def _layer_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+def _attention_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     hidden, attention = model.hidden, model.heads * model.channels
     for ours, theirs in _NORMS[model.reordered_norm]:
         yield _plain(f"{prefix}{ours}.weight", f"{hf_prefix}{theirs}.weight", (hidden,))
@@ -190,10 +246,49 @@ def _layer_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rul
         f"{hf_prefix}self_attn.o_proj.weight",
         (hidden, attention),
     )
-    yield _gate_and_up(model, f"{prefix}mlp.linear_fc1.weight", f"{hf_prefix}mlp.")
-    yield _plain(
-        f"{prefix}mlp.linear_fc2.weight", f"{hf_prefix}mlp.down_proj.weight", (hidden, model.ffn)
+
+
+def _mlp_rules(
+    model: ModelShape,
+    prefix: str,
+    hf_prefix: str,
+    ffn: int,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Rule]:
+    """Of an MLP or an expert of the inner width `ffn`."""
+    gate, up, down = projections
+    shape = (2 * ffn, model.hidden)
+    stacked = Part(f"{hf_prefix}gate_up_proj.weight", shape)
+    separate = (Part(f"{hf_prefix}{name}.weight", (ffn, model.hidden)) for name in (gate, up))
+    yield StackedRule(
+        f"{prefix}linear_fc1.weight",
+        shape,
+        (stacked,) if model.fused_projections else tuple(separate),
     )
+    yield _plain(f"{prefix}linear_fc2.weight", f"{hf_prefix}{down}.weight", (model.hidden, ffn))
+
+
+def _expert_rules(
+    model: ModelShape, experts: ExpertShape, prefix: str, hf_prefix: str
+) -> Iterator[Rule]:
+    module = f"{hf_prefix}{experts.module}."
+    gate = (experts.count, model.hidden)
+    yield _plain(f"{prefix}router.weight", f"{module}gate.weight", gate)
+    if experts.bias:
+        part = Part(f"{module}gate.e_score_correction_bias", (experts.count,))
+        yield ExpertBiasRule(f"{prefix}router.expert_bias", part.shape, (part,))
+    for number in range(experts.count):
+        yield from _mlp_rules(
+            model,
+            f"{prefix}experts.local_experts.{number}.",
+            f"{module}experts.{number}.",
+            experts.ffn,
+            experts.projections,
+        )
+    if experts.shared:
+        yield from _mlp_rules(
+            model, f"{prefix}shared_experts.", f"{module}shared_experts.", experts.shared
+        )
 
 
 # Our names and theirs, without and with --reordered-norm.
@@ -207,14 +302,6 @@ _NORMS = {
         ("mlp_bda.norm", "post_feedforward_layernorm"),
     ),
 }
-
-
-def _gate_and_up(model: ModelShape, name: str, hf_prefix: str) -> Rule:
-    shape = (2 * model.ffn, model.hidden)
-    if model.fused_projections:
-        return _plain(name, f"{hf_prefix}gate_up_proj.weight", shape)
-    parts = (Part(f"{hf_prefix}{n}_proj.weight", (model.ffn, model.hidden)) for n in ("gate", "up"))
-    return StackedRule(name, shape, tuple(parts))
 
 
 def _plain(name: str, hf_name: str, shape: Shape) -> Rule:

@@ -10,8 +10,12 @@ import pytest
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser, parse_args
-from megatron.hetero.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
-from megatron.hetero.huggingface.configuration import args_from_config, config_from_args
+from megatron.hetero.checkpoint.model_flags import COMPARED, MODEL_FLAGS, completed, spellings
+from megatron.hetero.huggingface.configuration import (
+    args_from_config,
+    config_from_args,
+    untold_args,
+)
 from megatron.hetero.huggingface.families import BY_TYPE
 from megatron.hetero.huggingface.mapping import ModelShape, rules
 from tests.commands import PRESETS
@@ -108,7 +112,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
     [
         ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "'gemma'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"model_type": None}, "Phi3ForCausalLM and GraniteForCausalLM"),
+        ({"model_type": None}, "Qwen3MoeForCausalLM and MixtralForCausalLM"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -127,7 +131,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size None"),
         ({"num_key_value_heads": 5}, "32 attention heads for 5"),
-        ({"model_type": ["llama"]}, "Phi3ForCausalLM and GraniteForCausalLM"),
+        ({"model_type": ["llama"]}, "Qwen3MoeForCausalLM and MixtralForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "instead of a list"),
         ({"rope_parameters": "default"}, "instead of a mapping"),
         ({"rope_theta": "1e6"}, "rope_theta '1e6' instead of a number"),
@@ -186,6 +190,8 @@ REAL = {
     "olmo_2_1b": 1_484_916_736,
     "phi_4": 14_659_507_200,
     "granite_3.3_8b": 8_170_864_640,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "mixtral_8x7b": 46_702_792_704,
 }
 
 
@@ -232,6 +238,18 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         ("olmo_2_1b", {"attention_bias": True}, "attention_bias True"),
         ("granite_3.3_8b", {"residual_multiplier": 0}, "residual_multiplier 0 instead of"),
         ("granite_3.3_8b", {"mlp_bias": True}, "mlp_bias True"),
+        ("qwen3_30b_a3b", {"attention_bias": True}, "attention_bias True"),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 1}, "which has no gradient"),
+        ("qwen3_30b_a3b", {"num_local_experts": 64}, "num_experts 128 and num_local_experts 64"),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 49}, "no layer with experts"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": 3}, "mlp_only_layers 3 instead of a list"),
+        ("qwen3_30b_a3b", {"moe_intermediate_size": None}, "moe_intermediate_size None instead"),
+        ("qwen3_30b_a3b", {"router_aux_loss_coef": "x"}, "router_aux_loss_coef 'x' instead of"),
+        ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("mixtral_8x7b", {"num_experts_per_tok": 1}, "which has no gradient"),
+        ("mixtral_8x7b", {"sliding_window": 4096}, "sliding_window 4096"),
     ],
 )
 def test_what_another_family_cannot_express_is_refused(
@@ -311,37 +329,61 @@ def test_every_setting_of_transformers_is_read_or_has_no_effect(kind: str) -> No
         *("original_max_position_embeddings", "pretraining_tp"),
         *("architectures", "id2label", "label2id", "problem_type", "_name_or_path", "return_dict"),
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
+        "output_router_logits",
         "is_encoder_decoder",
     }
     assert set(getattr(transformers, name)().to_dict()) - asked <= without_effect
 
 
-@pytest.mark.parametrize("config", [LLAMA_3_1_8B, QWEN2_0_5B])
+_OTHER_EXPERTS: dict[str, Any] = {
+    "num_experts": 7,
+    "moe_layer_freq": [1, 0],
+    "moe_ffn_hidden_size": 5,
+    "moe_shared_expert_intermediate_size": 10,
+    "moe_router_topk": 3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": ["sinkhorn"],
+    "moe_aux_loss_coeff": [0.5],
+}
+_IDLE_ALONE = {
+    *("moe_shared_expert_gate", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_router_bias_update_rate"),
+}
+"""Flags of experts that do nothing without another one."""
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_30b_a3b", "mixtral_8x7b"])
 @pytest.mark.parametrize(
-    "name",
-    sorted(
-        name
-        for name, flag in MODEL_FLAGS.items()
-        if flag.kind in COMPARED and not name.startswith("moe_") and name != "num_experts"
-    ),
+    "name", sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)
 )
-def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any], name: str) -> None:
+def test_every_flag_of_the_model_is_expressed_or_refused(model: str, name: str) -> None:
     """On the way in each is written down; on the way out no other value is lost in silence."""
-    args = _args(config)
+    config = {"llama": LLAMA_3_1_8B, "qwen2": QWEN2_0_5B}.get(model) or _real(model)
+    args = _args(config, num_hidden_layers=2)
+    if name.startswith(("moe_", "num_experts")) and args["num_experts"] is None:
+        return  # A model with experts is of another family.
     assert name in args
-    other = args | {name: _another(args[name])}
+    other = args | {name: _OTHER_EXPERTS.get(name) or _another(args[name])}
     if any(args[other] != value for other, value in MODEL_FLAGS[name].only_with.items()):
         return  # It does not act.
-    if name == "hidden_dropout":
-        return  # Only training uses it; the tool says so.
+    if name in _IDLE_ALONE:
+        return
 
     def exported(values: dict[str, Any]) -> str:
         try:
-            config = config_from_args(values, vocabulary=1, dtype="float32", source="it")
+            found = config_from_args(
+                values,
+                vocabulary=1,
+                dtype="float32",
+                source="it",
+                preferred=config["model_type"],
+            )
         except UserError as error:
             return str(error)
-        family = BY_TYPE[config["model_type"]]
-        return f"{config} {ModelShape.from_args(values, family=family, vocabulary=1, rows=1)}"
+        family = BY_TYPE[found["model_type"]]
+        complete = completed(values, spellings(build_parser()))
+        shape = ModelShape.from_args(complete, family=family, vocabulary=1, rows=1)
+        return f"{found} {shape} {untold_args(values, family)}"
 
     before, after = exported(args), exported(other)
     assert before.startswith("{")
@@ -349,15 +391,94 @@ def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any],
     assert after.startswith("{") or spellings(build_parser())[name].option in after
 
 
-def test_a_mixture_of_experts_is_not_exported_as_a_dense_model() -> None:
-    args = _args(LLAMA_3_1_8B) | {"num_experts": 8}
-    with pytest.raises(UserError, match="--num-experts 8"):
-        config_from_args(args, vocabulary=1, dtype="float32", source="it")
+_MIXTURE = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"mlp_only_layers": [0]}, {"moe_layer_freq": [0, 1, 1, 1]}),
+        ({"decoder_sparse_step": 2}, {"moe_layer_freq": [0, 1, 0, 1]}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {"moe_layer_freq": [0, 0, 0, 1]}),
+        ({"mlp_only_layers": None}, {"moe_layer_freq": 1}),
+        ({"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+        ({"norm_topk_prob": True}, {"moe_router_pre_softmax": False}),
+        ({"norm_topk_prob": False, "num_experts_per_tok": 1}, {"moe_router_topk": 1}),
+        ({"router_aux_loss_coef": 0.25}, {"moe_aux_loss_coeff": [0.25]}),
+    ],
+)
+def test_experts_go_there_and_back(changes: dict[str, Any], flags: dict[str, Any]) -> None:
+    config = _real("qwen3_30b_a3b") | _MIXTURE | changes
+    args = _args(config)
+    assert {name: args[name] for name in flags} == flags
+    back = config_from_args(args, vocabulary=8, dtype="float32", source="it")
+    assert args_from_config(back, source="it") == args | {"vocab_size": 8, "padded_vocab_size": 8}
+
+
+def test_transformers_names_the_number_of_experts_in_two_ways() -> None:
+    config = _real("qwen3_30b_a3b")
+    renamed = {k: v for k, v in config.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert _args(renamed) == _args(config) == _args(config, num_local_experts=128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor (1.0)"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "--moe-router-load-balancing-type"),
+        ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function (sigmoid)"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor (2.5)"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+            "--moe-router-num-groups (4), --moe-router-group-topk (2)",
+        ),
+        (
+            {"moe_shared_expert_intermediate_size": 768},
+            "--moe-shared-expert-intermediate-size (768)",
+        ),
+    ],
+)
+def test_experts_of_no_family_are_refused_by_the_flag(changes: dict[str, Any], said: str) -> None:
+    args = _args(_real("qwen3_30b_a3b")) | changes
+    assert said in sentence_of(config_from_args, args, vocabulary=1, dtype="float32", source="it")
+
+
+def test_experts_with_biases_of_queries_are_of_no_family() -> None:
+    args = _args(QWEN2_0_5B) | {"num_experts": 8}
+    assert "--add-qkv-bias (on)" in sentence_of(
+        config_from_args, args, vocabulary=1, dtype="float32", source="it"
+    )
+
+
+def test_a_mixtral_has_experts_in_every_layer() -> None:
+    args = _args(_real("mixtral_8x7b")) | {"moe_layer_freq": [0] + [1] * 31}
+    assert "--moe-layer-freq ([0]*1+[1]*31)" in sentence_of(
+        config_from_args, args, vocabulary=1, dtype="float32", source="it", preferred="mixtral"
+    )
+
+
+def test_what_only_training_uses_is_named_where_no_key_has_it() -> None:
+    args = _args(_real("qwen3_30b_a3b")) | {
+        "moe_router_load_balancing_type": ["seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.01],
+        "moe_z_loss_coeff": 1e-3,
+        "hidden_dropout": 0.1,
+    }
+    assert untold_args(args, BY_TYPE["qwen3_moe"]) == (
+        "--hidden-dropout 0.1",
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--moe-aux-loss-coeff 0.01",
+        "--moe-z-loss-coeff 0.001",
+    )
+    config = config_from_args(args, vocabulary=1, dtype="float32", source="it")
+    assert config["router_aux_loss_coef"] == 0.0
 
 
 def _another(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
+    if isinstance(value, int):
+        return 2 * value
     return {None: 2, "RMSNorm": "LayerNorm", "rope": "none"}.get(value, 0.5)
 
 

@@ -72,6 +72,20 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # One layer is dense, and the scores of a token's experts add up to 1.
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "router_aux_loss_coef": 0.0,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "router_aux_loss_coef": 0.0}),
 }
 
 
@@ -86,6 +100,7 @@ def tiny_model(name: str, **changes: Any) -> Any:
 
 
 FAMILIES = tuple(_SETTINGS)
+WITH_EXPERTS = ("qwen3_moe", "mixtral")
 MODELS: dict[str, Callable[..., Any]] = {
     name: partial(tiny_model, name) for name in ("llama", "qwen2")
 }
@@ -99,6 +114,9 @@ def _randomised(model: Any) -> Any:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if _is_norm(parameter) else 0.1 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 
