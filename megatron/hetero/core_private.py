@@ -34,7 +34,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, layers
 from megatron.core.tokenizers.text.libraries import NullTokenizer
 from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
-from megatron.core.transformer import attention
+from megatron.core.transformer import attention, multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -354,6 +354,15 @@ def install_rotary(rotate: Callable[..., Any], split_and_rotate: Callable[..., A
 def install_swiglu(function: object) -> None:
     """Replace the autograd function of megatron-core's fused SwiGLU without bias."""
     fused_bias_swiglu.SwiGLUFunction = function
+
+
+def install_replicated_linear(linear: type[torch.nn.Module]) -> None:
+    """Let megatron-core's latent attention have down projections that every rank has whole.
+
+    It knows them as TransformerEngine's alone, which releases before 0.17 take to be installed.
+    """
+    multi_latent_attention.TELinear = linear
+    multi_latent_attention.HAVE_TE = False
 
 
 def rescale_gradients(chunks: Iterable[DistributedDataParallel], factor: float) -> None:

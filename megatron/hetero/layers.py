@@ -46,7 +46,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, **_factory_kwargs(config))
-        _mark_sequence_parallel(self, config)
+        mark_sequence_parallel(self, config)
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class LayerNorm(torch.nn.LayerNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, **_factory_kwargs(config))
-        _mark_sequence_parallel(self, config)
+        mark_sequence_parallel(self, config)
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,9 @@ def _factory_kwargs(config: TransformerConfig) -> dict[str, Any]:
     return {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
 
 
-def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
-    for parameter in norm.parameters():
+def mark_sequence_parallel(module: torch.nn.Module, config: TransformerConfig) -> None:
+    """Let megatron-core sum the gradients of a module that works on a rank's part of sequences."""
+    for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -173,9 +174,10 @@ class ResidualAdd(torch.nn.Module):
 class SdpaAttention(MegatronModule):
     """Causal attention core over torch's scaled_dot_product_attention.
 
-    Takes query (s, b, heads, d) and key and value (s, b, query groups, d); returns (s, b, heads*d).
-    `attention_mask` is megatron-core's: True where masked out. None means causal. Where ranks share
-    sequences s counts this rank's rows, and a mask is still that of whole sequences.
+    Takes query (s, b, heads, d), key (s, b, query groups, d) and value (s, b, query groups, v);
+    returns (s, b, heads*v). `attention_mask` is megatron-core's: True where masked out. None means
+    causal. Where ranks share sequences s counts this rank's rows, and a mask is still that of whole
+    sequences.
     """
 
     def __init__(
@@ -207,7 +209,9 @@ class SdpaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        sequence, batch, heads, width = query.shape
+        sequence, batch, heads, _ = query.shape
+        width = value.shape[-1]
+        query, key, value = _of_one_width(query, key, value)
         query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         allowed = None if attention_mask is None else ~attention_mask
         with self._dropout_stream():
@@ -224,7 +228,8 @@ class SdpaAttention(MegatronModule):
                     group=self._context_group,
                     kernel=self._block_kernel(query_bnsd, key_bnsd, value_bnsd),
                 )
-        return context_bnsd.permute(2, 0, 1, 3).reshape(sequence, batch, heads * width)
+        context_sbnd = context_bnsd.permute(2, 0, 1, 3)[..., :width]
+        return context_sbnd.reshape(sequence, batch, heads * width)
 
     def _block_kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -281,6 +286,18 @@ class SdpaAttention(MegatronModule):
         if self.training and self.dropout > 0.0 and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
+
+
+def _of_one_width(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Heads padded to the widest of the tensors, as the kernels of either vendor need them.
+
+    Zeros change neither scores nor outputs; megatron-core gives the scale with such heads.
+    """
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    return [
+        tensor if tensor.shape[-1] == widest else F.pad(tensor, (0, widest - tensor.shape[-1]))
+        for tensor in tensors
+    ]
 
 
 def _is_supported(

@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
-from megatron.hetero import experts, weights
+from megatron.hetero import experts, latent_attention, weights
 from megatron.hetero.core_private import group_collection, reduced_grad_range, rescale_gradients
 from megatron.hetero.kernels import (
     AccumulatingWgrad,
@@ -117,7 +117,7 @@ def transformer_config(
             "recompute_modules": args.recompute_modules,
             "distribute_saved_activations": args.distribute_saved_activations,
         }
-    return TransformerConfig(
+    return latent_attention.config_class(args)(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -177,6 +177,7 @@ def transformer_config(
         cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
         **recompute,
         **experts.expert_config(args),
+        **latent_attention.latent_attention_config(args),
     )
 
 
@@ -235,7 +236,9 @@ def _layer(
     norm = norm_class(config)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.reordered_norm else norm
-    if args.qk_layernorm:
+    if args.multi_latent_attention:
+        layer.self_attention = latent_attention.attention_spec(args, config)
+    elif args.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     if args.qk_layernorm_across_heads:
         queries, keys = config.num_attention_heads, config.num_query_groups

@@ -9,6 +9,7 @@ from hetero.text import integer, number
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     _add_size_flags(parser.add_argument_group("model size"))
     _add_attention_flags(parser.add_argument_group("attention"))
+    _add_latent_attention_flags(parser.add_argument_group("latent attention"))
     _add_position_flags(parser.add_argument_group("positions"))
     _add_block_flags(parser.add_argument_group("layers of the block"))
     _add_initialisation_flags(parser.add_argument_group("initial weights"))
@@ -92,6 +93,63 @@ def _add_attention_flags(group: argparse._ArgumentGroup) -> None:
         choices=ATTENTION_BACKENDS,
         default="auto",
         help="the attention kernel",
+    )
+
+
+def _add_latent_attention_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--multi-latent-attention",
+        action="store_true",
+        help="project keys and values through a latent vector, as DeepSeek-V2",
+    )
+    group.add_argument(
+        "--q-lora-rank",
+        type=integer(1),
+        help="width of the queries' latent vector; default: queries are projected directly",
+    )
+    group.add_argument(
+        "--kv-lora-rank",
+        type=integer(1),
+        default=32,
+        help="width of the latent vector of keys and values; default: 32",
+    )
+    group.add_argument(
+        "--qk-head-dim",
+        type=integer(1),
+        default=128,
+        help="width of a head's queries and keys without positions; default: 128",
+    )
+    group.add_argument(
+        "--qk-pos-emb-head-dim",
+        type=integer(1),
+        default=64,
+        help="width of their rotated part, whose key all heads share; default: 64",
+    )
+    group.add_argument(
+        "--v-head-dim", type=integer(1), default=128, help="width of a head's values; default: 128"
+    )
+    group.add_argument(
+        "--rope-type",
+        choices=("rope", "yarn"),
+        help="how positions are rotated; default: yarn",
+    )
+    group.add_argument(
+        "--rotary-scaling-factor",
+        type=number(above=0),
+        default=1.0,
+        help="factor of yarn, which stretches 4096 positions; default: 1",
+    )
+    group.add_argument(
+        "--mscale",
+        type=number(minimum=0),
+        default=1.0,
+        help="how much yarn scales what it rotates; default: 1",
+    )
+    group.add_argument(
+        "--mscale-all-dim",
+        type=number(minimum=0),
+        default=0.0,
+        help="how much of that the scores are scaled by instead; default: 0",
     )
 
 

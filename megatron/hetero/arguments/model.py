@@ -18,6 +18,7 @@ _LOCAL_ONLY = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "num_experts": None,
+    "multi_latent_attention": False,
 }
 LOCAL_ONLY = " ".join(_LOCAL_ONLY)
 
@@ -55,10 +56,12 @@ def _length(args: Namespace) -> Iterator[str]:
         )
 
 
-@rule("use_rotary_position_embeddings", sets="position_embedding_type")
+@rule("use_rotary_position_embeddings multi_latent_attention", sets="position_embedding_type")
 def _positions(args: Namespace) -> Values:
-    rotary = args.use_rotary_position_embeddings
-    return {"position_embedding_type": "rope" if rotary else args.position_embedding_type}
+    kind = args.position_embedding_type
+    # Latent attention has a part that is rotated in any case.
+    rotary = args.use_rotary_position_embeddings or (args.multi_latent_attention and kind == "none")
+    return {"position_embedding_type": "rope" if rotary else kind}
 
 
 @rule("position_embedding_type add_position_embedding")
@@ -67,10 +70,12 @@ def _absent_positions(args: Namespace) -> Iterator[str]:
         yield "--no-position-embedding is deprecated; use --position-embedding-type none instead"
 
 
-@rule("position_embedding_type", sets="apply_rope_fusion use_rope_scaling")
+@rule("position_embedding_type multi_latent_attention", sets="apply_rope_fusion use_rope_scaling")
 def _rotary_options(args: Namespace) -> Verdict:
-    rotary = args.position_embedding_type == "rope"
-    if args.use_rope_scaling and not rotary:
+    rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
+    if args.use_rope_scaling and args.multi_latent_attention:
+        yield Note("--use-rope-scaling: latent attention scales positions by --rope-type yarn")
+    elif args.use_rope_scaling and not rotary:
         yield Note("--use-rope-scaling: it needs --position-embedding-type rope")
     return {
         "apply_rope_fusion": args.apply_rope_fusion and rotary,
@@ -118,11 +123,12 @@ def _softmax(args: Namespace) -> Values:
     return {"attention_softmax_in_fp32": in_fp32}
 
 
-@rule("kv_channels rotary_percent position_embedding_type")
+@rule("kv_channels rotary_percent position_embedding_type multi_latent_attention")
 def _rotation(args: Namespace) -> Iterator[str]:
     """RoPE rotates pairs of channels; megatron-core rounds an odd number of them up."""
     rotated = int(args.kv_channels * args.rotary_percent)
-    if args.position_embedding_type == "rope" and rotated + rotated % 2 > args.kv_channels:
+    rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
+    if rotary and rotated + rotated % 2 > args.kv_channels:
         yield (
             f"with --position-embedding-type rope the width of a head must be even, not "
             f"{args.kv_channels}; give another --kv-channels or --num-attention-heads"

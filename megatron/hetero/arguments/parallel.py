@@ -423,14 +423,14 @@ def _data_shares(args: Namespace) -> Values:
 _DIVIDED = "num_attention_heads num_query_groups group_query_attention ffn_hidden_size seq_length"
 
 
-def _sequence_parallel_of(args: Namespace) -> list[bool | None]:
+def sequence_parallel_of(args: Namespace) -> list[bool | None]:
     """Of each mesh: a plan file may give it, and the flag does elsewhere."""
     own = [mesh.sequence_parallel for mesh in _meshes_of(args.plan_file)]
     own = own or [None] * len(args.tensor_sizes)
     return [args.sequence_parallel if each is None else each for each in own]
 
 
-def _names_of_sizes(args: Namespace, flag: str, kind: str) -> list[str]:
+def names_of_sizes(args: Namespace, flag: str, kind: str) -> list[str]:
     """What errors call the sizes of the meshes, or the one size of a flag."""
     if not args.hetero_pipeline or getattr(args, f"hetero_{kind}_sizes") is None:
         return [flag]
@@ -444,7 +444,7 @@ def _names_of_sizes(args: Namespace, flag: str, kind: str) -> list[str]:
 def _split_of_model(args: Namespace) -> Iterator[str]:
     """The tensor-parallel sizes must divide the model."""
     sizes = args.tensor_sizes
-    names = _names_of_sizes(args, "--tensor-model-parallel-size", "tensor")
+    names = names_of_sizes(args, "--tensor-model-parallel-size", "tensor")
     width = "the MLP's size that follows from --hidden-size,"
     if "--ffn-hidden-size" in args.typed_flags:
         width = "--ffn-hidden-size"
@@ -453,7 +453,7 @@ def _split_of_model(args: Namespace) -> Iterator[str]:
         "--num-query-groups": args.num_query_groups if args.group_query_attention else None,
         width: args.ffn_hidden_size,
     }
-    for name, size, is_parallel in zip(names, sizes, _sequence_parallel_of(args), strict=False):
+    for name, size, is_parallel in zip(names, sizes, sequence_parallel_of(args), strict=False):
         divided = dict(counts)
         if is_parallel:
             divided["with sequence parallelism, --seq-length"] = args.seq_length
@@ -469,8 +469,8 @@ def _split_of_model(args: Namespace) -> Iterator[str]:
 )
 def _split_of_sequences(args: Namespace) -> Iterator[str]:
     """The context-parallel sizes must divide the sequence and, for a2a, the heads."""
-    names = _names_of_sizes(args, "--context-parallel-size", "context")
-    parallel = _sequence_parallel_of(args)
+    names = names_of_sizes(args, "--context-parallel-size", "context")
+    parallel = sequence_parallel_of(args)
     shapes = zip(names, args.context_sizes, args.tensor_sizes, parallel, strict=False)
     for name, context, tensor, is_parallel in shapes:
         if args.seq_length:

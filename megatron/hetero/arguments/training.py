@@ -10,9 +10,9 @@ from megatron.hetero.arguments.rules import Note, Rule, Values, Verdict, flag_of
 from megatron.hetero.arguments.span_groups import UNSPECIFIED, resolve_groups
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, OVERRIDE_SCHEDULE, ResumeFlags
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj")
 # Modules of layers that no model here has.
-RECOMPUTE_MODULES_ELSEWHERE = ("moe", "moe_act", "shared_experts", "mla_up_proj")
+RECOMPUTE_MODULES_ELSEWHERE = ("moe", "moe_act", "shared_experts")
 
 _SAVE_FLAGS = (
     *("save_interval", "save_retain_interval", "keep_last", "exit_on_save_failure"),
@@ -167,7 +167,7 @@ def _determinism(args: Namespace) -> Iterator[str]:
 
 
 @rule(
-    "recompute_activations add_bias_linear transformer_impl",
+    "recompute_activations add_bias_linear transformer_impl multi_latent_attention",
     flags="hetero_recompute hetero_plan",
     sets="recompute_granularity recompute_method recompute_num_layers recompute_modules",
 )
@@ -209,7 +209,10 @@ def _modules_of_these_layers(
     args: Namespace, modules: Sequence[str]
 ) -> Generator[str, None, list[str]]:
     """The modules to recompute that the run's layers have."""
-    found = [name for name in modules if name not in RECOMPUTE_MODULES_ELSEWHERE]
+    elsewhere = set(RECOMPUTE_MODULES_ELSEWHERE)
+    if not args.multi_latent_attention:
+        elsewhere.add("mla_up_proj")
+    found = [name for name in modules if name not in elsewhere]
     if absent := [name for name in modules if name not in found]:
         yield Note(f"--recompute-modules {' '.join(absent)}: no layer here has it")
     for module in found:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 from hetero.errors import UserError
@@ -56,6 +57,8 @@ class ModelFlag:
 
 
 _ROPE = {"position_embedding_type": "rope"}
+_LATENT = {"multi_latent_attention": True}
+_CONTEXT = "angles; longer contexts change them"
 _START = "what weights start from; a checkpoint has them"
 _FUSED = "the same sums, in one kernel or in several"
 _PRECISION = "precision of the arithmetic, free to be chosen anew"
@@ -64,9 +67,11 @@ _SAMPLES = "what the model is shown, not what it computes"
 _IDS = "which ids a text becomes"
 
 
-def _flags(kind: Kind, why: str, *names: str) -> dict[str, ModelFlag]:
+def _flags(
+    kind: Kind, why: str, *names: str, only_with: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, ModelFlag]:
     """Entries of the table, all treated alike."""
-    return {name: ModelFlag(kind, why) for name in names}
+    return {name: ModelFlag(kind, why, only_with) for name in names}
 
 
 MODEL_FLAGS: Mapping[str, ModelFlag] = {
@@ -102,6 +107,20 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         "what balances loads while training",
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     ),
+    "multi_latent_attention": ModelFlag(Kind.MEANING, "another attention"),
+    **_flags(
+        Kind.MEANING,
+        "widths of latent attention",
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        only_with=_LATENT,
+    ),
+    "rope_type": ModelFlag(Kind.TUNABLE, _CONTEXT, _LATENT),
+    **_flags(
+        Kind.TUNABLE,
+        _CONTEXT,
+        *("rotary_scaling_factor", "mscale", "mscale_all_dim"),
+        only_with={"rope_type": "yarn"},
+    ),
     "max_position_embeddings": ModelFlag(
         Kind.SHAPE,
         "shape of learned positions; of others it is a limit, and is taken but not compared",
@@ -115,14 +134,13 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.MEANING, "whether norms store their weight or one less"
     ),
     "layernorm_epsilon": ModelFlag(Kind.TUNABLE, "a term of every norm"),
-    "rotary_base": ModelFlag(Kind.TUNABLE, "angles; longer contexts change them", _ROPE),
-    "rotary_seq_len_interpolation_factor": ModelFlag(
-        Kind.TUNABLE, "angles; longer contexts change them", _ROPE
+    **_flags(
+        Kind.TUNABLE,
+        _CONTEXT,
+        *("rotary_base", "rotary_seq_len_interpolation_factor", "use_rope_scaling"),
+        only_with=_ROPE,
     ),
-    "use_rope_scaling": ModelFlag(Kind.TUNABLE, "angles; longer contexts change them", _ROPE),
-    "rope_scaling_factor": ModelFlag(
-        Kind.TUNABLE, "angles; longer contexts change them", {"use_rope_scaling": True}
-    ),
+    "rope_scaling_factor": ModelFlag(Kind.TUNABLE, _CONTEXT, {"use_rope_scaling": True}),
     "bias_gelu_fusion": ModelFlag(
         Kind.TUNABLE,
         "fused with its bias, GeLU is approximated by tanh",
@@ -196,7 +214,14 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
 
 GROUPS = (
     *("mixtures of experts", "routing to experts"),
-    *("model size", "attention", "positions", "layers of the block", "initial weights"),
+    *(
+        "model size",
+        "attention",
+        "latent attention",
+        "positions",
+        "layers of the block",
+        "initial weights",
+    ),
     *("precision", "samples", "tokenizer"),
 )
 """The parser's groups whose flags, and no others, are in `MODEL_FLAGS`."""
@@ -325,11 +350,16 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
 
 
 def require_dense(args: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError for a mixture of experts, which has no form in other programs yet."""
+    """Raise UserError for experts and latent attention, which are not written for others yet."""
     if args.get("num_experts"):
         raise UserError(
             f"{source} is a mixture of experts (--num-experts {args['num_experts']}); only dense "
             "models can be converted"
+        )
+    if args.get("multi_latent_attention"):
+        raise UserError(
+            f"{source} has latent attention (--multi-latent-attention); only models without it can "
+            "be converted"
         )
 
 

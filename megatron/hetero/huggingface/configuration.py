@@ -24,8 +24,14 @@ from megatron.hetero.huggingface.experts import (
     untold_expert_args,
 )
 from megatron.hetero.huggingface.families import FAMILIES, Family, names_of_all
+from megatron.hetero.huggingface.latent_attention import (
+    foreign_latent_args,
+    latent_args,
+    latent_keys,
+)
 from megatron.hetero.huggingface.positions import (
     SCALING_FLAGS,
+    foreign_rope_args,
     rope_args,
     rope_keys,
     scaling_kind,
@@ -45,6 +51,7 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         **read.family.fixed,
         **_settings(read),
         **_sizes(read),
+        **latent_args(read),
         **rope_args(read),
         **expert_args(read),
         "make_vocab_size_divisible_by": 128,
@@ -95,7 +102,9 @@ def _sizes(config: ConfigReader) -> dict[str, Any]:
         config.problems.append(
             f"{counted(heads, 'attention head')} for {counted(groups, 'key-value head')}"
         )
-    width = hidden // heads if config.value("head_dim") is None else config.size("head_dim")
+    width = hidden // heads
+    if config.value("head_dim") is not None and not config.family.latent_attention:
+        width = config.size("head_dim")
     rows = config.size("vocab_size")
     return {
         "num_layers": config.size("num_hidden_layers"),
@@ -115,8 +124,10 @@ def _require_supported(config: ConfigReader) -> None:
     """Collect the keys whose values change the model and have no flag."""
     config.require("hidden_act", config.value("hidden_act") or "silu", "silu")
     for name, supported in config.family.required.items():
+        value = config.value(name, supported)
         # Older releases wrote null for a switch that is off.
-        config.require(name, config.value(name) or supported, supported)
+        is_default = value is None and supported is not True
+        config.require(name, supported if is_default else value, supported)
     config.require("quantization_config", config.value("quantization_config") or None, None)
     code = config.typed("auto_map", dict).get("AutoModelForCausalLM")
     # The model may come with code for the family's class, from before transformers had it.
@@ -175,7 +186,6 @@ def config_from_args(
         "num_hidden_layers": args["num_layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": args["num_query_groups"] if args["group_query_attention"] else heads,
-        "head_dim": args["kv_channels"],
         "max_position_embeddings": args["max_position_embeddings"],
         "rms_norm_eps": args["layernorm_epsilon"],
         **rope_keys(args),
@@ -188,7 +198,10 @@ def config_from_args(
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **family.required,
         **expert_keys(args, family),
+        **(latent_keys(args) if family.latent_attention else {"head_dim": args["kv_channels"]}),
     }
+    if family.further_tokens is not None:
+        config[family.further_tokens] = 0
     for argument, key in family.settings.items():
         config[key] = args[argument]
     if config.get("attention_multiplier", 1.0) is None:
@@ -221,12 +234,11 @@ def _family_of_args(args: Mapping[str, Any], *, source: str, preferred: str | No
         family.model_type: [n for n, value in family.fixed.items() if _plain(args, n) != value]
         for family in families
     }
-    if args["use_rope_scaling"] and args["rotary_seq_len_interpolation_factor"] is not None:
-        for names in foreign.values():
-            names += ["use_rope_scaling", "rotary_seq_len_interpolation_factor"]
     for family in families:
         if scaling_kind(args) not in family.scalings:
             foreign[family.model_type].append(SCALING_FLAGS[scaling_kind(args)])
+        foreign[family.model_type] += foreign_rope_args(args)
+        foreign[family.model_type] += foreign_latent_args(args, family)
         foreign[family.model_type] += foreign_expert_args(args, family)
     fitting = [family for family in families if not foreign[family.model_type]]
     if fitting:

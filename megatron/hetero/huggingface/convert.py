@@ -87,16 +87,19 @@ def to_megatron(
     model.read_headers()
     family = BY_TYPE[model.config["model_type"]]
     shape = ModelShape.from_args(args, family=family, vocabulary=vocabulary, rows=rows)
-    items = _import_items(model, shape)
+    further = _layers_of_further_tokens(model, shape)
+    items = _import_items(model, shape, left_out=further)
     args |= precision_args(items[0].dtype)
     notes: tuple[str, ...] = ()
+    if further:
+        notes = (f"{', '.join(further)}: left out, because they predict further tokens only",)
     if model.has_tokenizer:
         args |= {
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": f"{checkpoint_folders.RELEASE}/{COMPANION_FOLDER}",
         }
         note = tokens_without_row(source, rows)
-        notes = () if note is None else (note,)
+        notes += () if note is None else (note,)
 
     def add_companions(folder: Path) -> None:
         (folder / COMPANION_FOLDER).mkdir()
@@ -177,8 +180,22 @@ def _parameters(shape: ModelShape) -> int:
     return sum(part.size for rule in rules(shape) for part in rule.parts)
 
 
-def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[WriteItem]:
-    """Our tensors, to be read from the model's. Raises UserError if they do not match."""
+def _layers_of_further_tokens(model: hub_folders.ModelFolder, shape: ModelShape) -> tuple[str, ...]:
+    """The names of layers after the last, which the model has for predicting further tokens."""
+    key = BY_TYPE[model.config["model_type"]].further_tokens
+    count = 0 if key is None else model.config.get(key) or 0
+    after = (f"model.layers.{shape.layers + number}" for number in range(count))
+    return tuple(layer for layer in after if any(n.startswith(f"{layer}.") for n in model.names()))
+
+
+def _import_items(
+    model: hub_folders.ModelFolder, shape: ModelShape, *, left_out: Sequence[str]
+) -> list[WriteItem]:
+    """Our tensors, to be read from the model's. Raises UserError if they do not match.
+
+    `left_out`: layers of which no tensor is read.
+    """
+    ignored = tuple(f"{layer}." for layer in left_out)
     if shape.tied:
         _require_tied(model)
     items, used = [], set()
@@ -194,7 +211,8 @@ def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[Wri
         items.append(WriteItem(rule.name, rule.shape, rule.dtype or dtypes[0], regions, source))
         used |= {part.name for part in rule.parts}
     for name in model.names():
-        if name not in used and not name.endswith(_IGNORED_TENSORS):
+        is_ignored = name.endswith(_IGNORED_TENSORS) or name.startswith(ignored)
+        if name not in used and not is_ignored:
             raise UserError(
                 f"{model.folder} holds the tensor {name}, which its {hub_folders.CONFIG} does not "
                 "account for; take the files of one model"

@@ -188,8 +188,11 @@ def foreign_expert_args(args: Mapping[str, Any], family: Family) -> Iterator[str
     if not _may_be_dense(args, experts):
         yield "moe_layer_freq"
     shared = args["moe_shared_expert_intermediate_size"]
-    if (shared is not None) != experts.shared or (shared or 0) % expert_width(args):
+    if (shared is not None) != experts.shared:
         yield "moe_shared_expert_intermediate_size"
+    elif shared is not None and shared % expert_width(args):
+        yield "moe_shared_expert_intermediate_size"
+        yield "moe_ffn_hidden_size"
     elif shared is not None and args["moe_shared_expert_gate"]:
         yield "moe_shared_expert_gate"
     if args["moe_router_score_function"] != experts.scores:
@@ -202,6 +205,7 @@ def foreign_expert_args(args: Mapping[str, Any], family: Family) -> Iterator[str
     if groups and not _rates_groups_alike(args["moe_router_topk"], groups[1], experts):
         yield "moe_router_num_groups"
         yield "moe_router_group_topk"
+        yield "moe_router_topk"
     if not experts.scaled and args["moe_router_topk_scaling_factor"] not in (None, 1.0):
         yield "moe_router_topk_scaling_factor"
 

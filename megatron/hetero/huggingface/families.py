@@ -33,6 +33,7 @@ _PLAIN: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "num_experts": None,
+    "multi_latent_attention": False,
 }
 """The same arguments of a plain LLaMA; a family may have others, or leave them open."""
 
@@ -97,6 +98,12 @@ class Family:
     """True if queries, keys and values are one tensor, and gate and up projection another."""
     experts: Experts | None = None
     """Its mixtures of experts; None if its models are dense."""
+    further_tokens: str | None = None
+    """The key with the number of layers that predict further tokens, which are left out."""
+
+    @property
+    def latent_attention(self) -> bool:
+        return bool(self.own.get("multi_latent_attention"))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -109,6 +116,15 @@ class Family:
 
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _SOME_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+
+_LATENT = {"multi_latent_attention": True, "qk_layernorm": True}
+_LATENT_WIDTHS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 FAMILIES = (
     Family("LLaMA", "llama", "LlamaForCausalLM", required=_NO_BIAS),
@@ -215,6 +231,75 @@ FAMILIES = (
             module="block_sparse_moe",
             projections=("w1", "w3", "w2"),
         ),
+    ),
+    Family(
+        "DeepSeek-V2",
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        own=_LATENT,
+        defaults={
+            **_LATENT_WIDTHS,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0,
+            "topk_method": "greedy",
+        },
+        required={**_NO_BIAS, "scoring_func": "softmax", "moe_layer_freq": 1},
+        scalings=("default", "yarn"),
+        experts=Experts(
+            counts=("n_routed_experts", "num_experts"),
+            loss="aux_loss_alpha",
+            sequence_loss="seq_aux",
+            dense_layers="first_k_dense_replace",
+            normalized=False,
+            router_dtype="fp32",
+            scaled=True,
+            shared=True,
+            of_a_group=1,
+            methods=("greedy", "group_limited_greedy"),
+        ),
+    ),
+    Family(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        own=_LATENT,
+        defaults={
+            **_LATENT_WIDTHS,
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
+        },
+        required={
+            "attention_bias": False,
+            "rope_interleave": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        },
+        scalings=("default", "yarn"),
+        experts=Experts(
+            counts=("n_routed_experts", "num_local_experts", "num_experts"),
+            loss="aux_loss_alpha",
+            sequence_loss="seq_aux",
+            dense_layers="first_k_dense_replace",
+            scores="sigmoid",
+            router_dtype="fp32",
+            bias=True,
+            scaled=True,
+            shared=True,
+            of_a_group=2,
+        ),
+        further_tokens="num_nextn_predict_layers",
     ),
 )
 """In the order in which an export looks for the one that its flags describe."""

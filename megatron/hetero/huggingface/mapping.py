@@ -50,6 +50,32 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """The widths of multi-latent attention."""
+
+    queries: int | None
+    """The latent vector of queries; None if they are projected directly."""
+    keys: int
+    """The latent vector of keys and values."""
+    plain: int
+    """A head's queries and keys without positions."""
+    rotated: int
+    """Their part with positions."""
+    values: int
+    """A head's values."""
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> LatentShape:
+        return cls(
+            queries=args["q_lora_rank"],
+            keys=args["kv_lora_rank"],
+            plain=args["qk_head_dim"],
+            rotated=args["qk_pos_emb_head_dim"],
+            values=args["v_head_dim"],
+        )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes that determine every tensor's shape."""
 
@@ -76,6 +102,8 @@ class ModelShape:
     """True if Hugging Face's model has one tensor for queries, keys and values."""
     experts: ExpertShape | None = None
     """None if all layers are dense."""
+    latent: LatentShape | None = None
+    """None without latent attention."""
 
     @classmethod
     def from_args(
@@ -104,6 +132,7 @@ class ModelShape:
             reordered_norm=args.get("reordered_norm", False),
             fused_projections=family.fused_projections,
             experts=ExpertShape.from_args(args, family.experts) if family.experts else None,
+            latent=LatentShape.from_args(args) if family.latent_attention else None,
         )
 
 
@@ -217,7 +246,12 @@ def rules(model: ModelShape) -> Iterator[Rule]:
     yield _vocabulary(model, EMBEDDING, "model.embed_tokens.weight")
     for layer in range(model.layers):
         prefix, hf_prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        yield from _attention_rules(model, prefix, hf_prefix)
+        for ours, theirs in _NORMS[model.reordered_norm]:
+            yield _plain(f"{prefix}{ours}.weight", f"{hf_prefix}{theirs}.weight", (model.hidden,))
+        if model.latent is not None:
+            yield from _latent_attention_rules(model, model.latent, prefix, hf_prefix)
+        else:
+            yield from _attention_rules(model, prefix, hf_prefix)
         if model.experts is not None and layer in model.experts.layers:
             yield from _expert_rules(model, model.experts, f"{prefix}mlp.", hf_prefix)
         else:
@@ -229,8 +263,6 @@ def rules(model: ModelShape) -> Iterator[Rule]:
 
 def _attention_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     hidden, attention = model.hidden, model.heads * model.channels
-    for ours, theirs in _NORMS[model.reordered_norm]:
-        yield _plain(f"{prefix}{ours}.weight", f"{hf_prefix}{theirs}.weight", (hidden,))
     yield _qkv(model, prefix, hf_prefix, "weight", (hidden,))
     if model.qkv_bias:
         yield _qkv(model, prefix, hf_prefix, "bias", ())
@@ -246,6 +278,31 @@ def _attention_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator
         f"{hf_prefix}self_attn.o_proj.weight",
         (hidden, attention),
     )
+
+
+def _latent_attention_rules(
+    model: ModelShape, latent: LatentShape, prefix: str, hf_prefix: str
+) -> Iterator[Rule]:
+    hidden, heads = model.hidden, model.heads
+    queries = heads * (latent.plain + latent.rotated)
+    shapes: dict[tuple[str, str], Shape] = {("linear_q_proj", "q_proj"): (queries, hidden)}
+    if latent.queries is not None:
+        shapes = {
+            ("linear_q_down_proj", "q_a_proj"): (latent.queries, hidden),
+            ("q_layernorm", "q_a_layernorm"): (latent.queries,),
+            ("linear_q_up_proj", "q_b_proj"): (queries, latent.queries),
+        }
+    keys_and_values = heads * (latent.plain + latent.values)
+    shapes |= {
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa"): (latent.keys + latent.rotated, hidden),
+        ("kv_layernorm", "kv_a_layernorm"): (latent.keys,),
+        ("linear_kv_up_proj", "kv_b_proj"): (keys_and_values, latent.keys),
+        ("linear_proj", "o_proj"): (hidden, heads * latent.values),
+    }
+    for (ours, theirs), shape in shapes.items():
+        yield _plain(
+            f"{prefix}self_attention.{ours}.weight", f"{hf_prefix}self_attn.{theirs}.weight", shape
+        )
 
 
 def _mlp_rules(

@@ -232,7 +232,6 @@ def test_an_experiment_of_primus_is_read_with_all_that_it_names(parse, primus, m
     [
         "fp8_amax_history_len: 1024",
         "retro_num_neighbors: 2",
-        "rotary_scaling_factor: 40",
         "tp_comm_split_ag: true",
         "pin_cpu_grads: true",
     ],

@@ -43,6 +43,7 @@ EXPERTS = (
 CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 1"
 SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
 NORMED = "--normalization RMSNorm --qk-layernorm"
+LATENT = f"--multi-latent-attention {ROPE}"
 # What is typed to have another value of a flag than `SIZES` alone give.
 ANOTHER = {
     "num_layers": "--num-layers 3",
@@ -96,6 +97,16 @@ ANOTHER = {
     "moe_aux_loss_coeff": f"{EXPERTS} --moe-aux-loss-coeff 0.1",
     "moe_z_loss_coeff": f"{EXPERTS} --moe-z-loss-coeff 0.1",
     "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-bias-update-rate 0.1",
+    "multi_latent_attention": LATENT,
+    "q_lora_rank": f"{LATENT} --q-lora-rank 8",
+    "kv_lora_rank": f"{LATENT} --kv-lora-rank 8",
+    "qk_head_dim": f"{LATENT} --qk-head-dim 8",
+    "qk_pos_emb_head_dim": f"{LATENT} --qk-pos-emb-head-dim 8",
+    "v_head_dim": f"{LATENT} --v-head-dim 8",
+    "rope_type": f"{LATENT} --rope-type rope",
+    "rotary_scaling_factor": f"{LATENT} --rotary-scaling-factor 4",
+    "mscale": f"{LATENT} --mscale 0.7",
+    "mscale_all_dim": f"{LATENT} --mscale-all-dim 0.7",
     "hidden_dropout": "--hidden-dropout 0",
     "attention_dropout": "--attention-dropout 0",
 }
@@ -107,6 +118,12 @@ WITH = {
     "add_qkv_bias": "--disable-bias-linear --add-qkv-bias",
     **{name: EXPERTS for name in ANOTHER if name.startswith("moe_")},
     "num_experts": EXPERTS,
+    "multi_latent_attention": ROPE,
+    **{
+        name: LATENT
+        for name, words in ANOTHER.items()
+        if words.startswith(LATENT) and name != "multi_latent_attention"
+    },
     "moe_router_enable_expert_bias": SIGMOID,
     "moe_pad_expert_input_to_capacity": CAPACITY,
 }

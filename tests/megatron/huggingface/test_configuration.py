@@ -72,6 +72,9 @@ _SIZES = {
 }
 
 
+_OF_EXPERTS = {"num_experts_per_tok": 8, "first_k_dense_replace": 0}
+
+
 def _args(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return args_from_config(config | changes, source="config.json")
 
@@ -112,7 +115,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
     [
         ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "'gemma'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"model_type": None}, "Qwen3MoeForCausalLM and MixtralForCausalLM"),
+        ({"model_type": None}, "DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -131,7 +134,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size None"),
         ({"num_key_value_heads": 5}, "32 attention heads for 5"),
-        ({"model_type": ["llama"]}, "Qwen3MoeForCausalLM and MixtralForCausalLM"),
+        ({"model_type": ["llama"]}, "DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "instead of a list"),
         ({"rope_parameters": "default"}, "instead of a mapping"),
         ({"rope_theta": "1e6"}, "rope_theta '1e6' instead of a number"),
@@ -192,6 +195,8 @@ REAL = {
     "granite_3.3_8b": 8_170_864_640,
     "qwen3_30b_a3b": 30_532_122_624,
     "mixtral_8x7b": 46_702_792_704,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3_bf16": 671_026_419_200,
 }
 
 
@@ -207,7 +212,13 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         preferred=config["model_type"],
     )
     of_the_tokenizer = ("bos_token_id", "eos_token_id", "pad_token_id")
-    compared = [key for key in config if key in back and key not in of_the_tokenizer]
+    # Layers that predict further tokens are left out.
+    unlike = {*of_the_tokenizer, "num_nextn_predict_layers"}
+    compared = [key for key in config if key in back and key not in unlike]
+    for which in (config, back):
+        if which.get("rope_scaling") is not None:
+            # Its name in later releases.
+            which["rope_scaling"] = {"rope_type": "yarn", **which["rope_scaling"]}
     assert {key: back[key] for key in compared} == {key: config[key] for key in compared}
     assert back["model_type"] == config["model_type"]
     shape = ModelShape.from_args(
@@ -217,6 +228,14 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         rows=config["vocab_size"],
     )
     assert sum(part.size for rule in rules(shape) for part in rule.parts) == REAL[name]
+
+
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_TWO_OF_A_GROUP = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+
+
+def _yarn(**changes: Any) -> dict[str, Any]:
+    return {"rope_scaling": _real("deepseek_v2_lite")["rope_scaling"] | changes}
 
 
 @pytest.mark.parametrize(
@@ -250,6 +269,38 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         ("mixtral_8x7b", {"num_experts_per_tok": 1}, "which has no gradient"),
         ("mixtral_8x7b", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("deepseek_v2_lite", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek_v2_lite", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v2_lite", {"num_key_value_heads": 4}, "num_key_value_heads 4"),
+        ("deepseek_v2_lite", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+        ("deepseek_v2_lite", {"n_shared_experts": None}, "n_shared_experts None"),
+        ("deepseek_v2_lite", {"first_k_dense_replace": 27}, "no layer with experts"),
+        ("deepseek_v2_lite", {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63"),
+        ("deepseek_v2_lite", {"mlp_bias": True}, "mlp_bias True"),
+        ("deepseek_v2_lite", _TWO_OF_A_GROUP, "it rates a group by its best 1 expert, and"),
+        ("deepseek_v2_lite", _yarn(mscale=0.5, mscale_all_dim=None), "mscale 0.5 and mscale_all"),
+        ("deepseek_v2_lite", _yarn(mscale=None), "mscale 0 and mscale_all_dim 0.707"),
+        ("deepseek_v2_lite", _yarn(beta_fast=16), "beta_fast 16"),
+        ("deepseek_v2_lite", _yarn(truncate=False), "truncate False"),
+        ("deepseek_v2_lite", _yarn(attention_factor=1.5), "attention_factor 1.5"),
+        (
+            "deepseek_v2_lite",
+            _yarn(original_max_position_embeddings=None),
+            "original_max_position_embeddings None",
+        ),
+        ("deepseek_v2_lite", _yarn(factor=0.5), "factor 0.5 of 'yarn'"),
+        ("deepseek_v2_lite", _yarn(type="linear"), "scaling 'linear'"),
+        ("deepseek_v3_bf16", {"rope_interleave": False}, "rope_interleave False"),
+        ("deepseek_v3_bf16", {"rope_interleave": None}, "rope_interleave None"),
+        ("deepseek_v3_bf16", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("deepseek_v3_bf16", {"num_experts_per_tok": 1} | _ONE_GROUP, "norm_topk_prob True"),
+        ("deepseek_v3_bf16", {"topk_group": 3}, "only topk_group 4 or all groups"),
+        ("deepseek_v3_bf16", {"n_group": 7}, "256 experts in 7 groups"),
+        ("deepseek_v3_bf16", {"topk_group": 9}, "256 experts in 8 groups, of which 9"),
+        ("deepseek_v3_bf16", _ONE_GROUP | {"n_group": None}, "n_group None"),
+        ("deepseek_v3_bf16", {"quantization_config": {"quant_method": "fp8"}}, "quantization_c"),
     ],
 )
 def test_what_another_family_cannot_express_is_refused(
@@ -317,7 +368,7 @@ def test_every_setting_of_transformers_is_read_or_has_no_effect(kind: str) -> No
 
     # A window, where there is one, hides nothing.
     args_from_config(
-        Asked(model_type=kind, rope_theta=1.0, sliding_window=8, **_SIZES),
+        Asked(model_type=kind, rope_theta=1.0, sliding_window=8, **_SIZES, **_OF_EXPERTS),
         source="it",
     )
     name = BY_TYPE[kind].architecture.replace("ForCausalLM", "Config")
@@ -330,18 +381,20 @@ def test_every_setting_of_transformers_is_read_or_has_no_effect(kind: str) -> No
         *("architectures", "id2label", "label2id", "problem_type", "_name_or_path", "return_dict"),
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
         "output_router_logits",
+        # A sum of others, groups of a choice without them, and what the names of tensors tell.
+        *("qk_head_dim", "n_group", "topk_group", "num_nextn_predict_layers"),
         "is_encoder_decoder",
     }
     assert set(getattr(transformers, name)().to_dict()) - asked <= without_effect
 
 
+WITH_EXPERTS = ("qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v2_lite", "deepseek_v3_bf16")
 _OTHER_EXPERTS: dict[str, Any] = {
     "num_experts": 7,
-    "moe_layer_freq": [1, 0],
+    "moe_layer_freq": [1, 0, 1],
     "moe_ffn_hidden_size": 5,
     "moe_shared_expert_intermediate_size": 10,
     "moe_router_topk": 3,
-    "moe_router_score_function": "sigmoid",
     "moe_router_load_balancing_type": ["sinkhorn"],
     "moe_aux_loss_coeff": [0.5],
 }
@@ -350,24 +403,28 @@ _IDLE_ALONE = {
     *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_router_bias_update_rate"),
 }
 """Flags of experts that do nothing without another one."""
+_IDLE_IN_LATENT = {"kv_channels", "num_query_groups", "use_rope_scaling"}
+_IDLE_IN_LATENT |= {"rotary_seq_len_interpolation_factor"}
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_30b_a3b", "mixtral_8x7b"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", *WITH_EXPERTS])
 @pytest.mark.parametrize(
     "name", sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)
 )
 def test_every_flag_of_the_model_is_expressed_or_refused(model: str, name: str) -> None:
     """On the way in each is written down; on the way out no other value is lost in silence."""
     config = {"llama": LLAMA_3_1_8B, "qwen2": QWEN2_0_5B}.get(model) or _real(model)
-    args = _args(config, num_hidden_layers=2)
+    args = _args(config, num_hidden_layers=3, first_k_dense_replace=0)
     if name.startswith(("moe_", "num_experts")) and args["num_experts"] is None:
         return  # A model with experts is of another family.
-    assert name in args
-    other = args | {name: _OTHER_EXPERTS.get(name) or _another(args[name])}
-    if any(args[other] != value for other, value in MODEL_FLAGS[name].only_with.items()):
+    if any(args.get(other) != value for other, value in MODEL_FLAGS[name].only_with.items()):
         return  # It does not act.
-    if name in _IDLE_ALONE:
+    assert name in args
+    if name in _IDLE_ALONE or (args["multi_latent_attention"] and name in _IDLE_IN_LATENT):
         return
+    if args.get("moe_router_score_function") == "sigmoid" and name == "moe_router_pre_softmax":
+        return
+    other = args | {name: _OTHER_EXPERTS.get(name) or _another(args[name])}
 
     def exported(values: dict[str, Any]) -> str:
         try:
@@ -415,6 +472,101 @@ def test_experts_go_there_and_back(changes: dict[str, Any], flags: dict[str, Any
     assert args_from_config(back, source="it") == args | {"vocab_size": 8, "padded_vocab_size": 8}
 
 
+_LITE = {"num_hidden_layers": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags"),
+    [
+        ("deepseek_v2_lite", {}, {"moe_router_num_groups": None, "moe_router_pre_softmax": True}),
+        (
+            "deepseek_v2_lite",
+            {"n_shared_experts": 3},
+            {"moe_shared_expert_intermediate_size": 4224},
+        ),
+        ("deepseek_v2_lite", {"first_k_dense_replace": 3}, {"moe_layer_freq": [0, 0, 0, 1]}),
+        ("deepseek_v2_lite", {"first_k_dense_replace": 0}, {"moe_layer_freq": 1}),
+        (
+            "deepseek_v2_lite",
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 2},
+            {"moe_router_num_groups": 8, "moe_router_group_topk": 2},
+        ),
+        (
+            "deepseek_v2_lite",
+            {"routed_scaling_factor": 16.0},
+            {"moe_router_topk_scaling_factor": 16.0},
+        ),
+        (
+            "deepseek_v2_lite",
+            {"seq_aux": False},
+            {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.001]},
+        ),
+        ("deepseek_v2_lite", {"q_lora_rank": 24}, {"q_lora_rank": 24}),
+        (
+            "deepseek_v2_lite",
+            {"rope_scaling": None},
+            {"rope_type": "rope", "rotary_scaling_factor": 1.0},
+        ),
+        (
+            "deepseek_v2_lite",
+            _yarn(mscale=None, mscale_all_dim=None, factor=4.0),
+            {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.0},
+        ),
+        ("deepseek_v3_bf16", {"topk_group": 1}, {"moe_router_group_topk": 1}),
+        ("deepseek_v3_bf16", {"topk_group": 8}, {"moe_router_num_groups": None}),
+        (
+            "deepseek_v3_bf16",
+            {"num_experts_per_tok": 1, "norm_topk_prob": False, **_ONE_GROUP},
+            {"moe_router_topk": 1, "moe_router_enable_expert_bias": True},
+        ),
+        ("deepseek_v3_bf16", {"q_lora_rank": None}, {"q_lora_rank": None}),
+    ],
+)
+def test_latent_attention_goes_there_and_back(
+    name: str, changes: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    args = _args(_real(name) | _LITE | {"topk_group": 1} | changes)
+    assert {name: args[name] for name in flags} == flags
+    back = config_from_args(args, vocabulary=8, dtype="float32", source="it")
+    assert args_from_config(back, source="it") == args | {"vocab_size": 8, "padded_vocab_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layernorm_epsilon": 1e-5}, "--norm-epsilon (1e-05)"),
+        ({"mscale": 0.5, "mscale_all_dim": 0.0}, "--mscale (0.5)"),
+        ({"rotary_scaling_factor": 0.5}, "--rotary-scaling-factor (0.5)"),
+        ({"qk_layernorm": False}, "--qk-layernorm (off)"),
+        ({"moe_router_enable_expert_bias": False}, "--moe-router-enable-expert-bias (off)"),
+        ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate (on)"),
+        ({"moe_layer_freq": [1, 0, 1, 1]}, "--moe-layer-freq ([1]*1+[0]*1+[1]*2)"),
+        ({"num_experts": None}, "--multi-latent-attention (on)"),
+        ({"multi_latent_attention": False}, "--multi-latent-attention (off)"),
+    ],
+)
+def test_latent_attention_of_no_family_is_refused_by_the_flag(
+    changes: dict[str, Any], said: str
+) -> None:
+    args = _args(_real("deepseek_v3_bf16"), num_hidden_layers=4, first_k_dense_replace=1) | changes
+    assert said in sentence_of(
+        config_from_args,
+        args,
+        vocabulary=1,
+        dtype="float32",
+        source="it",
+        preferred="deepseek_v3",
+    )
+
+
+def test_yarn_that_does_not_stretch_is_no_scaling() -> None:
+    plain = _args(_real("deepseek_v3_bf16"), rope_scaling=None)
+    config = config_from_args(
+        plain | {"rope_type": "yarn"}, vocabulary=1, dtype="float32", source="it"
+    )
+    assert config["rope_scaling"] is None
+
+
 def test_transformers_names_the_number_of_experts_in_two_ways() -> None:
     config = _real("qwen3_30b_a3b")
     renamed = {k: v for k, v in config.items() if k != "num_experts"} | {"num_local_experts": 128}
@@ -430,7 +582,7 @@ def test_transformers_names_the_number_of_experts_in_two_ways() -> None:
         ({"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor (2.5)"),
         (
             {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-            "--moe-router-num-groups (4), --moe-router-group-topk (2)",
+            "--moe-router-num-groups (4), --moe-router-group-topk (2), --moe-router-topk (8)",
         ),
         (
             {"moe_shared_expert_intermediate_size": 768},
@@ -479,7 +631,8 @@ def _another(value: Any) -> Any:
         return not value
     if isinstance(value, int):
         return 2 * value
-    return {None: 2, "RMSNorm": "LayerNorm", "rope": "none"}.get(value, 0.5)
+    names = {"RMSNorm": "LayerNorm", "rope": "none", "softmax": "sigmoid", "sigmoid": "softmax"}
+    return {None: 2, **names}.get(value, 0.5)
 
 
 def test_all_that_makes_a_model_foreign_is_told_at_once() -> None:

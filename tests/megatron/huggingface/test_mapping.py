@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hetero.huggingface.mapping import ExpertShape, ModelShape, Rule, rules
+from megatron.hetero.huggingface.mapping import ExpertShape, LatentShape, ModelShape, Rule, rules
 
 
 @st.composite
@@ -23,6 +23,12 @@ def expert_shapes(draw: st.DrawFn, *, layers: int) -> ExpertShape:
         module=draw(st.sampled_from(["mlp", "block_sparse_moe"])),
         projections=draw(st.sampled_from([("gate_proj", "up_proj", "down_proj"), ("a", "b", "c")])),
     )
+
+
+@st.composite
+def latent_shapes(draw: st.DrawFn) -> LatentShape:
+    sizes = [draw(st.integers(1, 4)) for _ in range(4)]
+    return LatentShape(draw(st.none() | st.integers(1, 4)), *sizes)
 
 
 @st.composite
@@ -46,6 +52,7 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         reordered_norm=draw(st.booleans()),
         fused_projections=draw(st.booleans()),
         experts=draw(st.none() | expert_shapes(layers=layers)),
+        latent=draw(st.none() | latent_shapes()),
     )
 
 
