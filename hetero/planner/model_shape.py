@@ -174,6 +174,11 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             f"{source}: num-experts is {experts}; the planner knows dense models alone, so write "
             "the plan by hand"
         )
+    if given.get("multi-latent-attention"):
+        problems.append(
+            f"{source} has multi-latent-attention, which the planner does not know; write the plan "
+            "by hand"
+        )
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"

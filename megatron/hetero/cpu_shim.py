@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -33,8 +34,12 @@ def _names_cuda(device: object) -> bool:
 
 
 def _caller_is_core() -> bool:
-    # Frame 1 is __torch_function__, frame 2 the caller of the torch function.
-    return _CORE_PATH in sys._getframe(2).f_code.co_filename
+    # Frame 1 is __torch_function__, frame 2 the caller of the torch function, or torch's handler of
+    # `with torch.device(...)` between them.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == torch.utils._device.__file__:
+        frame = frame.f_back
+    return frame is not None and _CORE_PATH in frame.f_code.co_filename
 
 
 class _CudaToCpu(TorchFunctionMode):

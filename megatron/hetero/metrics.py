@@ -31,13 +31,10 @@ def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False
     it. Recomputation is not counted.
     """
     hidden, layers, sequence = args.hidden_size, args.num_layers, args.seq_length
-    queries = args.num_attention_heads * args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    keys = groups * args.kv_channels
-    projections = hidden * (queries + 2 * keys) + queries * hidden
+    projections, width = _attention_sizes(args)
     matrices = 3 if args.swiglu else 2
     mlp = matrices * hidden * args.ffn_hidden_size
-    attention = 2 * queries * (sequence if full_square else sequence / 2)
+    attention = width * (sequence if full_square else sequence / 2)
     head = hidden * args.padded_vocab_size
     mlps = layers * mlp
     if args.num_experts is not None:
@@ -49,6 +46,21 @@ def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False
         mlps = (layers - mixing) * mlp + mixing * mixture
     forward = 2 * (layers * (projections + attention) + mlps + head)
     return 3.0 * forward
+
+
+def _attention_sizes(args: argparse.Namespace) -> tuple[int, int]:
+    """(weights of a layer's projections, width of all heads' queries and values together)."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if args.multi_latent_attention:
+        query, rank = args.qk_head_dim + args.qk_pos_emb_head_dim, args.q_lora_rank
+        projections = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+        projections += hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+        projections += args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
+        projections += heads * args.v_head_dim * hidden
+        return projections, heads * (query + args.v_head_dim)
+    queries = heads * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else heads
+    return 2 * hidden * (queries + groups * args.kv_channels), 2 * queries
 
 
 def tflops_per_gpu(

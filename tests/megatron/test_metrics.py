@@ -66,6 +66,27 @@ def test_every_size_counts_as_it_should() -> None:
     assert flops(padded_vocab_size=128512) - base == 6 * 4096 * 256
 
 
+def test_latent_attention_counts_its_own_widths() -> None:
+    """Multiply-adds of one token in one layer of DeepSeek-V3, with 4096 tokens of causal context:
+
+    queries            7168 x 1536 + 1536 x 128 x 192       =  48 758 784
+    keys and values    7168 x 576 + 512 x 128 x 256         =  20 905 984
+    output             128 x 128 x 7168                     = 117 440 512
+    scores and values  128 x (192 + 128) x 4096 (half)      =  83 886 080
+                                                              270 991 360
+    """
+    widths = "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+    sizes = "--hidden-size 7168 --num-attention-heads 128 --seq-length 4096"
+    shape = f"{sizes} --max-position-embeddings 4096 --padded-vocab-size 128 {widths}"
+    attention = "--multi-latent-attention --position-embedding-type rope"
+    queries = parsed(f"{shape} {attention} --q-lora-rank 1536")
+    rest = 6 * (8 * 2 * 7168 * 4 * 7168 + 7168 * 128)
+    assert model_flops_per_token(queries) - rest == 6 * 8 * 270_991_360
+    direct = parsed(f"{shape} {attention}")
+    more = 7168 * 128 * 192 - 48_758_784
+    assert model_flops_per_token(direct) - model_flops_per_token(queries) == 6 * 8 * more
+
+
 def test_attention_may_be_counted_as_a_full_square() -> None:
     """Twice 33 554 432 multiply-adds in each of 32 layers, and nothing else changes."""
     full = model_flops_per_token(LLAMA_8B, full_square=True)

@@ -20,6 +20,8 @@ _DEFAULTS = {
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
 }
+_STRETCHED = 4096
+"""Positions that yarn stretches: megatron-core's `original_max_position_embeddings`."""
 _CONTRADICTING = {
     "group_query_attention": "each head has its own keys and values",
     "rotary_interleaved": "the rotated part has an order of its own",
@@ -114,6 +116,19 @@ def _sequences_of_tensor_ranks(args: Namespace) -> Iterator[str]:
             )
 
 
+@rule("multi_latent_attention rope_type context_sizes")
+def _positions_of_context_ranks(args: Namespace) -> Iterator[str]:
+    """megatron-core shares out as many positions as yarn stretches when it builds the model."""
+    if not args.multi_latent_attention or args.rope_type != "yarn":
+        return
+    for size in dict.fromkeys(args.context_sizes):
+        if _STRETCHED % (2 * size if size > 1 else 1):
+            yield (
+                f"--rope-type yarn needs a context-parallel size that divides {_STRETCHED // 2}, "
+                f"not {size}; use a power of two"
+            )
+
+
 @rule("multi_latent_attention hetero_check_operators")
 def _operator_checks(args: Namespace) -> Iterator[str]:
     if args.multi_latent_attention and args.hetero_check_operators:
@@ -129,5 +144,6 @@ LATENT_ATTENTION_RULES = (
     _rotated_part,
     _yarn,
     _sequences_of_tensor_ranks,
+    _positions_of_context_ranks,
     _operator_checks,
 )

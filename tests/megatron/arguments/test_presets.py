@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from unittest import mock
+
 import pytest
+import torch
 
 from hetero.planner.model_shape import model_shape
+from hetero.tools.operators.recording import built_model
+from megatron.hetero import cpu_shim
 from megatron.hetero.arguments import parse_args
 from tests.commands import PRESETS
 
@@ -21,6 +27,8 @@ PUBLISHED = {
     "mistral_7b": (7_248_023_552, None, 1000000, 32768),
     "qwen3_8b": (8_190_735_360, None, 1000000, 40960),
     "qwen3_0.6b": (596_049_920, None, 1000000, 40960),
+    "qwen3_30b_a3b": (30_532_122_624, None, 1000000, 40960),
+    "deepseek_v2_lite": (15_706_484_224, None, 10000, 163840),
 }
 
 
@@ -28,11 +36,18 @@ def test_every_large_preset_is_checked() -> None:
     assert {path.stem for path in PRESETS.glob("*.yaml")} == {*PUBLISHED, "tiny"}
 
 
+def _parameters(args: Namespace) -> int:
+    """Of the model that is built, without memory for them."""
+    meta = torch.device("meta")
+    with mock.patch.object(cpu_shim, "_CPU", meta), built_model(args, meta) as (model, _):
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_a_preset_has_the_size_and_the_positions_of_the_published_model(name, published) -> None:
     args = parse_args(["--yaml-cfg", str(PRESETS / f"{name}.yaml"), *REST], world_size=1)
     parameters, factor, base, positions = published
-    assert model_shape(args).parameters == parameters
+    assert _parameters(args) == parameters
     assert args.params_dtype == "bfloat16"
     assert args.ignored_flags == []
     assert (args.rope_scaling_factor if args.use_rope_scaling else None) == factor
