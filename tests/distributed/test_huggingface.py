@@ -99,6 +99,8 @@ def test_every_family_trains_mixed_as_in_transformers_and_homogeneously(
     theirs.save_pretrained(tmp_path / "theirs")
     assert convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
     flags = [*SHORT, *corpus.flags, "--load", str(tmp_path / "ours")]
+    # transformers leaves the bias of scores as it is.
+    flags += ["--moe-router-bias-update-rate", "0"] if name in WITH_EXPERTS else []
 
     mixed = train([*flags, *HETERO], 2, tmp_path / "mixed", environ=SIMULATED)
     homogeneous = train([*flags, *HOMOGENEOUS], 2, tmp_path / "homogeneous")
@@ -111,7 +113,7 @@ def test_every_family_trains_mixed_as_in_transformers_and_homogeneously(
 # The smallest weight is far larger than such a step.
 _UNCHANGED = (
     "--lr 1e-30 --weight-decay 0 --moe-router-bias-update-rate 0 --train-iters 1 --finetune"
-)
+).split()
 _EP2 = "--expert-model-parallel-size 2"
 
 
