@@ -356,6 +356,16 @@ def install_swiglu(function: object) -> None:
     fused_bias_swiglu.SwiGLUFunction = function
 
 
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """megatron-core's latent attention of the modules that its spec names, in every release.
+
+    From 0.19 on it would otherwise want TransformerEngine's for the norm of queries.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: object) -> dict[str, Any]:
+        return vars(submodules)
+
+
 def install_replicated_linear(linear: type[torch.nn.Module]) -> None:
     """Let megatron-core's latent attention have down projections that every rank has whole.
 

@@ -16,14 +16,11 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_latent_attention import (
-    MLASelfAttention,
-    MLASelfAttentionSubmodules,
-)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.hetero.core_private import install_replicated_linear
+from megatron.hetero.core_private import LatentAttention, install_replicated_linear
 from megatron.hetero.layers import mark_sequence_parallel, norm_class
 
 _SETTINGS = (
@@ -75,7 +72,7 @@ def attention_spec(args: argparse.Namespace, config: TransformerConfig) -> Modul
     install_replicated_linear(ReplicatedLinear)
     norm = norm_class(config) if args.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

@@ -197,7 +197,8 @@ class SdpaAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
         self._context_comm = context_comm
-        self._context_group = None if pg_collection is None else pg_collection.cp
+        group = None if pg_collection is None else pg_collection.cp
+        self._context_group = None if group is None or group.size() == 1 else group
 
     def forward(
         self,
@@ -211,11 +212,13 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         sequence, batch, heads, _ = query.shape
         width = value.shape[-1]
-        query, key, value = _of_one_width(query, key, value)
         query_bnsd, key_bnsd, value_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         allowed = None if attention_mask is None else ~attention_mask
+        group = self._context_group
+        if group is not None or not self._takes_widths(query_bnsd, key_bnsd, value_bnsd, allowed):
+            query_bnsd, key_bnsd, value_bnsd = _of_one_width(query_bnsd, key_bnsd, value_bnsd)
         with self._dropout_stream():
-            if self._context_group is None or self._context_group.size() == 1:
+            if group is None:
                 context_bnsd = self._attend(query_bnsd, key_bnsd, value_bnsd, allowed)
             else:
                 context_bnsd = context_parallel.attend(
@@ -225,11 +228,38 @@ class SdpaAttention(MegatronModule):
                     allowed,
                     compute=self._attend,
                     comm_type=self._context_comm,
-                    group=self._context_group,
+                    group=group,
                     kernel=self._block_kernel(query_bnsd, key_bnsd, value_bnsd),
                 )
         context_sbnd = context_bnsd.permute(2, 0, 1, 3)[..., :width]
         return context_sbnd.reshape(sequence, batch, heads * width)
+
+    def _takes_widths(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+    ) -> bool:
+        """Whether a fast kernel takes heads of these widths as they are.
+
+        cuDNN's takes values of another width than the keys'. Where torch would choose a slower
+        kernel for them, the others are faster with padded ones.
+        """
+        if value.shape[-1] == key.shape[-1]:
+            return True
+        if query.device.type != "cuda":
+            return False
+        backends = _SDPA_BACKENDS.get(self.config.attention_backend)
+        dropout = self.dropout if self.training else 0.0
+        try:
+            with contextlib.nullcontext() if backends is None else sdpa_kernel(backends):
+                chosen = torch._fused_sdp_choice(
+                    *(query, key, value, allowed, dropout, allowed is None), scale=self.scale
+                )
+        except RuntimeError:  # torch has no exception class for "no kernel available"
+            return False
+        return SDPBackend(chosen) == SDPBackend.CUDNN_ATTENTION
 
     def _block_kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -289,7 +319,7 @@ class SdpaAttention(MegatronModule):
 
 
 def _of_one_width(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Heads padded to the widest of the tensors, as the kernels of either vendor need them.
+    """Heads padded to the widest of the tensors.
 
     Zeros change neither scores nor outputs; megatron-core gives the scale with such heads.
     """

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.tensor_parallel import random as core_random
 
 from megatron.hetero.cpu_shim import cpu_shim
@@ -105,6 +108,19 @@ def test_contexts_can_be_nested() -> None:
 def test_cuda_means_the_cpu(place: Callable[[], torch.Tensor]) -> None:
     with cpu_shim():
         assert place().device == CPU
+
+
+@pytest.mark.parametrize("inside", [nullcontext(), torch.device("cpu")], ids=["", "of a device"])
+def test_megatron_core_asks_for_pinned_memory_and_gets_any(
+    inside: AbstractContextManager[object],
+) -> None:
+    """Positions of yarn are made `with torch.device(...)`, which handles torch's functions too."""
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    with cpu_shim(), inside:
+        rows = get_pos_emb_on_this_cp_rank(torch.arange(8)[:, None], 0, group)
+    assert rows.flatten().tolist() == [2, 3, 4, 5]
+    with cpu_shim(), inside, pytest.raises(RuntimeError, match="pin"):
+        torch.ones(1, pin_memory=True)
 
 
 def test_the_random_state_of_the_gpu_is_that_of_the_cpu() -> None:

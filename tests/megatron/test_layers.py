@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention import _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from hetero.errors import HeteroError
 from megatron.hetero.cpu_shim import cpu_shim
@@ -108,9 +108,9 @@ def _reference(
     scale: float = 1 / math.sqrt(WIDTH),
 ) -> torch.Tensor:
     """Softmax attention, head by head; heads h*g .. h*g+g-1 share one key and value."""
-    sequence, batch, heads, width = query.shape
-    shared = heads // key.shape[2]
-    result = torch.empty_like(query)
+    sequence, batch, heads, _ = query.shape
+    width, shared = value.shape[-1], heads // key.shape[2]
+    result = query.new_empty(sequence, batch, heads, width)
     for b in range(batch):
         for head in range(heads):
             scores = query[:, b, head] @ key[:, b, head // shared].T * scale
@@ -163,13 +163,54 @@ def test_a_mask_says_where_attention_is_forbidden(groups: int) -> None:
     assert torch.allclose(output, _reference(query, key, value, forbidden), atol=1e-5)
 
 
-def test_gradients_are_those_of_the_reference() -> None:
-    ours = [t.requires_grad_() for t in _inputs(4, 2)]
+@pytest.mark.parametrize("width", [WIDTH, 5, 11], ids="values of width {}".format)
+def test_output_and_gradients_are_those_of_the_reference(width: int) -> None:
+    """Values as wide as keys, narrower and wider."""
+    query, key, value = _inputs(4, 2)
+    value = torch.cat([value, value.flip(-1) + 1], -1)[..., :width]
+    ours = [t.requires_grad_() for t in (query, key, value)]
     theirs = [t.detach().clone().requires_grad_() for t in ours]
-    _attention(_config(num_query_groups=2))(*ours, None).square().sum().backward()
-    _reference(*theirs, _causal(6, 2)).square().sum().backward()
+    scale = None if width == WIDTH else 0.3
+    found = _attention(_config(num_query_groups=2), softmax_scale=scale)(*ours, None)
+    expected = _reference(*theirs, _causal(6, 2), scale=scale or 1 / math.sqrt(WIDTH))
+    assert torch.allclose(found, expected, atol=1e-5)
+    found.square().sum().backward()
+    expected.square().sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine.grad, other.grad, atol=1e-4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "width"),
+    [
+        (SDPBackend.CUDNN_ATTENTION.value, 5),
+        (SDPBackend.EFFICIENT_ATTENTION.value, WIDTH),
+        (RuntimeError("no kernel"), WIDTH),
+    ],
+    ids=["cudnn", "another", "none"],
+)
+def test_narrower_values_are_padded_where_cudnn_would_not_compute_them(
+    chosen: Any, width: int
+) -> None:
+    """On a GPU, which these tensors are made to seem to be on."""
+    seen: list[int] = []
+
+    def computed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> Any:
+        seen.append(value.shape[-1])
+        return value.repeat(1, 2, 1, 1)
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    query, key, value = (each.as_subclass(OnGpu) for each in _inputs(4, 2))
+    told = {"side_effect" if isinstance(chosen, Exception) else "return_value": chosen}
+    with (
+        mock.patch.object(torch, "_fused_sdp_choice", **told),
+        mock.patch.object(F, "scaled_dot_product_attention", computed),
+    ):
+        output = _attention(_config(num_query_groups=2))(query, key, value[..., :5], None)
+    assert seen == [width]
+    assert output.shape == (6, 2, 4 * 5)
 
 
 @pytest.mark.parametrize(
