@@ -92,7 +92,8 @@ def to_megatron(
     args |= precision_args(items[0].dtype)
     notes: tuple[str, ...] = ()
     if further:
-        notes = (f"{', '.join(further)}: left out, because they predict further tokens only",)
+        which = "it predicts" if len(further) == 1 else "they predict"
+        notes = (f"{', '.join(further)}: left out, because {which} further tokens only",)
     if model.has_tokenizer:
         args |= {
             "tokenizer_type": "HuggingFaceTokenizer",
@@ -297,13 +298,14 @@ def _write_weights(
     """Write the shards, and their index if there are several."""
 
     def split_tensors(tasks: Sequence[_ExportTask]) -> Iterator[tuple[str, torch.Tensor]]:
-        for task in tasks:
-            # A reader for each tensor, which unmaps the file after it.
+        for group in shards(tasks, hub_folders.MAPPED_BYTES):
+            # Opened anew for each group, because that unmaps the files.
             with CheckpointReader(source, index) as reader:
-                whole = reader.tensor(task.rule.name)
-            for part, tensor in zip(task.rule.parts, task.rule.split(whole), strict=True):
-                yield part.name, tensor
-            advance(task.bytes)
+                for task in group:
+                    parts = task.rule.split(reader.tensor(task.rule.name))
+                    for part, tensor in zip(task.rule.parts, parts, strict=True):
+                        yield part.name, tensor
+                    advance(task.bytes)
 
     weight_map: dict[str, str] = {}
     total = 0
