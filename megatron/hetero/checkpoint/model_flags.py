@@ -15,8 +15,6 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-from hetero.errors import UserError
-
 
 class Kind(Enum):
     """When a flag must have the same value in a checkpoint and in a run that starts from it."""
@@ -347,20 +345,6 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
     kinds = COMPARED - {Kind.SHAPE}
     defaults = {n: s.default for n, s in spelled.items() if MODEL_FLAGS[n].kind in kinds}
     return defaults | dict(stored)
-
-
-def require_dense(args: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError for experts and latent attention, which are not written for others yet."""
-    if args.get("num_experts"):
-        raise UserError(
-            f"{source} is a mixture of experts (--num-experts {args['num_experts']}); only dense "
-            "models can be converted"
-        )
-    if args.get("multi_latent_attention"):
-        raise UserError(
-            f"{source} has latent attention (--multi-latent-attention); only models without it can "
-            "be converted"
-        )
 
 
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:

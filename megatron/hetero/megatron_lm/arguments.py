@@ -17,7 +17,6 @@ from megatron.hetero.checkpoint.index import is_plain
 from megatron.hetero.checkpoint.model_flags import (
     COMPARED,
     MODEL_FLAGS,
-    require_dense,
     spellings,
 )
 
@@ -165,26 +164,26 @@ def _defaults() -> dict[str, Any]:
     }
 
 
-# Flags of ours that change what a model computes and that Megatron-LM does not have.
-_OURS = (
+# Flags that change what a model computes, and that Megatron-LM does not have or is not written for.
+_NOT_WRITTEN = (
+    *("num_experts", "multi_latent_attention"),
     *("qk_layernorm_across_heads", "reordered_norm", "softmax_scale"),
     *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
 
 
 def require_expressible(args: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError if Megatron-LM cannot compute the model, naming every flag that it lacks."""
-    require_dense(args, source=source)
+    """Raise UserError if the model is not written for Megatron-LM, naming every flag of it."""
     spelled = spellings(build_parser())
-    lacking = [
+    foreign = [
         f"{spelled[name].option} ({spelled[name].word(args[name])})"
-        for name in _OURS
+        for name in _NOT_WRITTEN
         if args.get(name, spelled[name].default) != spelled[name].default
     ]
-    if lacking:
+    if foreign:
         raise UserError(
-            f"{source} is of a model that Megatron-LM does not have, because of "
-            f"{', '.join(lacking)}; megatron-to-hf writes it for transformers"
+            f"{source} is of a model that is not written for Megatron-LM, because of "
+            f"{', '.join(foreign)}; megatron-to-hf writes it for transformers"
         )
 
 
