@@ -1,6 +1,6 @@
 """Converts the arguments in Megatron-LM's checkpoints to ours and back.
 
-They are the same flags, some under other names. Flags of models that are not implemented here are
+They are the same flags, some under other names. Flags of models that are not converted are
 refused by name, because their checkpoints could otherwise load and compute something else. No
 torch.
 """
@@ -112,8 +112,8 @@ def args_from_namespace(namespace: Namespace, *, source: str) -> dict[str, Any]:
         refused.append(f"--normalization {args['normalization']}")
     if refused:
         raise UserError(
-            f"{source} is of a model that is not implemented here ({', '.join(refused)}); "
-            "only dense GPT models can be converted"
+            f"{source} is of a model that is not converted ({', '.join(refused)}); "
+            "only dense GPT models are, without latent attention"
         )
     known = vars(build_parser().parse_args([]))
     return {

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser, parse_args
@@ -577,6 +579,46 @@ def test_yarn_that_does_not_stretch_is_no_scaling() -> None:
         plain | {"rope_type": "yarn"}, vocabulary=1, dtype="float32", source="it"
     )
     assert config["rope_scaling"] is None
+
+
+@st.composite
+def _configs_with_experts(draw: st.DrawFn) -> dict[str, Any]:
+    """Configurations of any of the families that transformers and we compute alike."""
+    name = draw(st.sampled_from(WITH_EXPERTS))
+    layers, groups = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    count = groups * draw(st.integers(2, 5))
+    chosen, best = draw(st.integers(2, count)), draw(st.integers(1, groups))
+    config = _real(name) | {"num_hidden_layers": layers, "num_experts_per_tok": chosen}
+    config["tie_word_embeddings"] = draw(st.booleans())
+    if name == "mixtral_8x7b":
+        return config | {"num_local_experts": count}
+    if name == "qwen3_30b_a3b":
+        dense = draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
+        normed = {"norm_topk_prob": draw(st.booleans()), "mlp_only_layers": sorted(dense)}
+        return config | {"num_experts": count, **normed}
+    of_a_group = 1 if name == "deepseek_v2_lite" else 2
+    config |= {
+        "n_routed_experts": count,
+        "first_k_dense_replace": draw(st.integers(0, layers - 1)),
+        "n_shared_experts": draw(st.integers(1, 3)),
+        "q_lora_rank": draw(st.none() | st.integers(1, 64)),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+    }
+    if best == groups:
+        return config | _ONE_GROUP
+    config |= {"n_group": groups, "topk_group": best, "num_experts_per_tok": best * of_a_group}
+    return config | ({"topk_method": "group_limited_greedy"} if of_a_group == 1 else {})
+
+
+@given(_configs_with_experts())
+def test_a_model_with_experts_of_any_shape_goes_there_and_back(config: dict[str, Any]) -> None:
+    args = _args(config)
+    # With what a checkpoint stores as JSON.
+    stored = json.loads(json.dumps(args))
+    rows = config["vocab_size"]
+    back = config_from_args(stored, vocabulary=rows, dtype="bfloat16", source="it")
+    assert back["model_type"] == config["model_type"]
+    assert args_from_config(back, source="it") == args
 
 
 def test_transformers_names_the_number_of_experts_in_two_ways() -> None:
