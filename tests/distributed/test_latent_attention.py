@@ -75,7 +75,7 @@ CASES = [
         WIDE_VALUES,
         f"{TP2} --recompute-granularity selective --recompute-modules core_attn mla_up_proj",
     ),
-    across("a-mixed-pipeline", V3, mesh(2), mesh(2)),
+    across("a-mixed-pipeline", V3, mesh(2), mesh(2), own="--delay-wgrad-compute"),
     across(
         "meshes-of-different-shapes",
         V3,
@@ -92,6 +92,7 @@ CASES = [
     Case("a-ring", 2, V3, CP2),
     Case("gathered-keys", 2, V3, f"{CP2} --cp-comm-type all_gather"),
     Case("heads-for-rows", 4, V2, f"{CP2} {TP2} --cp-comm-type a2a"),
+    across("sequences-shared-on-one-mesh", V3, mesh(2, context=2), mesh(2, data=2)),
     Case(
         "documents-of-their-own-on-a-ring",
         2,
