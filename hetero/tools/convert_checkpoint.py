@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "Convert checkpoints between ours, Hugging Face's (LLaMA, Qwen2, Qwen3, Mistral, OLMo-2, "
-        "Phi-3, Granite) and Megatron-LM's own formats (dense GPT models)."
+        "Phi-3, Granite, Qwen3-MoE, Mixtral, DeepSeek-V2 and V3) and Megatron-LM's own formats "
+        "(dense GPT models)."
     )
     directions = parser.add_subparsers(
         dest="direction",

@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from hetero.tools import preprocess_data
 from hetero.tools.convert_checkpoint import main as convert
@@ -23,6 +24,7 @@ from tests.distributed.harness import MIXED, TINY_LLAMA, launch, steps_of_sample
 from tests.megatron.huggingface.tiny_huggingface import (
     FAMILIES,
     MODELS,
+    WITH_EXPERTS,
     save_tokenizer,
     tiny_model,
 )
@@ -97,6 +99,8 @@ def test_every_family_trains_mixed_as_in_transformers_and_homogeneously(
     theirs.save_pretrained(tmp_path / "theirs")
     assert convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
     flags = [*SHORT, *corpus.flags, "--load", str(tmp_path / "ours")]
+    # transformers leaves the bias of scores as it is.
+    flags += ["--moe-router-bias-update-rate", "0"] if name in WITH_EXPERTS else []
 
     mixed = train([*flags, *HETERO], 2, tmp_path / "mixed", environ=SIMULATED)
     homogeneous = train([*flags, *HOMOGENEOUS], 2, tmp_path / "homogeneous")
@@ -104,6 +108,44 @@ def test_every_family_trains_mixed_as_in_transformers_and_homogeneously(
 
     assert mixed.numbers() == homogeneous.numbers()
     assert mixed.losses == pytest.approx(expected, rel=1e-4)
+
+
+# The smallest weight is far larger than such a step.
+_UNCHANGED = (
+    "--lr 1e-30 --weight-decay 0 --moe-router-bias-update-rate 0 --train-iters 1 --finetune"
+).split()
+_EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_keep_their_bits_on_the_way_through_several_layouts(
+    name: str, corpus, tmp_path: Path
+) -> None:
+    """Each run loads what the one before it saved, and learns nothing."""
+    changes = {"vocab_size": ROWS + 1} | ({"num_local_experts": 6} if name == "mixtral" else {})
+    tiny_model(name, **changes).save_pretrained(tmp_path / "theirs")
+    assert convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "0")]) == 0
+    layouts = {
+        "one": (1, ""),
+        "shared": (2, f"{_EP2} --use-distributed-optimizer"),
+        "one again": (1, ""),
+        "sliced": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        "both": (4, f"{_EP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+    }
+    for number, (ranks, words) in enumerate(layouts.values()):
+        folders = ["--load", str(tmp_path / f"{number}"), "--save", str(tmp_path / f"{number + 1}")]
+        flags = [*RECIPE, *corpus.flags, *_UNCHANGED, *words.split(), *folders]
+        train(flags, ranks, tmp_path / f"run{number}")
+    last = tmp_path / f"{len(layouts)}"
+    rows = ["--vocab-size", f"{ROWS + 1}"]
+    assert convert(["megatron-to-hf", str(last), str(tmp_path / "back"), *rows]) == 0
+
+    before, after = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "back")
+    )
+    assert set(before) == set(after)
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
 
 
 def test_norms_across_heads_are_the_same_with_tensor_parallelism(corpus, tmp_path: Path) -> None:

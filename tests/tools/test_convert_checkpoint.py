@@ -27,7 +27,13 @@ from megatron.hetero.huggingface.mapping import ModelShape, rules
 from megatron.hetero.huggingface.token_ids import read_token_ids
 from tests import commands
 from tests.megatron.huggingface.test_configuration import LLAMA_3_1_8B
-from tests.megatron.huggingface.tiny_huggingface import MODELS, VOCABULARY, qwen2, save_tokenizer
+from tests.megatron.huggingface.tiny_huggingface import (
+    MODELS,
+    VOCABULARY,
+    qwen2,
+    save_tokenizer,
+    tiny_model,
+)
 from tests.tools.refusals import Refused
 
 
@@ -183,6 +189,65 @@ def _add_output_layer(folder: Path, weight: torch.Tensor) -> None:
     record = json.loads(index.read_text())
     record["weight_map"]["lm_head.weight"] = "output.safetensors"
     index.write_text(json.dumps(record))
+
+
+@pytest.fixture
+def deepseek(tmp_path: Path) -> Path:
+    """With tensors of a layer after its four, which predicts further tokens."""
+    folder = _save(tiny_model("deepseek_v3"), tmp_path / "deepseek")
+    further = {f"model.layers.4.{name}": torch.ones(2) for name in ("hnorm.weight", "eh_proj")}
+    _add_tensors(folder, further)
+    return folder
+
+
+def _add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "more.safetensors")
+    index = folder / "model.safetensors.index.json"
+    record = json.loads(index.read_text())
+    record["weight_map"] |= dict.fromkeys(tensors, "more.safetensors")
+    index.write_text(json.dumps(record))
+
+
+def test_a_layer_that_predicts_further_tokens_is_left_out_with_a_note(
+    deepseek: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _there(deepseek, tmp_path / "ours") == 0
+    said = capsys.readouterr().err
+    assert "note: model.layers.4: left out, because it predicts further tokens only" in said
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    assert _config(tmp_path / "back")["num_nextn_predict_layers"] == 0
+    names = set(_weights(deepseek))
+    assert set(_weights(tmp_path / "back")) == {n for n in names if "layers.4." not in n}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.5.hnorm.weight", "model.layers.3.mlp.experts.6.down_proj.weight"],
+)
+def test_other_tensors_than_those_of_the_model_are_refused(
+    name: str, deepseek: Path, tmp_path: Path, refused: Refused
+) -> None:
+    _add_tensors(deepseek, {name: torch.ones(2), **load_file(deepseek / "more.safetensors")})
+    error = refused(convert_checkpoint.main, ["hf-to-megatron", deepseek, tmp_path / "ours"])
+    assert f"holds the tensor {name}, which its config.json does not account for" in error
+
+
+def test_routers_in_float32_and_biases_in_half_precision_keep_their_values(tmp_path: Path) -> None:
+    """transformers keeps the router's weight in float32, and we the bias of its scores."""
+    model = tiny_model("deepseek_v3").to(torch.bfloat16)
+    for name, tensor in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            tensor.data = tensor.data.float() * 1.001
+    _save(model, tmp_path / "model")
+    assert _there(tmp_path / "model", tmp_path / "ours") == 0
+    assert _back(tmp_path / "ours", tmp_path / "back") == 0
+    before, after = _weights(tmp_path / "model"), _weights(tmp_path / "back")
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert after[name].dtype == (torch.float32 if is_bias else tensor.dtype)
+        assert torch.equal(after[name], tensor.to(after[name].dtype))
+    assert before["model.layers.2.mlp.gate.weight"].dtype == torch.float32
 
 
 def test_what_config_json_has_no_key_for_is_told(

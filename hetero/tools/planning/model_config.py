@@ -34,6 +34,8 @@ def flags_of_config(name: str) -> str | None:
             continue
         value, option = args[argument], spelling.option.removeprefix("--")
         if spelling.const is None:
+            if isinstance(value, list) and not spelling.takes_several:
+                value = spelling.word(value)
             flags |= {} if value is None else {option: value}
         elif value == spelling.const:
             flags[option] = True

@@ -8,13 +8,12 @@ parser, so that no new flag is forgotten. Does not import torch.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
-
-from hetero.errors import UserError
 
 
 class Kind(Enum):
@@ -234,6 +233,8 @@ class Spelling:
     default: Any
     const: Any
     """The value that a flag without one sets; None for a flag that takes one."""
+    takes_several: bool = False
+    """Whether the elements of a list are words of their own."""
 
     @property
     def option(self) -> str:
@@ -243,14 +244,26 @@ class Spelling:
         """The words that set `value`; None if the flag must be left out."""
         if self.const is not None:
             return self.option if value == self.const else None
-        words = value if isinstance(value, list | tuple) else [value]
-        return None if value is None else " ".join([self.option, *map(str, words)])
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            return f"{self.option} {value}"
+        words = map(str, value) if self.takes_several else [_repetitions(value)]
+        return " ".join([self.option, *words])
 
     def word(self, value: Any) -> str:
         """`value` as a word of a message about the flag."""
         if self.const is not None:
             return "on" if value == self.const else "off"
+        if isinstance(value, list) and not self.takes_several:
+            return _repetitions(value)
         return "not given" if value is None else str(value)
+
+
+def _repetitions(values: Sequence[Any]) -> str:
+    """A list in one word, as --moe-layer-freq takes it, such as [0]*1+[1]*26."""
+    runs = ((value, len(list(run))) for value, run in groupby(values))
+    return "+".join(f"[{value}]*{length}" for value, length in runs)
 
 
 def spellings(parser: argparse.ArgumentParser) -> dict[str, Spelling]:
@@ -260,6 +273,7 @@ def spellings(parser: argparse.ArgumentParser) -> dict[str, Spelling]:
             options=tuple(action.option_strings),
             default=action.default,
             const=action.const if action.nargs == 0 else None,
+            takes_several=action.nargs == "+",
         )
         for action in parser._actions
         if action.dest in MODEL_FLAGS
@@ -333,20 +347,6 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
     return defaults | dict(stored)
 
 
-def require_dense(args: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError for experts and latent attention, which are not written for others yet."""
-    if args.get("num_experts"):
-        raise UserError(
-            f"{source} is a mixture of experts (--num-experts {args['num_experts']}); only dense "
-            "models can be converted"
-        )
-    if args.get("multi_latent_attention"):
-        raise UserError(
-            f"{source} has latent attention (--multi-latent-attention); only models without it can "
-            "be converted"
-        )
-
-
 def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, by destination, in a form that is equal for equal models."""
     args = dict(values)
@@ -360,5 +360,10 @@ def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
             args["num_query_groups"] = heads
         args["group_query_attention"] = args.get("num_query_groups", heads) != heads
     if not args.get("num_experts"):
-        args = {name: value for name, value in args.items() if not name.startswith("moe_")}
+        return {name: value for name, value in args.items() if not name.startswith("moe_")}
+    period, layers = args.get("moe_layer_freq"), args.get("num_layers")
+    if isinstance(period, int) and layers is not None:
+        args["moe_layer_freq"] = [int(layer % period == 0) for layer in range(layers)]
+    if args.get("moe_router_topk_scaling_factor") == 1.0:
+        args["moe_router_topk_scaling_factor"] = None
     return args

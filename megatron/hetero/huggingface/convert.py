@@ -30,7 +30,11 @@ from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING
 from megatron.hetero.huggingface import hub_folders
-from megatron.hetero.huggingface.configuration import args_from_config, config_from_args
+from megatron.hetero.huggingface.configuration import (
+    args_from_config,
+    config_from_args,
+    untold_args,
+)
 from megatron.hetero.huggingface.export_tokenizer import TokenizerSource
 from megatron.hetero.huggingface.families import BY_TYPE
 from megatron.hetero.huggingface.mapping import ModelShape, Rule, rules
@@ -83,16 +87,20 @@ def to_megatron(
     model.read_headers()
     family = BY_TYPE[model.config["model_type"]]
     shape = ModelShape.from_args(args, family=family, vocabulary=vocabulary, rows=rows)
-    items = _import_items(model, shape)
+    further = _layers_of_further_tokens(model, shape)
+    items = _import_items(model, shape, left_out=further)
     args |= precision_args(items[0].dtype)
     notes: tuple[str, ...] = ()
+    if further:
+        which = "it predicts" if len(further) == 1 else "they predict"
+        notes = (f"{', '.join(further)}: left out, because {which} further tokens only",)
     if model.has_tokenizer:
         args |= {
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": f"{checkpoint_folders.RELEASE}/{COMPANION_FOLDER}",
         }
         note = tokens_without_row(source, rows)
-        notes = () if note is None else (note,)
+        notes += () if note is None else (note,)
 
     def add_companions(folder: Path) -> None:
         (folder / COMPANION_FOLDER).mkdir()
@@ -157,7 +165,6 @@ def to_huggingface(
         notes = (*notes, f"no tokenizer was written: {exported.problem}")
     if exported.note is not None:
         notes = (*notes, exported.note)
-    dropout = index.args.get("hidden_dropout", 0.0)
     return ConvertedModel(
         folder=target,
         parameters=_parameters(shape),
@@ -165,7 +172,7 @@ def to_huggingface(
         source=title,
         notes=notes,
         has_tokenizer=exported.problem is None,
-        dropped_flags=(f"--hidden-dropout {dropout}",) if dropout else (),
+        dropped_flags=untold_args(index.args, BY_TYPE[config["model_type"]]),
     )
 
 
@@ -174,8 +181,22 @@ def _parameters(shape: ModelShape) -> int:
     return sum(part.size for rule in rules(shape) for part in rule.parts)
 
 
-def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[WriteItem]:
-    """Our tensors, to be read from the model's. Raises UserError if they do not match."""
+def _layers_of_further_tokens(model: hub_folders.ModelFolder, shape: ModelShape) -> tuple[str, ...]:
+    """The names of layers after the last, which the model has for predicting further tokens."""
+    key = BY_TYPE[model.config["model_type"]].further_tokens
+    count = 0 if key is None else model.config.get(key) or 0
+    after = (f"model.layers.{shape.layers + number}" for number in range(count))
+    return tuple(layer for layer in after if any(n.startswith(f"{layer}.") for n in model.names()))
+
+
+def _import_items(
+    model: hub_folders.ModelFolder, shape: ModelShape, *, left_out: Sequence[str]
+) -> list[WriteItem]:
+    """Our tensors, to be read from the model's. Raises UserError if they do not match.
+
+    `left_out`: layers of which no tensor is read.
+    """
+    ignored = tuple(f"{layer}." for layer in left_out)
     if shape.tied:
         _require_tied(model)
     items, used = [], set()
@@ -188,10 +209,11 @@ def _import_items(model: hub_folders.ModelFolder, shape: ModelShape) -> list[Wri
             )
         source = partial(_read_joined, model, rule)
         regions = (Region.whole(rule.shape),)
-        items.append(WriteItem(rule.name, rule.shape, dtypes[0], regions, source))
+        items.append(WriteItem(rule.name, rule.shape, rule.dtype or dtypes[0], regions, source))
         used |= {part.name for part in rule.parts}
     for name in model.names():
-        if name not in used and not name.endswith(_IGNORED_TENSORS):
+        is_ignored = name.endswith(_IGNORED_TENSORS) or name.startswith(ignored)
+        if name not in used and not is_ignored:
             raise UserError(
                 f"{model.folder} holds the tensor {name}, which its {hub_folders.CONFIG} does not "
                 "account for; take the files of one model"
@@ -276,13 +298,14 @@ def _write_weights(
     """Write the shards, and their index if there are several."""
 
     def split_tensors(tasks: Sequence[_ExportTask]) -> Iterator[tuple[str, torch.Tensor]]:
-        for task in tasks:
-            # A reader for each tensor, which unmaps the file after it.
+        for group in shards(tasks, hub_folders.MAPPED_BYTES):
+            # Opened anew for each group, because that unmaps the files.
             with CheckpointReader(source, index) as reader:
-                whole = reader.tensor(task.rule.name)
-            for part, tensor in zip(task.rule.parts, task.rule.split(whole), strict=True):
-                yield part.name, tensor
-            advance(task.bytes)
+                for task in group:
+                    parts = task.rule.split(reader.tensor(task.rule.name))
+                    for part, tensor in zip(task.rule.parts, parts, strict=True):
+                        yield part.name, tensor
+                    advance(task.bytes)
 
     weight_map: dict[str, str] = {}
     total = 0

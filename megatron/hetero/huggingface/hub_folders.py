@@ -1,7 +1,8 @@
 """Reads and writes a Hugging Face model's folder: sharded safetensors, one tensor at a time.
 
-A file is opened anew for every tensor, because the pages of a mapped file count as this process's
-memory for as long as it stays open.
+A file is opened anew when `MAPPED_BYTES` of it have been read, because the pages of a mapped file
+count as this process's memory for as long as it stays open. Opening one takes time for each tensor
+in it, of which experts are many and small.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +26,8 @@ from megatron.hetero.tokenizer.files import copy_file, huggingface_files
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAPPED_BYTES = 64 << 20
+"""How many bytes are read of a file before it is closed."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,6 +49,9 @@ class ModelFolder:
         self.folder = folder
         self.config = read_json(folder / CONFIG)
         self._stored: dict[str, _StoredTensor] = {}
+        self._opened = ""
+        self._file: Any = None
+        self._mapped = 0
 
     @property
     def has_tokenizer(self) -> bool:
@@ -76,12 +83,16 @@ class ModelFolder:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, memory-mapped."""
-        path = self.folder / self._stored[name].file
+        file = self._stored[name].file
+        path = self.folder / file
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                values: torch.Tensor = file.get_tensor(name)
+            if file != self._opened or self._mapped > MAPPED_BYTES:
+                self._file = safe_open(path, framework="pt", device="cpu")
+                self._opened, self._mapped = file, 0
+            values: torch.Tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
+        self._mapped += values.nbytes
         return values
 
     def _files(self) -> list[str]:

@@ -14,9 +14,65 @@ from typing import Any
 import torch
 
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
-from megatron.hetero.huggingface.families import Family
+from megatron.hetero.huggingface.experts import expert_width, layers_with_experts
+from megatron.hetero.huggingface.families import Experts, Family
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The sizes of a mixture of experts, and Hugging Face's names of its tensors."""
+
+    layers: frozenset[int]
+    """The layers that have experts."""
+    count: int
+    ffn: int
+    """An expert's inner width."""
+    shared: int = 0
+    """The inner width of the experts that every token passes; 0 without them."""
+    bias: bool = False
+    """Whether the router has a bias of each expert's score."""
+    module: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any], experts: Experts) -> ExpertShape:
+        return cls(
+            layers=layers_with_experts(args),
+            count=args["num_experts"],
+            ffn=expert_width(args),
+            shared=args["moe_shared_expert_intermediate_size"] or 0,
+            bias=args["moe_router_enable_expert_bias"],
+            module=experts.module,
+            projections=experts.projections,
+        )
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The widths of multi-latent attention."""
+
+    queries: int | None
+    """The latent vector of queries; None if they are projected directly."""
+    keys: int
+    """The latent vector of keys and values."""
+    plain: int
+    """A head's queries and keys without positions."""
+    rotated: int
+    """Their part with positions."""
+    values: int
+    """A head's values."""
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> LatentShape:
+        return cls(
+            queries=args["q_lora_rank"],
+            keys=args["kv_lora_rank"],
+            plain=args["qk_head_dim"],
+            rotated=args["qk_pos_emb_head_dim"],
+            values=args["v_head_dim"],
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +100,10 @@ class ModelShape:
     """True if norms come after attention and MLP."""
     fused_projections: bool = False
     """True if Hugging Face's model has one tensor for queries, keys and values."""
+    experts: ExpertShape | None = None
+    """None if all layers are dense."""
+    latent: LatentShape | None = None
+    """None without latent attention."""
 
     @classmethod
     def from_args(
@@ -71,6 +131,8 @@ class ModelShape:
             key_norm=normed[1],
             reordered_norm=args.get("reordered_norm", False),
             fused_projections=family.fused_projections,
+            experts=ExpertShape.from_args(args, family.experts) if family.experts else None,
+            latent=LatentShape.from_args(args) if family.latent_attention else None,
         )
 
 
@@ -93,6 +155,11 @@ class Rule:
     name: str
     shape: Shape
     parts: tuple[Part, ...]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Ours, if it is not that of the parts."""
+        return None
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Build our tensor from Hugging Face's, in the order of `parts`."""
@@ -161,20 +228,41 @@ class VocabularyRule(Rule):
         return [whole[: self.parts[0].shape[0]]]
 
 
+@dataclass(frozen=True)
+class ExpertBiasRule(Rule):
+    """A router's bias, which is in float32 here, whatever the model's dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return torch.float32
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        (part,) = parts
+        return part.float()
+
+
 def rules(model: ModelShape) -> Iterator[Rule]:
     """Every tensor of the model, in the order of the layers."""
     yield _vocabulary(model, EMBEDDING, "model.embed_tokens.weight")
     for layer in range(model.layers):
-        yield from _layer_rules(model, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        prefix, hf_prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for ours, theirs in _NORMS[model.reordered_norm]:
+            yield _plain(f"{prefix}{ours}.weight", f"{hf_prefix}{theirs}.weight", (model.hidden,))
+        if model.latent is not None:
+            yield from _latent_attention_rules(model, model.latent, prefix, hf_prefix)
+        else:
+            yield from _attention_rules(model, prefix, hf_prefix)
+        if model.experts is not None and layer in model.experts.layers:
+            yield from _expert_rules(model, model.experts, f"{prefix}mlp.", hf_prefix)
+        else:
+            yield from _mlp_rules(model, f"{prefix}mlp.", f"{hf_prefix}mlp.", model.ffn)
     yield _plain("decoder.final_layernorm.weight", "model.norm.weight", (model.hidden,))
     if not model.tied:
         yield _vocabulary(model, OUTPUT_LAYER, "lm_head.weight")
 
 
-def _layer_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
+def _attention_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     hidden, attention = model.hidden, model.heads * model.channels
-    for ours, theirs in _NORMS[model.reordered_norm]:
-        yield _plain(f"{prefix}{ours}.weight", f"{hf_prefix}{theirs}.weight", (hidden,))
     yield _qkv(model, prefix, hf_prefix, "weight", (hidden,))
     if model.qkv_bias:
         yield _qkv(model, prefix, hf_prefix, "bias", ())
@@ -190,10 +278,74 @@ def _layer_rules(model: ModelShape, prefix: str, hf_prefix: str) -> Iterator[Rul
         f"{hf_prefix}self_attn.o_proj.weight",
         (hidden, attention),
     )
-    yield _gate_and_up(model, f"{prefix}mlp.linear_fc1.weight", f"{hf_prefix}mlp.")
-    yield _plain(
-        f"{prefix}mlp.linear_fc2.weight", f"{hf_prefix}mlp.down_proj.weight", (hidden, model.ffn)
+
+
+def _latent_attention_rules(
+    model: ModelShape, latent: LatentShape, prefix: str, hf_prefix: str
+) -> Iterator[Rule]:
+    hidden, heads = model.hidden, model.heads
+    queries = heads * (latent.plain + latent.rotated)
+    shapes: dict[tuple[str, str], Shape] = {("linear_q_proj", "q_proj"): (queries, hidden)}
+    if latent.queries is not None:
+        shapes = {
+            ("linear_q_down_proj", "q_a_proj"): (latent.queries, hidden),
+            ("q_layernorm", "q_a_layernorm"): (latent.queries,),
+            ("linear_q_up_proj", "q_b_proj"): (queries, latent.queries),
+        }
+    keys_and_values = heads * (latent.plain + latent.values)
+    shapes |= {
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa"): (latent.keys + latent.rotated, hidden),
+        ("kv_layernorm", "kv_a_layernorm"): (latent.keys,),
+        ("linear_kv_up_proj", "kv_b_proj"): (keys_and_values, latent.keys),
+        ("linear_proj", "o_proj"): (hidden, heads * latent.values),
+    }
+    for (ours, theirs), shape in shapes.items():
+        yield _plain(
+            f"{prefix}self_attention.{ours}.weight", f"{hf_prefix}self_attn.{theirs}.weight", shape
+        )
+
+
+def _mlp_rules(
+    model: ModelShape,
+    prefix: str,
+    hf_prefix: str,
+    ffn: int,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Rule]:
+    """Of an MLP or an expert of the inner width `ffn`."""
+    gate, up, down = projections
+    shape = (2 * ffn, model.hidden)
+    stacked = Part(f"{hf_prefix}gate_up_proj.weight", shape)
+    separate = (Part(f"{hf_prefix}{name}.weight", (ffn, model.hidden)) for name in (gate, up))
+    yield StackedRule(
+        f"{prefix}linear_fc1.weight",
+        shape,
+        (stacked,) if model.fused_projections else tuple(separate),
     )
+    yield _plain(f"{prefix}linear_fc2.weight", f"{hf_prefix}{down}.weight", (model.hidden, ffn))
+
+
+def _expert_rules(
+    model: ModelShape, experts: ExpertShape, prefix: str, hf_prefix: str
+) -> Iterator[Rule]:
+    module = f"{hf_prefix}{experts.module}."
+    gate = (experts.count, model.hidden)
+    yield _plain(f"{prefix}router.weight", f"{module}gate.weight", gate)
+    if experts.bias:
+        part = Part(f"{module}gate.e_score_correction_bias", (experts.count,))
+        yield ExpertBiasRule(f"{prefix}router.expert_bias", part.shape, (part,))
+    for number in range(experts.count):
+        yield from _mlp_rules(
+            model,
+            f"{prefix}experts.local_experts.{number}.",
+            f"{module}experts.{number}.",
+            experts.ffn,
+            experts.projections,
+        )
+    if experts.shared:
+        yield from _mlp_rules(
+            model, f"{prefix}shared_experts.", f"{module}shared_experts.", experts.shared
+        )
 
 
 # Our names and theirs, without and with --reordered-norm.
@@ -207,14 +359,6 @@ _NORMS = {
         ("mlp_bda.norm", "post_feedforward_layernorm"),
     ),
 }
-
-
-def _gate_and_up(model: ModelShape, name: str, hf_prefix: str) -> Rule:
-    shape = (2 * model.ffn, model.hidden)
-    if model.fused_projections:
-        return _plain(name, f"{hf_prefix}gate_up_proj.weight", shape)
-    parts = (Part(f"{hf_prefix}{n}_proj.weight", (model.ffn, model.hidden)) for n in ("gate", "up"))
-    return StackedRule(name, shape, tuple(parts))
 
 
 def _plain(name: str, hf_name: str, shape: Shape) -> Rule:

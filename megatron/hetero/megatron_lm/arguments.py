@@ -1,6 +1,6 @@
 """Converts the arguments in Megatron-LM's checkpoints to ours and back.
 
-They are the same flags, some under other names. Flags of models that are not implemented here are
+They are the same flags, some under other names. Flags of models that are not converted are
 refused by name, because their checkpoints could otherwise load and compute something else. No
 torch.
 """
@@ -17,7 +17,6 @@ from megatron.hetero.checkpoint.index import is_plain
 from megatron.hetero.checkpoint.model_flags import (
     COMPARED,
     MODEL_FLAGS,
-    require_dense,
     spellings,
 )
 
@@ -113,8 +112,8 @@ def args_from_namespace(namespace: Namespace, *, source: str) -> dict[str, Any]:
         refused.append(f"--normalization {args['normalization']}")
     if refused:
         raise UserError(
-            f"{source} is of a model that is not implemented here ({', '.join(refused)}); "
-            "only dense GPT models can be converted"
+            f"{source} is of a model that is not converted ({', '.join(refused)}); "
+            "only dense GPT models are, without latent attention"
         )
     known = vars(build_parser().parse_args([]))
     return {
@@ -165,26 +164,26 @@ def _defaults() -> dict[str, Any]:
     }
 
 
-# Flags of ours that change what a model computes and that Megatron-LM does not have.
-_OURS = (
+# Flags that change what a model computes, and that Megatron-LM does not have or is not written for.
+_NOT_WRITTEN = (
+    *("num_experts", "multi_latent_attention"),
     *("qk_layernorm_across_heads", "reordered_norm", "softmax_scale"),
     *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
 
 
 def require_expressible(args: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError if Megatron-LM cannot compute the model, naming every flag that it lacks."""
-    require_dense(args, source=source)
+    """Raise UserError if the model is not written for Megatron-LM, naming every flag of it."""
     spelled = spellings(build_parser())
-    lacking = [
+    foreign = [
         f"{spelled[name].option} ({spelled[name].word(args[name])})"
-        for name in _OURS
+        for name in _NOT_WRITTEN
         if args.get(name, spelled[name].default) != spelled[name].default
     ]
-    if lacking:
+    if foreign:
         raise UserError(
-            f"{source} is of a model that Megatron-LM does not have, because of "
-            f"{', '.join(lacking)}; megatron-to-hf writes it for transformers"
+            f"{source} is of a model that is not written for Megatron-LM, because of "
+            f"{', '.join(foreign)}; megatron-to-hf writes it for transformers"
         )
 
 

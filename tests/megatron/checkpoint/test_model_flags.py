@@ -240,6 +240,20 @@ def test_what_does_not_act_is_not_compared() -> None:
     assert compare(written_by(SIZES), groups) == compare(written_by(groups), SIZES) == ()
 
 
+def test_a_period_of_layers_is_the_list_that_it_stands_for() -> None:
+    every = written_by(f"{SIZES} {EXPERTS} --moe-layer-freq 1")
+    listed = f"{SIZES} {EXPERTS} --moe-layer-freq [1]*2"
+    assert compare(every, listed) == ()
+    first = f"{SIZES} {EXPERTS} --moe-layer-freq [1]*1+[0]*1"
+    assert compare(written_by(first), f"{SIZES} {EXPERTS} --moe-layer-freq 2") == ()
+    assert "start with --moe-layer-freq [1]*1+[0]*1, or" in refusal(written_by(first), listed)
+
+
+def test_a_factor_of_one_is_none() -> None:
+    factor = f"{SIZES} {EXPERTS} --moe-router-topk-scaling-factor 1.0"
+    assert compare(written_by(factor), f"{SIZES} {EXPERTS}") == ()
+
+
 @pytest.mark.parametrize("name", sorted(set(COMPARED_FLAGS) - {"add_qkv_bias", "swiglu"}))
 def test_another_value_that_is_typed(name: str) -> None:
     """A run from weights alone may tune what it types, any run its dropout, none the rest."""

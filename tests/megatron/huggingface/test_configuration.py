@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero.errors import UserError
 from megatron.hetero.arguments import build_parser, parse_args
-from megatron.hetero.checkpoint.model_flags import COMPARED, MODEL_FLAGS, spellings
-from megatron.hetero.huggingface.configuration import args_from_config, config_from_args
+from megatron.hetero.checkpoint.model_flags import (
+    COMPARED,
+    MODEL_FLAGS,
+    completed,
+    normal_form,
+    spellings,
+)
+from megatron.hetero.huggingface.configuration import (
+    args_from_config,
+    config_from_args,
+    untold_args,
+)
 from megatron.hetero.huggingface.families import BY_TYPE
 from megatron.hetero.huggingface.mapping import ModelShape, rules
 from tests.commands import PRESETS
@@ -68,20 +80,33 @@ _SIZES = {
 }
 
 
+_OF_EXPERTS = {"num_experts_per_tok": 8, "first_k_dense_replace": 0}
+
+
 def _args(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return args_from_config(config | changes, source="config.json")
 
 
+def _real(name: str) -> dict[str, Any]:
+    return json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+
+
 @pytest.mark.parametrize(
-    ("config", "preset"), [(LLAMA_3_1_8B, "llama3.1_8b"), (QWEN2_0_5B, "qwen2_0.5b")]
+    ("config", "preset"),
+    [
+        (LLAMA_3_1_8B, "llama3.1_8b"),
+        (QWEN2_0_5B, "qwen2_0.5b"),
+        (_real("qwen3_30b_a3b"), "qwen3_30b_a3b"),
+        (_real("deepseek_v2_lite"), "deepseek_v2_lite"),
+    ],
 )
 def test_a_models_config_says_what_its_preset_says(config: dict[str, Any], preset: str) -> None:
     batch = "--micro-batch-size 1 --lr 1e-4 --train-iters 1 --mock-data".split()
     theirs = vars(parse_args(["--yaml-cfg", str(PRESETS / f"{preset}.yaml"), *batch], world_size=1))
     found = _args(config)
-    # The tokenizer's size is not known before it is read.
-    del found["vocab_size"]
-    assert found == {name: theirs[name] for name in found}
+    # The tokenizer's size is not known before it is read, and a router's precision is chosen anew.
+    found = {n: value for n, value in found.items() if n not in ("vocab_size", "moe_router_dtype")}
+    assert normal_form(found) == {name: normal_form(theirs)[name] for name in found}
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_1_8B, QWEN2_0_5B])
@@ -108,7 +133,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
     [
         ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "'gemma'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"model_type": None}, "Phi3ForCausalLM and GraniteForCausalLM"),
+        ({"model_type": None}, "DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -127,7 +152,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size None"),
         ({"num_key_value_heads": 5}, "32 attention heads for 5"),
-        ({"model_type": ["llama"]}, "Phi3ForCausalLM and GraniteForCausalLM"),
+        ({"model_type": ["llama"]}, "DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "instead of a list"),
         ({"rope_parameters": "default"}, "instead of a mapping"),
         ({"rope_theta": "1e6"}, "rope_theta '1e6' instead of a number"),
@@ -175,10 +200,6 @@ def test_keys_that_change_nothing_in_a_llama_are_no_reason_to_refuse(
     assert _args(LLAMA_3_1_8B, **changes) == _args(plain)
 
 
-def _real(name: str) -> dict[str, Any]:
-    return json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
-
-
 # Parameters as their publishers count them.
 REAL = {
     "qwen3_4b": 4_022_468_096,
@@ -186,6 +207,10 @@ REAL = {
     "olmo_2_1b": 1_484_916_736,
     "phi_4": 14_659_507_200,
     "granite_3.3_8b": 8_170_864_640,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "mixtral_8x7b": 46_702_792_704,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3_bf16": 671_026_419_200,
 }
 
 
@@ -201,7 +226,13 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         preferred=config["model_type"],
     )
     of_the_tokenizer = ("bos_token_id", "eos_token_id", "pad_token_id")
-    compared = [key for key in config if key in back and key not in of_the_tokenizer]
+    # Layers that predict further tokens are left out.
+    unlike = {*of_the_tokenizer, "num_nextn_predict_layers"}
+    compared = [key for key in config if key in back and key not in unlike]
+    for which in (config, back):
+        if which.get("rope_scaling") is not None:
+            # Its name in later releases.
+            which["rope_scaling"] = {"rope_type": "yarn", **which["rope_scaling"]}
     assert {key: back[key] for key in compared} == {key: config[key] for key in compared}
     assert back["model_type"] == config["model_type"]
     shape = ModelShape.from_args(
@@ -211,6 +242,14 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         rows=config["vocab_size"],
     )
     assert sum(part.size for rule in rules(shape) for part in rule.parts) == REAL[name]
+
+
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_TWO_OF_A_GROUP = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+
+
+def _yarn(**changes: Any) -> dict[str, Any]:
+    return {"rope_scaling": _real("deepseek_v2_lite")["rope_scaling"] | changes}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +271,50 @@ def test_a_published_config_is_read_and_comes_back(name: str) -> None:
         ("olmo_2_1b", {"attention_bias": True}, "attention_bias True"),
         ("granite_3.3_8b", {"residual_multiplier": 0}, "residual_multiplier 0 instead of"),
         ("granite_3.3_8b", {"mlp_bias": True}, "mlp_bias True"),
+        ("qwen3_30b_a3b", {"attention_bias": True}, "attention_bias True"),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
+        ("qwen3_30b_a3b", {"num_experts_per_tok": 1}, "which has no gradient"),
+        ("qwen3_30b_a3b", {"num_local_experts": 64}, "num_experts 128 and num_local_experts 64"),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 49}, "no layer with experts"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": 3}, "mlp_only_layers 3 instead of a list"),
+        ("qwen3_30b_a3b", {"moe_intermediate_size": None}, "moe_intermediate_size None instead"),
+        ("qwen3_30b_a3b", {"router_aux_loss_coef": "x"}, "router_aux_loss_coef 'x' instead of"),
+        ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ("mixtral_8x7b", {"num_experts_per_tok": 1}, "which has no gradient"),
+        ("mixtral_8x7b", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("deepseek_v2_lite", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek_v2_lite", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v2_lite", {"num_key_value_heads": 4}, "num_key_value_heads 4"),
+        ("deepseek_v2_lite", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+        ("deepseek_v2_lite", {"n_shared_experts": None}, "n_shared_experts None"),
+        ("deepseek_v2_lite", {"first_k_dense_replace": 27}, "no layer with experts"),
+        ("deepseek_v2_lite", {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63"),
+        ("deepseek_v2_lite", {"mlp_bias": True}, "mlp_bias True"),
+        ("deepseek_v2_lite", _TWO_OF_A_GROUP, "it rates a group by its best 1 expert, and"),
+        ("deepseek_v2_lite", _yarn(mscale=0.5, mscale_all_dim=None), "mscale 0.5 and mscale_all"),
+        ("deepseek_v2_lite", _yarn(mscale=None), "mscale 0 and mscale_all_dim 0.707"),
+        ("deepseek_v2_lite", _yarn(beta_fast=16), "beta_fast 16"),
+        ("deepseek_v2_lite", _yarn(truncate=False), "truncate False"),
+        ("deepseek_v2_lite", _yarn(attention_factor=1.5), "attention_factor 1.5"),
+        (
+            "deepseek_v2_lite",
+            _yarn(original_max_position_embeddings=None),
+            "original_max_position_embeddings None",
+        ),
+        ("deepseek_v2_lite", _yarn(factor=0.5), "factor 0.5 of 'yarn'"),
+        ("deepseek_v2_lite", _yarn(type="linear"), "scaling 'linear'"),
+        ("deepseek_v3_bf16", {"rope_interleave": False}, "rope_interleave False"),
+        ("deepseek_v3_bf16", {"rope_interleave": None}, "rope_interleave None"),
+        ("deepseek_v3_bf16", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("deepseek_v3_bf16", {"num_experts_per_tok": 1} | _ONE_GROUP, "norm_topk_prob True"),
+        ("deepseek_v3_bf16", {"topk_group": 3}, "only topk_group 4 or all groups"),
+        ("deepseek_v3_bf16", {"n_group": 7}, "256 experts in 7 groups"),
+        ("deepseek_v3_bf16", {"topk_group": 9}, "256 experts in 8 groups, of which 9"),
+        ("deepseek_v3_bf16", _ONE_GROUP | {"n_group": None}, "n_group None"),
+        ("deepseek_v3_bf16", {"quantization_config": {"quant_method": "fp8"}}, "quantization_c"),
     ],
 )
 def test_what_another_family_cannot_express_is_refused(
@@ -299,7 +382,7 @@ def test_every_setting_of_transformers_is_read_or_has_no_effect(kind: str) -> No
 
     # A window, where there is one, hides nothing.
     args_from_config(
-        Asked(model_type=kind, rope_theta=1.0, sliding_window=8, **_SIZES),
+        Asked(model_type=kind, rope_theta=1.0, sliding_window=8, **_SIZES, **_OF_EXPERTS),
         source="it",
     )
     name = BY_TYPE[kind].architecture.replace("ForCausalLM", "Config")
@@ -311,37 +394,67 @@ def test_every_setting_of_transformers_is_read_or_has_no_effect(kind: str) -> No
         *("original_max_position_embeddings", "pretraining_tp"),
         *("architectures", "id2label", "label2id", "problem_type", "_name_or_path", "return_dict"),
         *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
+        "output_router_logits",
+        # A sum of others, groups of a choice without them, and what the names of tensors tell.
+        *("qk_head_dim", "n_group", "topk_group", "num_nextn_predict_layers"),
         "is_encoder_decoder",
     }
     assert set(getattr(transformers, name)().to_dict()) - asked <= without_effect
 
 
-@pytest.mark.parametrize("config", [LLAMA_3_1_8B, QWEN2_0_5B])
+WITH_EXPERTS = ("qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v2_lite", "deepseek_v3_bf16")
+_OTHER_EXPERTS: dict[str, Any] = {
+    "num_experts": 7,
+    "moe_layer_freq": [1, 0, 1],
+    "moe_ffn_hidden_size": 5,
+    "moe_shared_expert_intermediate_size": 10,
+    "moe_router_topk": 3,
+    "moe_router_load_balancing_type": ["sinkhorn"],
+    "moe_aux_loss_coeff": [0.5],
+}
+_IDLE_ALONE = {
+    *("moe_shared_expert_gate", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_router_bias_update_rate"),
+}
+"""Flags of experts that do nothing without another one."""
+_IDLE_IN_LATENT = {"kv_channels", "num_query_groups", "use_rope_scaling"}
+_IDLE_IN_LATENT |= {"rotary_seq_len_interpolation_factor"}
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", *WITH_EXPERTS])
 @pytest.mark.parametrize(
-    "name",
-    sorted(
-        name
-        for name, flag in MODEL_FLAGS.items()
-        if flag.kind in COMPARED and not name.startswith("moe_") and name != "num_experts"
-    ),
+    "name", sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)
 )
-def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any], name: str) -> None:
+def test_every_flag_of_the_model_is_expressed_or_refused(model: str, name: str) -> None:
     """On the way in each is written down; on the way out no other value is lost in silence."""
-    args = _args(config)
-    assert name in args
-    other = args | {name: _another(args[name])}
-    if any(args[other] != value for other, value in MODEL_FLAGS[name].only_with.items()):
+    config = {"llama": LLAMA_3_1_8B, "qwen2": QWEN2_0_5B}.get(model) or _real(model)
+    args = _args(config, num_hidden_layers=3, first_k_dense_replace=0)
+    if name.startswith(("moe_", "num_experts")) and args["num_experts"] is None:
+        return  # A model with experts is of another family.
+    if any(args.get(other) != value for other, value in MODEL_FLAGS[name].only_with.items()):
         return  # It does not act.
-    if name == "hidden_dropout":
-        return  # Only training uses it; the tool says so.
+    assert name in args
+    if name in _IDLE_ALONE or (args["multi_latent_attention"] and name in _IDLE_IN_LATENT):
+        return
+    if args.get("moe_router_score_function") == "sigmoid" and name == "moe_router_pre_softmax":
+        return
+    other = args | {name: _OTHER_EXPERTS.get(name) or _another(args[name])}
 
     def exported(values: dict[str, Any]) -> str:
         try:
-            config = config_from_args(values, vocabulary=1, dtype="float32", source="it")
+            found = config_from_args(
+                values,
+                vocabulary=1,
+                dtype="float32",
+                source="it",
+                preferred=config["model_type"],
+            )
         except UserError as error:
             return str(error)
-        family = BY_TYPE[config["model_type"]]
-        return f"{config} {ModelShape.from_args(values, family=family, vocabulary=1, rows=1)}"
+        family = BY_TYPE[found["model_type"]]
+        complete = completed(values, spellings(build_parser()))
+        shape = ModelShape.from_args(complete, family=family, vocabulary=1, rows=1)
+        return f"{found} {shape} {untold_args(values, family)}"
 
     before, after = exported(args), exported(other)
     assert before.startswith("{")
@@ -349,16 +462,231 @@ def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any],
     assert after.startswith("{") or spellings(build_parser())[name].option in after
 
 
-def test_a_mixture_of_experts_is_not_exported_as_a_dense_model() -> None:
-    args = _args(LLAMA_3_1_8B) | {"num_experts": 8}
-    with pytest.raises(UserError, match="--num-experts 8"):
-        config_from_args(args, vocabulary=1, dtype="float32", source="it")
+_MIXTURE = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"mlp_only_layers": [0]}, {"moe_layer_freq": [0, 1, 1, 1]}),
+        ({"decoder_sparse_step": 2}, {"moe_layer_freq": [0, 1, 0, 1]}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {"moe_layer_freq": [0, 0, 0, 1]}),
+        ({"mlp_only_layers": None}, {"moe_layer_freq": 1}),
+        ({"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+        ({"norm_topk_prob": True}, {"moe_router_pre_softmax": False}),
+        ({"norm_topk_prob": False, "num_experts_per_tok": 1}, {"moe_router_topk": 1}),
+        ({"router_aux_loss_coef": 0.25}, {"moe_aux_loss_coeff": [0.25]}),
+    ],
+)
+def test_experts_go_there_and_back(changes: dict[str, Any], flags: dict[str, Any]) -> None:
+    config = _real("qwen3_30b_a3b") | _MIXTURE | changes
+    args = _args(config)
+    assert {name: args[name] for name in flags} == flags
+    back = config_from_args(args, vocabulary=8, dtype="float32", source="it")
+    assert args_from_config(back, source="it") == args | {"vocab_size": 8, "padded_vocab_size": 8}
+
+
+_LITE = {"num_hidden_layers": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags"),
+    [
+        ("deepseek_v2_lite", {}, {"moe_router_num_groups": None, "moe_router_pre_softmax": True}),
+        (
+            "deepseek_v2_lite",
+            {"n_shared_experts": 3},
+            {"moe_shared_expert_intermediate_size": 4224},
+        ),
+        ("deepseek_v2_lite", {"first_k_dense_replace": 3}, {"moe_layer_freq": [0, 0, 0, 1]}),
+        ("deepseek_v2_lite", {"first_k_dense_replace": 0}, {"moe_layer_freq": 1}),
+        (
+            "deepseek_v2_lite",
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 2},
+            {"moe_router_num_groups": 8, "moe_router_group_topk": 2},
+        ),
+        (
+            "deepseek_v2_lite",
+            {"routed_scaling_factor": 16.0},
+            {"moe_router_topk_scaling_factor": 16.0},
+        ),
+        (
+            "deepseek_v2_lite",
+            {"seq_aux": False},
+            {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.001]},
+        ),
+        ("deepseek_v2_lite", {"q_lora_rank": 24}, {"q_lora_rank": 24}),
+        (
+            "deepseek_v2_lite",
+            {"rope_scaling": None},
+            {"rope_type": "rope", "rotary_scaling_factor": 1.0},
+        ),
+        (
+            "deepseek_v2_lite",
+            _yarn(mscale=None, mscale_all_dim=None, factor=4.0),
+            {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.0},
+        ),
+        ("deepseek_v3_bf16", {"topk_group": 1}, {"moe_router_group_topk": 1}),
+        ("deepseek_v3_bf16", {"topk_group": 8}, {"moe_router_num_groups": None}),
+        (
+            "deepseek_v3_bf16",
+            {"num_experts_per_tok": 1, "norm_topk_prob": False, **_ONE_GROUP},
+            {"moe_router_topk": 1, "moe_router_enable_expert_bias": True},
+        ),
+        ("deepseek_v3_bf16", {"q_lora_rank": None}, {"q_lora_rank": None}),
+    ],
+)
+def test_latent_attention_goes_there_and_back(
+    name: str, changes: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    args = _args(_real(name) | _LITE | {"topk_group": 1} | changes)
+    assert {name: args[name] for name in flags} == flags
+    back = config_from_args(args, vocabulary=8, dtype="float32", source="it")
+    assert args_from_config(back, source="it") == args | {"vocab_size": 8, "padded_vocab_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layernorm_epsilon": 1e-5}, "--norm-epsilon (1e-05)"),
+        ({"mscale": 0.5, "mscale_all_dim": 0.0}, "--mscale (0.5)"),
+        ({"rotary_scaling_factor": 0.5}, "--rotary-scaling-factor (0.5)"),
+        ({"qk_layernorm": False}, "--qk-layernorm (off)"),
+        ({"moe_router_enable_expert_bias": False}, "--moe-router-enable-expert-bias (off)"),
+        ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate (on)"),
+        ({"moe_layer_freq": [1, 0, 1, 1]}, "--moe-layer-freq ([1]*1+[0]*1+[1]*2)"),
+        ({"num_experts": None}, "--multi-latent-attention (on)"),
+        ({"multi_latent_attention": False}, "--multi-latent-attention (off)"),
+    ],
+)
+def test_latent_attention_of_no_family_is_refused_by_the_flag(
+    changes: dict[str, Any], said: str
+) -> None:
+    args = _args(_real("deepseek_v3_bf16"), num_hidden_layers=4, first_k_dense_replace=1) | changes
+    assert said in sentence_of(
+        config_from_args,
+        args,
+        vocabulary=1,
+        dtype="float32",
+        source="it",
+        preferred="deepseek_v3",
+    )
+
+
+def test_yarn_that_does_not_stretch_is_no_scaling() -> None:
+    plain = _args(_real("deepseek_v3_bf16"), rope_scaling=None)
+    config = config_from_args(
+        plain | {"rope_type": "yarn"}, vocabulary=1, dtype="float32", source="it"
+    )
+    assert config["rope_scaling"] is None
+
+
+@st.composite
+def _configs_with_experts(draw: st.DrawFn) -> dict[str, Any]:
+    """Configurations of any of the families that transformers and we compute alike."""
+    name = draw(st.sampled_from(WITH_EXPERTS))
+    layers, groups = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    count = groups * draw(st.integers(2, 5))
+    chosen, best = draw(st.integers(2, count)), draw(st.integers(1, groups))
+    config = _real(name) | {"num_hidden_layers": layers, "num_experts_per_tok": chosen}
+    config["tie_word_embeddings"] = draw(st.booleans())
+    if name == "mixtral_8x7b":
+        return config | {"num_local_experts": count}
+    if name == "qwen3_30b_a3b":
+        dense = draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1))
+        normed = {"norm_topk_prob": draw(st.booleans()), "mlp_only_layers": sorted(dense)}
+        return config | {"num_experts": count, **normed}
+    of_a_group = 1 if name == "deepseek_v2_lite" else 2
+    config |= {
+        "n_routed_experts": count,
+        "first_k_dense_replace": draw(st.integers(0, layers - 1)),
+        "n_shared_experts": draw(st.integers(1, 3)),
+        "q_lora_rank": draw(st.none() | st.integers(1, 64)),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+    }
+    if best == groups:
+        return config | _ONE_GROUP
+    config |= {"n_group": groups, "topk_group": best, "num_experts_per_tok": best * of_a_group}
+    return config | ({"topk_method": "group_limited_greedy"} if of_a_group == 1 else {})
+
+
+@given(_configs_with_experts())
+def test_a_model_with_experts_of_any_shape_goes_there_and_back(config: dict[str, Any]) -> None:
+    args = _args(config)
+    # With what a checkpoint stores as JSON.
+    stored = json.loads(json.dumps(args))
+    rows = config["vocab_size"]
+    back = config_from_args(stored, vocabulary=rows, dtype="bfloat16", source="it")
+    assert back["model_type"] == config["model_type"]
+    assert args_from_config(back, source="it") == args
+
+
+def test_transformers_names_the_number_of_experts_in_two_ways() -> None:
+    config = _real("qwen3_30b_a3b")
+    renamed = {k: v for k, v in config.items() if k != "num_experts"} | {"num_local_experts": 128}
+    assert _args(renamed) == _args(config) == _args(config, num_local_experts=128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor (1.0)"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "--moe-router-load-balancing-type"),
+        ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function (sigmoid)"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor (2.5)"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+            "--moe-router-num-groups (4), --moe-router-group-topk (2), --moe-router-topk (8)",
+        ),
+        (
+            {"moe_shared_expert_intermediate_size": 768},
+            "--moe-shared-expert-intermediate-size (768)",
+        ),
+    ],
+)
+def test_experts_of_no_family_are_refused_by_the_flag(changes: dict[str, Any], said: str) -> None:
+    args = _args(_real("qwen3_30b_a3b")) | changes
+    assert said in sentence_of(config_from_args, args, vocabulary=1, dtype="float32", source="it")
+
+
+def test_experts_with_biases_of_queries_are_of_no_family() -> None:
+    args = _args(QWEN2_0_5B) | {"num_experts": 8}
+    assert "--add-qkv-bias (on)" in sentence_of(
+        config_from_args, args, vocabulary=1, dtype="float32", source="it"
+    )
+
+
+def test_a_mixtral_has_experts_in_every_layer() -> None:
+    args = _args(_real("mixtral_8x7b")) | {"moe_layer_freq": [0] + [1] * 31}
+    assert "--moe-layer-freq ([0]*1+[1]*31)" in sentence_of(
+        config_from_args, args, vocabulary=1, dtype="float32", source="it", preferred="mixtral"
+    )
+
+
+def test_what_only_training_uses_is_named_where_no_key_has_it() -> None:
+    args = _args(_real("qwen3_30b_a3b")) | {
+        "moe_router_load_balancing_type": ["seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.01],
+        "moe_z_loss_coeff": 1e-3,
+        "hidden_dropout": 0.1,
+    }
+    assert untold_args(args, BY_TYPE["qwen3_moe"]) == (
+        "--hidden-dropout 0.1",
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--moe-aux-loss-coeff 0.01",
+        "--moe-z-loss-coeff 0.001",
+    )
+    config = config_from_args(args, vocabulary=1, dtype="float32", source="it")
+    assert config["router_aux_loss_coef"] == 0.0
 
 
 def _another(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
-    return {None: 2, "RMSNorm": "LayerNorm", "rope": "none"}.get(value, 0.5)
+    if isinstance(value, int):
+        return 2 * value
+    names = {"RMSNorm": "LayerNorm", "rope": "none", "softmax": "sigmoid", "sigmoid": "softmax"}
+    return {None: 2, **names}.get(value, 0.5)
 
 
 def test_all_that_makes_a_model_foreign_is_told_at_once() -> None:

@@ -32,6 +32,26 @@ _SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "max_position_embeddings": 32768,
+}
 
 
 _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,6 +92,46 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # One layer is dense, and the scores of a token's experts add up to 1.
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "router_aux_loss_coef": 0.0,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "router_aux_loss_coef": 0.0}),
+    # Queries are projected directly; scores are those of all experts, and one group is chosen.
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "rope_scaling": YARN,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 
 
@@ -86,6 +146,7 @@ def tiny_model(name: str, **changes: Any) -> Any:
 
 
 FAMILIES = tuple(_SETTINGS)
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 MODELS: dict[str, Callable[..., Any]] = {
     name: partial(tiny_model, name) for name in ("llama", "qwen2")
 }
@@ -99,6 +160,9 @@ def _randomised(model: Any) -> Any:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if _is_norm(parameter) else 0.1 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

@@ -9,7 +9,11 @@ import torch
 
 from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.model_flags import MODEL_FLAGS, TAKEN, Kind, spellings
-from megatron.hetero.megatron_lm.arguments import args_from_namespace, namespace_from_args
+from megatron.hetero.megatron_lm.arguments import (
+    args_from_namespace,
+    namespace_from_args,
+    require_expressible,
+)
 from tests.megatron.megatron_lm.tiny_megatron import LLAMA
 from tests.sentences import all_said_of, sentence_of
 
@@ -90,3 +94,12 @@ def test_a_model_that_is_not_computed_is_refused_with_all_that_is_wrong() -> Non
     assert found["num_layers"] == 4
     little = Namespace(num_attention_heads=4, max_position_embeddings=8)
     assert "num_layers, hidden_size" in sentence_of(args_from_namespace, little, source="it")
+
+
+def test_what_is_not_written_for_megatron_lm_is_named_with_what_to_do_instead() -> None:
+    require_expressible(LLAMA, source="it")
+    foreign = {"num_experts": 8, "multi_latent_attention": True, "logits_scaling": 3.0}
+    said = sentence_of(require_expressible, {**LLAMA, **foreign}, source="the checkpoint")
+    for flag in ("--num-experts (8)", "--multi-latent-attention (on)", "--logits-scaling (3.0)"):
+        assert flag in said
+    assert "megatron-to-hf writes it" in said

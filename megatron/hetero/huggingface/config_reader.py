@@ -1,0 +1,109 @@
+"""Reads keys of a config.json and collects what is wrong with them. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from hetero.errors import UserError
+from megatron.hetero.huggingface.families import BY_TYPE, FAMILIES, Family
+
+_JSON_NAMES: Mapping[type, str] = {list: "list", dict: "mapping"}
+_MISSING = object()
+T = TypeVar("T")
+
+
+class ConfigReader:
+    """The keys of one config.json; `problems` collects what is wrong or has no flag.
+
+    Raises UserError for another architecture than one of the families', naming `source`.
+    """
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self._source = source
+        self._given = config
+        self.problems: list[str] = []
+        self.family = self._family()
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The value of a key; `default`, or the family's own, if the key is missing."""
+        value = self._given.get(name, _MISSING)
+        return self.family.defaults.get(name, default) if value is _MISSING else value
+
+    def first(self, names: Sequence[str]) -> Any:
+        """The value of a key that has several names; transformers writes any of them."""
+        given = {name: self._given.get(name, _MISSING) for name in names}
+        known = {name: value for name, value in given.items() if value is not _MISSING}
+        if len(set(map(repr, known.values()))) > 1:
+            said = " and ".join(f"{name} {value!r}" for name, value in known.items())
+            self.problems.append(f"{said}, which are two names of one size; keep the model's own")
+        return next(iter(known.values())) if known else self.value(names[0])
+
+    def number(self, name: str, default: float, *, above_zero: bool = False) -> float:
+        """A number of at least 0."""
+        value = self.value(name, default)
+        if value is None and name == "attention_dropout":
+            return default
+        return self.checked_number(name, value, default, above_zero=above_zero)
+
+    def size(self, *names: str, minimum: int = 1) -> int:
+        """A whole number, of the first of several names of one key."""
+        value = self.first(names)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+            return value
+        problem = (
+            f"{names[0]} {value!r} instead of a whole number; take the model's own config.json"
+        )
+        if problem not in self.problems:
+            self.problems.append(problem)
+        return 1
+
+    def typed(self, name: str, kind: type[T]) -> T:
+        """The value of a key, which must be of a type; an empty one if it is missing or null."""
+        value = self.value(name) or kind()
+        if isinstance(value, kind):
+            return value
+        self.problems.append(
+            f"{name} {value!r} instead of a {_JSON_NAMES[kind]}; take the model's own config.json"
+        )
+        return kind()
+
+    def checked_number(
+        self, name: str, value: Any, default: float, *, above_zero: bool = False
+    ) -> float:
+        """`value`, or `default` and a problem if it is not a number of at least 0."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and 0 <= value < math.inf and (value or not above_zero):
+            return float(value)
+        expected = "a number above 0" if above_zero else "a number of at least 0"
+        self.problems.append(
+            f"{name} {value!r} instead of {expected}; take the model's own config.json"
+        )
+        return default
+
+    def require(self, name: str, value: Any, supported: Any) -> None:
+        """Collect a value that changes the model and has no flag."""
+        if value != supported:
+            self.problems.append(
+                f"{name} {value!r}, for which this program has no flag; only {supported!r} can be "
+                "converted"
+            )
+
+    def _family(self) -> Family:
+        kind = str(self._given.get("model_type"))
+        family = BY_TYPE.get(kind)
+        architectures = self._given.get("architectures") or []
+        if not isinstance(architectures, list):
+            raise UserError(
+                f"{self._source} has architectures {architectures!r} instead of a list; take the "
+                "model's own config.json"
+            )
+        if family is None or architectures not in ([], [family.architecture]):
+            name = ", ".join(map(str, architectures)) if family else f"{kind!r}"
+            known = [each.architecture for each in FAMILIES]
+            raise UserError(
+                f"{self._source} is of the architecture {name}, which cannot be converted; those "
+                f"that can are {', '.join(known[:-1])} and {known[-1]}"
+            )
+        return family
