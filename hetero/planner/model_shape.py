@@ -174,6 +174,11 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             f"{source}: num-experts is {experts}; the planner knows dense models alone, so write "
             "the plan by hand"
         )
+    if (layers := given.get("mtp-num-layers")) not in (None, 0, "0", "null"):
+        problems.append(
+            f"{source}: mtp-num-layers is {layers}; the planner does not know multi-token "
+            "prediction, so write the plan by hand"
+        )
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"

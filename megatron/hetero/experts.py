@@ -40,6 +40,12 @@ def has_experts(args: argparse.Namespace, layer: int) -> bool:
     return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
 
 
+def layers_with_experts(args: argparse.Namespace) -> int:
+    """How many there are, MTP layers included, which are as the last layer."""
+    layers = [*range(args.num_layers), *[args.num_layers - 1] * (args.mtp_num_layers or 0)]
+    return sum(has_experts(args, layer) for layer in layers)
+
+
 def expert_config(args: argparse.Namespace) -> dict[str, Any]:
     """What megatron-core's configuration says of experts; nothing for a dense model."""
     if args.num_experts is None:
@@ -128,9 +134,10 @@ class RouterLosses:
 
     def __init__(self, args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> None:
         mesh = plan.meshes[coordinate.mesh]
-        self._layers = sum(has_experts(args, layer) for layer in range(args.num_layers))
+        self._layers = layers_with_experts(args)
         self._row, self._share = plan.row(coordinate.stage), mesh.share
         self._parts: dict[str, float] = {}
+        self.size = 0
         if args.num_experts is None or not self._layers:
             return
         types = zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=True)
@@ -142,18 +149,14 @@ class RouterLosses:
                 )
         if args.moe_z_loss_coeff:
             self._parts[_Z_LOSS] = mesh.tensor * mesh.context
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The same on all ranks."""
-        return tuple(self._parts)
+        self.size = len(self._parts)
 
     def take(self, micro_batches: int, device: torch.device) -> torch.Tensor:
-        """This rank's summands of the losses since the last call, float64, in the order of `names`.
+        """This rank's summands of the losses since the last call, float64 (size,).
 
         The sum over all ranks is the loss. `micro_batches`: how many this rank has computed.
         """
-        taken = torch.zeros(len(self._parts), dtype=torch.float64, device=device)
+        taken = torch.zeros(self.size, dtype=torch.float64, device=device)
         tracked = get_moe_layer_wise_logging_tracker()
         of_all_replicas = micro_batches // self._share * self._row
         for place, (name, parts) in enumerate(self._parts.items()):
@@ -162,3 +165,7 @@ class RouterLosses:
                 taken[place] = total / (parts * of_all_replicas * self._layers)
         clear_aux_losses_tracker()
         return taken
+
+    def read(self, summed: Sequence[float]) -> dict[str, float]:
+        """By name, from the sum over all ranks."""
+        return dict(zip(self._parts, summed, strict=True))

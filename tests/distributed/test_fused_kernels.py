@@ -20,6 +20,7 @@ SPLIT = ALL.removesuffix(", cross entropy")
 UNTIED = "--untie-embeddings-and-output-weights"
 STAGES = "--pipeline-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2"
+AHEAD = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
@@ -32,6 +33,8 @@ LAYOUTS = {
         f"{STAGES} --num-virtual-stages-per-pipeline-rank 2 --eval-iters 1 --eval-interval 2",
         ALL,
     ),
+    "tokens ahead, tied over two stages": (2, f"{STAGES} {AHEAD}", ALL),
+    "tokens ahead, untied over two stages": (2, f"{STAGES} {UNTIED} {AHEAD}", ALL),
     "overlapped, in small buckets": (2, f"{SHARDED} --ddp-bucket-size 3000", ALL),
 }
 FURTHER = {

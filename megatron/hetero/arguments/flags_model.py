@@ -11,6 +11,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     _add_attention_flags(parser.add_argument_group("attention"))
     _add_position_flags(parser.add_argument_group("positions"))
     _add_block_flags(parser.add_argument_group("layers of the block"))
+    _add_mtp_flags(parser.add_argument_group("multi-token prediction"))
     _add_initialisation_flags(parser.add_argument_group("initial weights"))
 
 
@@ -49,6 +50,20 @@ def _add_size_flags(group: argparse._ArgumentGroup) -> None:
         "--untie-embeddings-and-output-weights",
         action="store_true",
         help="give the output layer weights of its own",
+    )
+
+
+def _add_mtp_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--mtp-num-layers",
+        type=integer(0),
+        help="layers after the last, each of which predicts one more token ahead; default: none",
+    )
+    group.add_argument(
+        "--mtp-loss-scaling-factor",
+        type=number(minimum=0),
+        default=0.1,
+        help="weight of the mean of these layers' losses; default: 0.1",
     )
 
 

@@ -18,6 +18,7 @@ _LOCAL_ONLY = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "num_experts": None,
+    "mtp_num_layers": None,
 }
 LOCAL_ONLY = " ".join(_LOCAL_ONLY)
 

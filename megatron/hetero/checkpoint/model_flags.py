@@ -101,6 +101,8 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         "what balances loads while training",
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     ),
+    "mtp_num_layers": ModelFlag(Kind.MEANING, "which layers for multi-token prediction there are"),
+    "mtp_loss_scaling_factor": ModelFlag(Kind.TRAINING, "the weight of those layers' losses"),
     "max_position_embeddings": ModelFlag(
         Kind.SHAPE,
         "shape of learned positions; of others it is a limit, and is taken but not compared",
@@ -194,7 +196,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
 }
 
 GROUPS = (
-    *("mixtures of experts", "routing to experts"),
+    *("mixtures of experts", "routing to experts", "multi-token prediction"),
     *("model size", "attention", "positions", "layers of the block", "initial weights"),
     *("precision", "samples", "tokenizer"),
 )
@@ -309,7 +311,12 @@ def completed(stored: Mapping[str, Any], spelled: Mapping[str, Spelling]) -> dic
 
 
 def require_dense(args: Mapping[str, Any], *, source: str) -> None:
-    """Raise UserError for a mixture of experts, which has no form in other programs yet."""
+    """Raise UserError for a model with experts or MTP layers, which is not converted yet."""
+    if args.get("mtp_num_layers"):
+        raise UserError(
+            f"{source} has layers for multi-token prediction (--mtp-num-layers "
+            f"{args['mtp_num_layers']}), which cannot be converted"
+        )
     if args.get("num_experts"):
         raise UserError(
             f"{source} is a mixture of experts (--num-experts {args['num_experts']}); only dense "
@@ -331,4 +338,6 @@ def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
         args["group_query_attention"] = args.get("num_query_groups", heads) != heads
     if not args.get("num_experts"):
         args = {name: value for name, value in args.items() if not name.startswith("moe_")}
+    if not args.get("mtp_num_layers"):
+        args = {name: value for name, value in args.items() if not name.startswith("mtp_")}
     return args

@@ -41,6 +41,7 @@ EXPERTS = (
     "--moe-shared-expert-intermediate-size 32"
 )
 CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 1"
+PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope"
 SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
 NORMED = "--normalization RMSNorm --qk-layernorm"
 # What is typed to have another value of a flag than `SIZES` alone give.
@@ -96,6 +97,8 @@ ANOTHER = {
     "moe_aux_loss_coeff": f"{EXPERTS} --moe-aux-loss-coeff 0.1",
     "moe_z_loss_coeff": f"{EXPERTS} --moe-z-loss-coeff 0.1",
     "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-bias-update-rate 0.1",
+    "mtp_num_layers": f"{PREDICTING} --mtp-num-layers 2",
+    "mtp_loss_scaling_factor": f"{PREDICTING} --mtp-loss-scaling-factor 0.3",
     "hidden_dropout": "--hidden-dropout 0",
     "attention_dropout": "--attention-dropout 0",
 }
@@ -107,6 +110,8 @@ WITH = {
     "add_qkv_bias": "--disable-bias-linear --add-qkv-bias",
     **{name: EXPERTS for name in ANOTHER if name.startswith("moe_")},
     "num_experts": EXPERTS,
+    "mtp_num_layers": PREDICTING,
+    "mtp_loss_scaling_factor": PREDICTING,
     "moe_router_enable_expert_bias": SIGMOID,
     "moe_pad_expert_input_to_capacity": CAPACITY,
 }

@@ -322,7 +322,7 @@ def test_every_setting_of_transformers_is_read_or_has_no_effect(kind: str) -> No
     sorted(
         name
         for name, flag in MODEL_FLAGS.items()
-        if flag.kind in COMPARED and not name.startswith("moe_") and name != "num_experts"
+        if flag.kind in COMPARED and not name.startswith(("moe_", "mtp_")) and name != "num_experts"
     ),
 )
 def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any], name: str) -> None:
@@ -349,9 +349,10 @@ def test_every_flag_of_the_model_is_expressed_or_refused(config: dict[str, Any],
     assert after.startswith("{") or spellings(build_parser())[name].option in after
 
 
-def test_a_mixture_of_experts_is_not_exported_as_a_dense_model() -> None:
-    args = _args(LLAMA_3_1_8B) | {"num_experts": 8}
-    with pytest.raises(UserError, match="--num-experts 8"):
+@pytest.mark.parametrize("name", ["num_experts", "mtp_num_layers"])
+def test_a_model_with_other_layers_is_not_exported_without_them(name: str) -> None:
+    args = _args(LLAMA_3_1_8B) | {name: 8}
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 8"):
         config_from_args(args, vocabulary=1, dtype="float32", source="it")
 
 

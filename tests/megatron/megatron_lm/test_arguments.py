@@ -24,8 +24,8 @@ def test_every_flag_that_decides_the_model_goes_there_and_back() -> None:
     for name, spelling in spellings(build_parser()).items():
         if MODEL_FLAGS[name].kind not in TAKEN - {Kind.TOKENIZER} or name in other:
             continue
-        if name.startswith("moe_") or name == "num_experts":
-            continue  # Only dense models are converted.
+        if name.startswith(("moe_", "mtp_")) or name == "num_experts":
+            continue  # Only dense models of known layers are converted.
         if spelling.const is not None:
             args[name] = spelling.const
         elif isinstance(spelling.default, int | float):
