@@ -30,8 +30,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
-from hetero.plan import Coordinate
-
 TOKENS, LABELS, LOSS_MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
 WHOLE_TOKENS = "mtp_whole_tokens"
 
@@ -199,27 +197,22 @@ def model_class(*, predicts: bool) -> type[GPTModel]:
 class PredictionLosses:
     """The losses of the MTP layers in a step, as Megatron names them, each the mean over tokens."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        coordinate: Coordinate,
-        chunks: Iterable[torch.nn.Module],
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, chunks: Iterable[torch.nn.Module]) -> None:
         self._layers: int = args.mtp_num_layers or 0
         found = (module for chunk in chunks for module in chunk.modules())
         self._model = next((m for m in found if isinstance(m, PredictingGPT)), None)
-        # Tensor-parallel ranks have the same losses.
-        self._counts = coordinate.tensor == 0
         self.size = 2 * self._layers
         if self._model is not None:
             self._model.sums.zero_()
 
     def take(self, micro_batches: int, device: torch.device) -> torch.Tensor:
-        """This rank's summands of what `read` reads since the last call, float64 (size,)."""
+        """This rank's summands of what `read` reads since the last call, float64 (size,).
+
+        Tensor-parallel ranks count the same losses and tokens, which leaves the mean as it is.
+        """
         taken = torch.zeros(self.size, dtype=torch.float64, device=device)
         if self._model is not None:
-            if self._counts:
-                taken += self._model.sums.reshape(-1)
+            taken += self._model.sums.reshape(-1)
             self._model.sums.zero_()
         return taken
 

@@ -130,7 +130,7 @@ class Schedule:
         experts.weigh_losses(model.chunks, experts.loss_factor(job.args, plan, job.coordinate))
         self._summed = (
             experts.RouterLosses(job.args, plan, job.coordinate),
-            PredictionLosses(job.args, job.coordinate, model.chunks),
+            PredictionLosses(job.args, model.chunks),
         )
         self._micro_batches = 0
         self._forward_step = partial(

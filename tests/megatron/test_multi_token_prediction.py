@@ -76,7 +76,7 @@ def test_gradients_and_losses_are_those_of_megatron_core_s_own_layers(
         generator = torch.Generator().manual_seed(2)
         for parameter in model.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-        told = PredictionLosses(args, WHOLE.coordinate(0), [model])
+        told = PredictionLosses(args, [model])
 
         def gradients(**more: object) -> list[torch.Tensor]:
             model.zero_grad()
@@ -106,7 +106,7 @@ def test_a_micro_batch_without_a_counted_token_adds_nothing() -> None:
     with built_model(args, torch.device("cpu")) as (model, _):
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, 0.1)
-        told = PredictionLosses(args, WHOLE.coordinate(0), [model])
+        told = PredictionLosses(args, [model])
         ahead = Ahead.of(shift_batch(given, LAYERS), weight=1.0)
         positions = torch.arange(SEQUENCE).expand(2, SEQUENCE)
         model(
@@ -119,7 +119,7 @@ def test_a_micro_batch_without_a_counted_token_adds_nothing() -> None:
 
 
 def test_a_model_without_such_layers_tells_nothing() -> None:
-    told = PredictionLosses(parsed(), WHOLE.coordinate(0), [torch.nn.Linear(1, 1)])
+    told = PredictionLosses(parsed(), [torch.nn.Linear(1, 1)])
     assert told.size == 0
     assert told.read([]) == {}
 
