@@ -44,7 +44,7 @@ def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False
     layers += predicting
     mlps = layers * mlp
     if args.num_experts is not None:
-        mixing = layers_with_experts(args)
+        mixing = len(layers_with_experts(args))
         widths = args.moe_router_topk * args.moe_ffn_hidden_size
         widths += args.moe_shared_expert_intermediate_size or 0
         mixture = hidden * (matrices * widths + args.num_experts)
@@ -154,8 +154,8 @@ class IterationRecord:
     """Share of the job's wall time that went into steps which were kept, of 1."""
     simulated: bool
     more: Mapping[str, float] = field(default_factory=dict)
-    """What parts of the model tell, by Megatron's names: losses beside that of the next token,
-    without their coefficients."""
+    """What parts of the model tell: losses beside that of the next token, without their
+    coefficients and by Megatron's names, and the loads of experts."""
 
     def scalars(self) -> dict[str, float]:
         """What the live view shows of an iteration; values that are not finite are left out."""

@@ -130,6 +130,7 @@ class Schedule:
         experts.weigh_losses(model.chunks, experts.loss_factor(job.args, plan, job.coordinate))
         self._summed = (
             experts.RouterLosses(job.args, plan, job.coordinate),
+            experts.ExpertLoads(job.args, model.chunks),
             PredictionLosses(job.args, model.chunks),
         )
         self._micro_batches = 0
@@ -215,7 +216,7 @@ class Schedule:
         return torch.cat([each.take(self._micro_batches, self._device) for each in self._summed])
 
     def read_sums(self, summed: Sequence[float]) -> dict[str, float]:
-        """The further losses of a step, by Megatron's names, from the sums over all ranks."""
+        """Further losses of a step and loads of experts, by name, from the sums over all ranks."""
         values = iter(summed)
         told: dict[str, float] = {}
         for each in self._summed:
