@@ -30,6 +30,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
+from megatron.hetero.core_private import mtp_layer_field
+
 TOKENS, LABELS, LOSS_MASK = "mtp_tokens", "mtp_labels", "mtp_loss_mask"
 WHOLE_TOKENS = "mtp_whole_tokens"
 
@@ -83,11 +85,13 @@ class PredictionLayer(MultiTokenPredictionLayer):
         position_ids: torch.Tensor | None,
         embedding: torch.nn.Module,
         hidden_states: torch.Tensor,
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        packed_seq_params: Any = None,
+        **further: Any,
+    ) -> tuple[Any, ...]:
         decoder_input = embedding(input_ids=input_ids, position_ids=position_ids)
         hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
-        return input_ids, position_ids, decoder_input, hidden_states
+        # Newer releases shift a mask of padding as well, which no run here has.
+        return input_ids, position_ids, *further.values(), decoder_input, hidden_states
 
 
 def block_spec(
@@ -100,8 +104,8 @@ def block_spec(
             enorm=norm,
             hnorm=norm,
             eh_proj=ColumnParallelLinear,
-            transformer_layer=transformer_layer,
             layer_norm=norm,
+            **{mtp_layer_field(): transformer_layer},
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * layers)

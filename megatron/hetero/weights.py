@@ -18,6 +18,7 @@ import torch
 
 from hetero.plan import Coordinate
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, EXPERT_BIAS, OUTPUT_LAYER
+from megatron.hetero.core_private import same_in_all_releases
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MTP = "mtp."
@@ -120,7 +121,7 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     bare = name.removeprefix("module.").removeprefix("module.")
     bare = _EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", bare)
     if bare.startswith(_MTP):
-        return bare
+        return same_in_all_releases(bare)
     return _LAYER.sub(lambda m: f".layers.{int(m[1]) + first_layer}.", bare)
 
 
