@@ -78,6 +78,9 @@ def _run(state: Mapping[str, Any], incidents: Mapping[str, int]) -> Iterator[Met
         ("grad_norm", "Gradient norm of the last complete iteration."),
         ("learning_rate", "Learning rate of the next iteration."),
         ("loss_scale", "Loss scale of the next iteration."),
+        ("expert_load_max", "Largest load of an expert over the mean, mean over layers."),
+        ("expert_load_max_of_any_layer", "Largest load of an expert over the mean of its layer."),
+        ("dropped_token_fraction", "Share of tokens that experts dropped for lack of capacity."),
     ):
         if (value := progress["values"].get(name)) is not None:
             yield _gauge(f"hetero_{name}", text, value)

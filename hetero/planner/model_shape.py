@@ -179,6 +179,11 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             f"{source} has multi-latent-attention, which the planner does not know; write the plan "
             "by hand"
         )
+    if (layers := given.get("mtp-num-layers")) not in (None, 0, "0", "null"):
+        problems.append(
+            f"{source}: mtp-num-layers is {layers}; the planner does not know multi-token "
+            "prediction, so write the plan by hand"
+        )
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"

@@ -90,7 +90,7 @@ class Console:
         ]
         if losses:
             parts.append(f"lm loss: {sum(losses) / len(losses):.6E}")
-        parts += [f"{name}: {value:.6E}" for name, value in last.router_losses.items()]
+        parts += [f"{name}: {value:.6E}" for name, value in last.more.items()]
         parts.append(f"loss scale: {last.loss_scale:.1f}")
         if last.grad_norm is not None:
             parts.append(f"grad norm: {last.grad_norm:.3f}")

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from hetero.plan.plan import context_chunks
+from megatron.hetero.multi_token_prediction import LOSS_MASK, WHOLE_TOKENS
 
 A2A, ALL_GATHER, P2P = "a2a", "all_gather", "p2p"
 COMM_TYPES = (P2P, ALL_GATHER, A2A)
@@ -40,7 +41,8 @@ def slice_batch(batch: dict[str, torch.Tensor], *, size: int, rank: int) -> dict
     """A micro-batch with the rows of one context-parallel rank.
 
     The attention mask stays whole: kernels choose its rows. `whole_tokens` is added, the number of
-    tokens of the whole sequences that count for the loss.
+    tokens of the whole sequences that count for the loss, and `mtp_whole_tokens`, those of each MTP
+    layer.
     """
     if size == 1:
         return batch
@@ -48,8 +50,10 @@ def slice_batch(batch: dict[str, torch.Tensor], *, size: int, rank: int) -> dict
         name: tensor if name == "attention_mask" else _own_chunks(tensor, 1, size=size, rank=rank)
         for name, tensor in batch.items()
     }
-    if "loss_mask" in batch:
-        sliced["whole_tokens"] = batch["loss_mask"].sum().to(torch.int)
+    counts = {"whole_tokens": "loss_mask", WHOLE_TOKENS: LOSS_MASK}
+    for count, mask in counts.items():
+        if mask in batch:
+            sliced[count] = batch[mask].sum(dim=(0, 1)).to(torch.int)
     return sliced
 
 

@@ -37,6 +37,7 @@ from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRA
 from megatron.core.transformer import attention, multi_latent_attention
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 
 from hetero.errors import HeteroError
 from hetero.pipeline.groups import Groups, StageOrder, build_groups
@@ -405,6 +406,22 @@ def rescale_gradients(chunks: Iterable[DistributedDataParallel], factor: float) 
             for buffer in buffers:
                 for part in (buffer, *buffer.buckets):
                     part.gradient_scaling_factor = factor * averaged
+
+
+_MTP_LAYERS = "transformer_layer", "mtp_model_layer"
+"""Names of the transformer layer in an MTP layer: of 0.16, and from 0.17 on."""
+
+
+def mtp_layer_field() -> str:
+    """The name of the transformer layer among the submodules of an MTP layer."""
+    known = MultiTokenPredictionLayerSubmodules.__dataclass_fields__
+    return next(name for name in _MTP_LAYERS if name in known)
+
+
+def same_in_all_releases(name: str) -> str:
+    """A parameter's name, which differs between releases, as in 0.16."""
+    old, new = _MTP_LAYERS
+    return name.replace(f".{new}.", f".{old}.") if name.startswith("mtp.") else name
 
 
 def scales_router_losses_by_whole_tokens() -> bool:

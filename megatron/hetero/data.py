@@ -42,6 +42,7 @@ from megatron.hetero.dataset_checks import (
     named_prefixes,
     require_same_data,
 )
+from megatron.hetero.multi_token_prediction import shift_batch
 from megatron.hetero.tokenizer.build import Tokenizer, build_tokenizer, tokenizer_digest
 from megatron.hetero.tokenizer.vocabulary import embedding_rows, known_tokens
 
@@ -481,13 +482,16 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         vocab_size: int,
         context_size: int = 1,
         context_rank: int = 0,
+        mtp_layers: int = 0,
         deadline: float = 0.0,
     ) -> None:
         """`deadline`: the loader's timeout in seconds, after which it raises RuntimeError, or 0.
 
-        Of each sequence the batches have the rows of `context_rank` among `context_size` ranks.
+        Of each sequence the batches have the rows of `context_rank` among `context_size` ranks, and
+        what so many MTP layers see and predict.
         """
         self._loader, self._device, self._vocab_size = loader, device, vocab_size
+        self._shift = partial(shift_batch, layers=mtp_layers)
         self._slice = partial(slice_batch, size=context_size, rank=context_rank)
         self._deadline = deadline
         self._batches: Iterator[dict[str, torch.Tensor]] | None = None
@@ -510,7 +514,7 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             raise
         finally:
             self._seconds += time.perf_counter() - began
-        batch = self._slice(batch)
+        batch = self._slice(self._shift(batch))
         return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
 
     def pop_wait_seconds(self) -> float:
@@ -529,8 +533,12 @@ def build_micro_batches(
     device: torch.device,
     endless: bool,
     micro_batch_size: int,
+    mtp_layers: int,
 ) -> MicroBatches:
-    """This rank's micro-batches of a dataset, in the order of --dataloader-type."""
+    """This rank's micro-batches of a dataset, in the order of --dataloader-type.
+
+    `mtp_layers`: how many the chunk has that they are for.
+    """
     common: dict[str, Any] = {
         "total": len(dataset),
         "consumed": consumed,
@@ -560,6 +568,7 @@ def build_micro_batches(
         vocab_size=known_tokens(args),
         context_size=plan.meshes[coordinate.mesh].context,
         context_rank=coordinate.context,
+        mtp_layers=mtp_layers,
         deadline=deadline,
     )
 
@@ -612,6 +621,7 @@ def build_data_iterators(
                     device=device,
                     endless=endless,
                     micro_batch_size=micro_batch_size or args.micro_batch_size,
+                    mtp_layers=(args.mtp_num_layers or 0) if is_last else 0,
                 )
             )
         else:

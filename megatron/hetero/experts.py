@@ -2,7 +2,8 @@
 
 megatron-core scales the routers' own losses for one mesh of equal replicas, and sums what they were
 over process groups that meshes of different shapes do not have. Here they are weighted for any plan
-(`weigh_losses`) and told through the statistics of a step (`RouterLosses`).
+(`weigh_losses`) and told through the statistics of a step (`RouterLosses`), and so is how evenly
+tokens are shared among experts (`ExpertLoads`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ def has_experts(args: argparse.Namespace, layer: int) -> bool:
         return False
     pattern = args.moe_layer_freq
     return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
+
+
+def layers_with_experts(args: argparse.Namespace) -> tuple[int, ...]:
+    """The layers that are mixtures of experts, counted from 0, then from the last one on the MTP
+    layers, which are as that."""
+    last = args.num_layers - 1
+    layers = range(args.num_layers + (args.mtp_num_layers or 0))
+    return tuple(layer for layer in layers if has_experts(args, min(layer, last)))
 
 
 def expert_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,9 +153,10 @@ class RouterLosses:
 
     def __init__(self, args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> None:
         mesh = plan.meshes[coordinate.mesh]
-        self._layers = sum(has_experts(args, layer) for layer in range(args.num_layers))
+        self._layers = len(layers_with_experts(args))
         self._row, self._share = plan.row(coordinate.stage), mesh.share
         self._parts: dict[str, float] = {}
+        self.size = 0
         if args.num_experts is None or not self._layers:
             return
         types = zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=True)
@@ -158,18 +168,14 @@ class RouterLosses:
                 )
         if args.moe_z_loss_coeff:
             self._parts[_Z_LOSS] = mesh.tensor * mesh.context
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The same on all ranks."""
-        return tuple(self._parts)
+        self.size = len(self._parts)
 
     def take(self, micro_batches: int, device: torch.device) -> torch.Tensor:
-        """This rank's summands of the losses since the last call, float64, in the order of `names`.
+        """This rank's summands of the losses since the last call, float64 (size,).
 
         The sum over all ranks is the loss. `micro_batches`: how many this rank has computed.
         """
-        taken = torch.zeros(len(self._parts), dtype=torch.float64, device=device)
+        taken = torch.zeros(self.size, dtype=torch.float64, device=device)
         tracked = get_moe_layer_wise_logging_tracker()
         of_all_replicas = micro_batches // self._share * self._row
         for place, (name, parts) in enumerate(self._parts.items()):
@@ -178,3 +184,77 @@ class RouterLosses:
                 taken[place] = total / (parts * of_all_replicas * self._layers)
         clear_aux_losses_tracker()
         return taken
+
+    def read(self, summed: Sequence[float]) -> dict[str, float]:
+        """By name, from the sum over all ranks."""
+        return dict(zip(self._parts, summed, strict=True))
+
+
+_LARGEST, _LARGEST_OF_ANY = "expert_load_max", "expert_load_max_of_any_layer"
+_DROPPED = "dropped_token_fraction"
+
+
+class ExpertLoads:
+    """How evenly the tokens of a step are shared among the experts of each layer.
+
+    A load is the number of tokens that an expert computes in the layer, those that are dropped for
+    lack of capacity left out.
+    """
+
+    def __init__(self, args: argparse.Namespace, chunks: Iterable[torch.nn.Module]) -> None:
+        """Counts in every forward pass of training from here on. Make one for a model."""
+        self._rows = {layer: row for row, layer in enumerate(layers_with_experts(args))}
+        self._experts: int = args.num_experts or 0
+        self._topk: int = args.moe_router_topk
+        self._pads: bool = args.moe_pad_expert_input_to_capacity
+        self._drops = args.moe_expert_capacity_factor is not None
+        cells = len(self._rows) * self._experts
+        self.size = cells + 1 if cells else 0
+        self._loads = torch.zeros(len(self._rows), self._experts, dtype=torch.float64)
+        self._chosen = 0
+        """Tokens times the experts that each chose, over all layers of this rank."""
+        if self.size:
+            for router in routers(chunks):
+                router.register_forward_hook(self._count)
+
+    @torch.no_grad()
+    def _count(
+        self, router: TopKRouter, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        # Not in evaluations, and of recomputed layers once; `no_grad` is of this function alone.
+        if not router.training or not output[0].requires_grad:
+            return
+        probabilities, chosen = output
+        if self._pads:
+            # The tokens that fill an expert up are marked as well; they have no weight.
+            chosen = chosen & (probabilities != 0)
+        self._loads = self._loads.to(chosen.device)
+        self._loads[self._rows[router.layer_number - 1]] += chosen.sum(dim=0)
+        self._chosen += chosen.shape[0] * self._topk
+
+    def take(self, micro_batches: int, device: torch.device) -> torch.Tensor:
+        """This rank's summands of what `read` reads since the last call, float64 (size,)."""
+        if not self.size:
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        chosen = torch.full((1,), float(self._chosen), dtype=torch.float64, device=device)
+        taken = torch.cat([self._loads.to(device).reshape(-1), chosen])
+        self._loads.zero_()
+        self._chosen = 0
+        return taken
+
+    def read(self, summed: Sequence[float]) -> dict[str, float]:
+        """By name, from the sum over all ranks.
+
+        `expert_load_max`: the largest load of a layer over the mean of its experts, the mean over
+        layers; `expert_load_max_of_any_layer`: the largest over layers. `dropped_token_fraction`:
+        with a capacity, of all choices of an expert by a token.
+        """
+        if not self.size:
+            return {}
+        *cells, chosen = summed
+        loads = torch.tensor(cells, dtype=torch.float64).view(-1, self._experts)
+        largest = loads.amax(dim=1) / loads.mean(dim=1).clamp(min=1.0 / self._experts)
+        told = {_LARGEST: float(largest.mean()), _LARGEST_OF_ANY: float(largest.max())}
+        if self._drops and chosen:
+            told[_DROPPED] = 1.0 - float(loads.sum()) / chosen
+        return told

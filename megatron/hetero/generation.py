@@ -34,6 +34,7 @@ _INFERENCE_OVERRIDES: Mapping[str, Any] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
     "context_parallel_size": 1,
+    "mtp_num_layers": None,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "sequence_parallel": False,

@@ -366,22 +366,16 @@ def install_kernels(
     return kernels
 
 
-class FusedLossGPT(GPTModel):
-    """GPTModel with the fused cross entropy, for a vocabulary that is not split."""
+def _fused_loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """megatron-core's loss of tokens by the fused kernel, for a vocabulary that is not split."""
+    from megatron.hetero.compiled_kernels import fused_cross_entropy
 
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
-        from megatron.hetero.compiled_kernels import fused_cross_entropy
-
-        return fused_cross_entropy(logits, labels)
-
-
-def model_class(kernels: Kernels) -> type[GPTModel]:
-    return FusedLossGPT if kernels.cross_entropy else GPTModel
+    return fused_cross_entropy(logits, labels)
 
 
 def patch_chunk(chunk: GPTModel, kernels: Kernels) -> None:
-    """Replace modules of a built chunk for which megatron-core has no hook."""
-    if kernels.weight_gradient and chunk.pre_process:
+    """Replace parts of a built chunk for which megatron-core has no hook."""
+    if kernels.cross_entropy:
+        chunk.compute_language_model_loss = _fused_loss
+    if kernels.weight_gradient and (chunk.pre_process or chunk.mtp_process):
         use_rowwise_gradient(chunk.embedding.word_embeddings)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hetero.errors import UserError
+from megatron.hetero.experts import layers_with_experts
 from megatron.hetero.output_folders import FILES
 
 
@@ -36,15 +37,19 @@ def model_flops_per_token(args: argparse.Namespace, *, full_square: bool = False
     mlp = matrices * hidden * args.ffn_hidden_size
     attention = width * (sequence if full_square else sequence / 2)
     head = hidden * args.padded_vocab_size
+    predicting = args.mtp_num_layers or 0
+    layers += predicting
     mlps = layers * mlp
     if args.num_experts is not None:
-        pattern = args.moe_layer_freq
-        mixing = len(range(0, layers, pattern)) if isinstance(pattern, int) else sum(pattern)
+        mixing = len(layers_with_experts(args))
         widths = args.moe_router_topk * args.moe_ffn_hidden_size
         widths += args.moe_shared_expert_intermediate_size or 0
         mixture = hidden * (matrices * widths + args.num_experts)
         mlps = (layers - mixing) * mlp + mixing * mixture
-    forward = 2 * (layers * (projections + attention) + mlps + head)
+    # Each MTP layer also joins two hidden states, and has logits of its own.
+    joined = predicting * 2 * hidden * hidden
+    heads = (1 + predicting) * head
+    forward = 2 * (layers * (projections + attention) + mlps + joined + heads)
     return 3.0 * forward
 
 
@@ -160,14 +165,15 @@ class IterationRecord:
     goodput: float
     """Share of the job's wall time that went into steps which were kept, of 1."""
     simulated: bool
-    router_losses: Mapping[str, float] = field(default_factory=dict)
-    """By Megatron's names, without their coefficients, each the mean over layers with experts."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """What parts of the model tell: losses beside that of the next token, without their
+    coefficients and by Megatron's names, and the loads of experts."""
 
     def scalars(self) -> dict[str, float]:
         """What the live view shows of an iteration; values that are not finite are left out."""
         names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_gpu")
         more = ("iteration", "loss_scale", "batch_size", "goodput")
-        values = {name: getattr(self, name) for name in (*names, *more)} | {**self.router_losses}
+        values = {name: getattr(self, name) for name in (*names, *more)} | self._more()
         return {
             name: float(value)
             for name, value in values.items()
@@ -182,8 +188,12 @@ class IterationRecord:
         }
 
     def _fields(self) -> Iterator[tuple[str, Any]]:
-        yield from ((name, value) for name, value in vars(self).items() if name != "router_losses")
-        yield from self.router_losses.items()
+        yield from ((name, value) for name, value in vars(self).items() if name != "more")
+        yield from self._more().items()
+
+    def _more(self) -> dict[str, float]:
+        """In names without the spaces that some have in Megatron's log."""
+        return {name.replace(" ", "_"): value for name, value in self.more.items()}
 
 
 def check_outputs(args: argparse.Namespace, written: frozenset[str], *, is_rank_0: bool) -> None:
@@ -423,7 +433,7 @@ class MetricsLogger:
             "tokens-per-second": record.tokens_per_s,
             "link-bytes": record.link_bytes,
             "goodput": record.goodput,
-            **record.router_losses,
+            **record.more,
         }
         if self._args.log_loss_scale_to_tensorboard:
             values["loss-scale"] = record.loss_scale

@@ -31,6 +31,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,11 +46,11 @@ from megatron.hetero.kernels import (
     DelayedWgrad,
     Kernels,
     install_kernels,
-    model_class,
     patch_chunk,
     select_kernels,
 )
 from megatron.hetero.layers import HeadsNorm, ResidualAdd, SdpaAttention, norm_class
+from megatron.hetero.multi_token_prediction import block_spec, model_class
 
 
 @dataclass
@@ -64,8 +65,8 @@ class StageModel:
     first_expert: int
     """The global index of the first expert of each layer with experts."""
     tensor_rank: weights.TensorRank
-    has_tied_copy: bool
-    """True if an output layer on this rank is a second copy of the embedding."""
+    tied_copy: str | None
+    """The global name of what is a copy of the first stage's embedding, if any is here."""
     kernels: Kernels
     delayed_wgrad: DelayedWgrad | None
     """Computes weight gradients after the input gradient has been sent (--delay-wgrad-compute)."""
@@ -88,14 +89,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def layer_layout(plan: Plan) -> str:
-    """The plan's layers in megatron-core's notation, e.g. `Ettt|tttttL`, chunk by chunk."""
+def layer_layout(plan: Plan, mtp_layers: int = 0) -> str:
+    """The plan's layers in megatron-core's notation, e.g. `Ettt|tttttmL`, chunk by chunk."""
     parts = [
         "t" * plan.layers[stage][chunk]
         for chunk in range(plan.chunks)
         for stage in range(plan.stages)
     ]
-    return "E" + "|".join(parts) + "L"
+    return "E" + "|".join(parts) + "m" * mtp_layers + "L"
 
 
 def _no_init(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,9 @@ def transformer_config(
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage
         if plan.chunks > 1
         else None,
-        pipeline_model_parallel_layout=layer_layout(plan) if plan.stages > 1 else None,
+        pipeline_model_parallel_layout=layer_layout(plan, args.mtp_num_layers or 0)
+        if plan.stages > 1
+        else None,
         sequence_parallel=args.sequence_parallel,
         fp32_residual_connection=args.fp32_residual_connection,
         rotary_interleaved=args.rotary_interleaved,
@@ -176,6 +179,8 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=on_gpu and args.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
+        mtp_num_layers=args.mtp_num_layers,
+        mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
         **recompute,
         **experts.expert_config(args),
         **latent_attention.latent_attention_config(args),
@@ -219,6 +224,17 @@ def layer_spec(
     return TransformerBlockSubmodules(
         layer_specs=[specs[each] for each in chosen], layer_norm=norm_class(config)
     )
+
+
+def _mtp_spec(
+    args: argparse.Namespace, config: TransformerConfig, groups: ProcessGroupCollection
+) -> MultiTokenPredictionBlockSubmodules:
+    """MTP layers, each with a layer as the model's last one."""
+    last = args.num_layers - 1
+    layer = _layer(args, config, groups, mixes=experts.has_experts(args, last))
+    comms = args.cp_comm_type
+    layer = _with_attention(layer, comms[last % len(comms)])
+    return block_spec(layer, norm_class(config), args.mtp_num_layers)
 
 
 def _layer(
@@ -297,7 +313,8 @@ def build_chunk(
         experts.install()
     is_first = coordinate.stage == 0 and chunk == 0
     is_last = coordinate.stage == plan.stages - 1 and chunk == plan.chunks - 1
-    built = model_class(kernels)(
+    predicts = is_last and args.mtp_num_layers is not None
+    built = model_class(predicts=predicts)(
         config=config,
         transformer_layer_spec=layer_spec(
             args, config, plan.layer_range(coordinate.stage, chunk), groups
@@ -316,6 +333,7 @@ def build_chunk(
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         pg_collection=groups,
         vp_stage=chunk if plan.chunks > 1 else None,
+        mtp_block_spec=_mtp_spec(args, config, groups) if predicts else None,
     )
     patch_chunk(built, kernels)
     _install_multipliers(args, built)
@@ -438,7 +456,7 @@ def build_model(
         first_layers=first_layers,
         first_expert=first_expert,
         tensor_rank=tensor_rank,
-        has_tied_copy=not args.untie_embeddings_and_output_weights and plan.stages > 1,
+        tied_copy=tied_copy(args, plan, coordinate),
         kernels=kernels,
         delayed_wgrad=delayed_wgrad if kernels.weight_gradient else None,
     )
@@ -512,6 +530,18 @@ def plan_transfers(owned: Sequence[Interval], *, first_stage_size: int) -> list[
             owned[target], [owned[i] for i in there], preferred=place
         )
     ]
+
+
+def tied_copy(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> str | None:
+    """The global name of what is a copy of the first stage's embedding on this rank, if any is.
+
+    The last stage has one for a tied output layer, or, which then reads it, for its MTP layers.
+    """
+    if plan.stages == 1 or coordinate.stage < plan.stages - 1:
+        return None
+    if args.mtp_num_layers:
+        return weights.EMBEDDING
+    return None if args.untie_embeddings_and_output_weights else weights.OUTPUT_LAYER
 
 
 class TiedEmbedding:
@@ -595,9 +625,11 @@ class FinalizeGradsAcrossMeshes:
         self._config, self._world = chunks[0].config, groups.world
         self._counts_tokens = here.tensor == 0
         self._embedding: TiedEmbedding | None = None
-        if not args.untie_embeddings_and_output_weights and groups.embedding is not None:
+        name = weights.EMBEDDING if here.stage == 0 else tied_copy(args, plan, here)
+        has_copies = bool(args.mtp_num_layers) or not args.untie_embeddings_and_output_weights
+        if has_copies and name is not None and groups.embedding is not None:
             chunk = chunks[0] if here.stage == 0 else chunks[-1]
-            weight = tied_weight(chunk, is_first=here.stage == 0)
+            weight = next(p for full, p in chunk.named_parameters() if full.endswith(name))
             self._embedding = TiedEmbedding(
                 weight,
                 rows_before=here.tensor * weight.shape[0],
@@ -631,12 +663,6 @@ class FinalizeGradsAcrossMeshes:
         total = counted.long().cpu()
         dist.all_reduce(total, group=self._world)
         return int(total)
-
-
-def tied_weight(chunk: torch.nn.Module, *, is_first: bool) -> torch.nn.Parameter:
-    """The first stage's embedding, or the last stage's output layer."""
-    name = "embedding.word_embeddings.weight" if is_first else "output_layer.weight"
-    return next(weight for full, weight in chunk.named_parameters() if full.endswith(name))
 
 
 def return_freed_memory() -> None:

@@ -68,7 +68,17 @@ class RankStatistics:
         *,
         check: Callable[[], None] | None = None,
     ) -> list[list[float]]:
-        """The float64 `values` of every rank, by rank. Collective; synchronises with the device.
+        """The float64 `values` of every rank, by rank. Collective; synchronises with the device."""
+        found: list[list[float]] = self.gather_rows(values, check=check).tolist()
+        return found
+
+    def gather_rows(
+        self,
+        values: torch.Tensor | Sequence[float],
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """The same as a tensor of the CPU, (ranks, values).
 
         `check` is called after this rank's values are computed and before they are sent: if it
         raises, no rank uses them.
@@ -78,7 +88,7 @@ class RankStatistics:
             check()
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(everyone, mine, group=self._group)
-        return [row.tolist() for row in torch.stack(everyone).cpu()]
+        return torch.stack(everyone).cpu()
 
     @property
     def rank(self) -> int:
@@ -198,7 +208,8 @@ class TrainingOptimizer:
         if len(summed):
             local[_FIXED:] = torch.as_tensor(summed)
         with self._timers("grad-norm-all-gather"):
-            rows = self._statistics.gather(local, check=check_links)
+            everyone = self._statistics.gather_rows(local, check=check_links)
+        rows: list[list[float]] = everyone[:, :_FIXED].tolist()
         outcome = StepResult(
             updated=False,
             grad_norm=None if overflowed else self._norm([row[0] for row in rows]),
@@ -206,7 +217,7 @@ class TrainingOptimizer:
             tokens=math.fsum(row[2] for row in rows),
             link_bytes=int(sum(row[3] for row in rows)),
             stop_signal=int(max(row[4] for row in rows)),
-            summed=tuple(map(math.fsum, zip(*(row[_FIXED:] for row in rows), strict=True))),
+            summed=tuple(everyone[:, _FIXED:].sum(dim=0).tolist()),
             num_zeros=sum(row[5] for row in rows) if self.config.log_num_zeros_in_grad else None,
         )
         if outcome.grad_norm is None or not math.isfinite(outcome.grad_norm + outcome.loss):

@@ -254,12 +254,10 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
     own = [
         (name, tensor)
         for name, tensor in result.model.named_weights()
-        if weights.holds_first_copy(job.coordinate, name)
+        # The second copy of an embedding is not a parameter of the whole model.
+        if weights.holds_first_copy(job.coordinate, name) and name != result.model.tied_copy
     ]
     local = weights.digest(own, result.model.tensor_rank)
-    if result.model.has_tied_copy:
-        # The second copy of a tied embedding is not a parameter of the whole model.
-        local.pop("output_layer.weight", None)
     sums: dict[str, str] = {}
     for part in _all_gather(local):
         sums |= part

@@ -11,7 +11,7 @@ import torch
 
 from hetero.errors import CorruptionError
 from megatron.hetero.optimizer import RankStatistics
-from megatron.hetero.weights import EMBEDDING, TIED_COPY, TensorRank, digest
+from megatron.hetero.weights import EMBEDDING, TensorRank, digest
 
 _HEX_DIGITS = 12
 """Of a digest: numbers are gathered as float64, which holds integers of up to 53 bits."""
@@ -37,7 +37,7 @@ def compare_replicas(
     tensors: Sequence[tuple[str, torch.Tensor]],
     *,
     tensor_rank: TensorRank,
-    has_tied_copy: bool,
+    tied_copy: str | None,
     statistics: RankStatistics,
     names: Mapping[int, str],
     iteration: int,
@@ -54,13 +54,13 @@ def compare_replicas(
     Args:
         tensors: this rank's weights, by global name.
         tensor_rank: which slices of them it holds.
-        has_tied_copy: whether stages have copies of one embedding.
+        tied_copy: the name of the one that is a copy of the first stage's embedding, if any is.
         names: of all ranks, for the error.
         iteration: the last one, for the error.
     """
     sums = digest(tensors, tensor_rank)
-    if has_tied_copy:
-        sums = {name.replace(TIED_COPY, EMBEDDING): text for name, text in sums.items()}
+    if tied_copy is not None:
+        sums = {name.replace(tied_copy, EMBEDDING): text for name, text in sums.items()}
     by_number = {_number(hashlib.sha256(name.encode()).hexdigest()): name for name in sums}
     own = [value for number, name in by_number.items() for value in (number, _number(sums[name]))]
     most = int(max(row[0] for row in statistics.gather([len(own)])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ from hetero.pipeline.links import links_of
 from megatron.hetero import experts
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
+from megatron.hetero.multi_token_prediction import Ahead, PredictionLosses
 from megatron.hetero.timers import Timers
 
 Batch = dict[str, torch.Tensor]
@@ -73,12 +75,14 @@ def forward_step(
     """
     with timers("batch-generator"), around_batch:
         batch = next(batches)
+    ahead = Ahead.of(batch, weight=weight)
     with around_model:
         output = model(
             batch.get("tokens"),
             batch.get("position_ids"),
             batch.get("attention_mask"),
             labels=batch.get("labels"),
+            **({} if ahead is None else {"ahead": ahead}),
         )
     mask = batch.get("loss_mask")
     if mask is None:
@@ -124,7 +128,11 @@ class Schedule:
             # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
         experts.weigh_losses(model.chunks, experts.loss_factor(job.args, plan, job.coordinate))
-        self._router_losses = experts.RouterLosses(job.args, plan, job.coordinate)
+        self._summed = (
+            experts.RouterLosses(job.args, plan, job.coordinate),
+            experts.ExpertLoads(job.args, model.chunks),
+            PredictionLosses(job.args, model.chunks),
+        )
         self._micro_batches = 0
         self._forward_step = partial(
             forward_step,
@@ -203,14 +211,17 @@ class Schedule:
             return torch.zeros(2, dtype=torch.float64, device=self._device)
         return torch.stack([result["lm loss"] for result in results]).sum(dim=0)
 
-    @property
-    def router_losses(self) -> tuple[str, ...]:
-        """The names of what `take_router_losses` returns, the same on all ranks."""
-        return self._router_losses.names
+    def take_sums(self) -> torch.Tensor:
+        """This rank's summands of what `read_sums` reads of the last step, float64."""
+        return torch.cat([each.take(self._micro_batches, self._device) for each in self._summed])
 
-    def take_router_losses(self) -> torch.Tensor:
-        """This rank's summands of the routers' losses in the last step, float64."""
-        return self._router_losses.take(self._micro_batches, self._device)
+    def read_sums(self, summed: Sequence[float]) -> dict[str, float]:
+        """Further losses of a step and loads of experts, by name, from the sums over all ranks."""
+        values = iter(summed)
+        told: dict[str, float] = {}
+        for each in self._summed:
+            told |= each.read(list(itertools.islice(values, each.size)))
+        return told
 
     def neighbours(self) -> tuple[Neighbour, Neighbour]:
         """The previous and the next stage: its ranks, and how many messages have gone over.

@@ -278,7 +278,7 @@ class Trainer:
                 loss_sum=loss_sum,
                 tokens=tokens,
                 link_bytes=self._boundary_bytes(),
-                summed=self.schedule.take_router_losses(),
+                summed=self.schedule.take_sums(),
                 check_links=self.job.check_links,
                 stop_signal=self._stop.own_signal,
             )
@@ -595,7 +595,7 @@ class Trainer:
             link_bytes=outcome.link_bytes,
             goodput=goodput,
             simulated=self.job.simulated,
-            router_losses=dict(zip(self.schedule.router_losses, outcome.summed, strict=True)),
+            more=self.schedule.read_sums(outcome.summed),
         )
         self.steps += 1
         self.last_record = record
@@ -622,7 +622,7 @@ class Trainer:
         compare_replicas(
             self.model.named_weights(),
             tensor_rank=self.model.tensor_rank,
-            has_tied_copy=self.model.has_tied_copy,
+            tied_copy=self.model.tied_copy,
             statistics=self.job.statistics,
             names=rank_names(self.job.plan, self.job.identities),
             iteration=self.iteration,
@@ -636,7 +636,7 @@ class Trainer:
         square = torch.zeros(1, dtype=torch.float64, device=self.job.device)
         coordinate = self.job.coordinate
         for name, parameter in self.model.named_parameters():
-            is_copy = name == "output_layer.weight" and self.model.has_tied_copy
+            is_copy = name == self.model.tied_copy
             rank, size = self.model.tensor_rank.of(name)
             is_counted = is_split(parameter, size) or rank == 0
             if holds_first_copy(coordinate, name) and is_counted and not is_copy:

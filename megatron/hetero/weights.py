@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import torch
 
 from hetero.plan import Coordinate
-from megatron.hetero.checkpoint.tensor_names import EXPERT_BIAS
+from megatron.hetero.checkpoint.tensor_names import EMBEDDING, EXPERT_BIAS, OUTPUT_LAYER
+from megatron.hetero.core_private import same_in_all_releases
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_MTP = "mtp."
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 STACKED_EXPERTS = "is_stack_of_experts"
 """Attribute of a parameter that holds all experts of its layer on a rank, along dimension 0."""
 _STACKED_LAYER = re.compile(r"\.experts\.(linear_fc\d\.)")
 _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", ".linear_fc2.weight")
-TIED_COPY = "output_layer.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def is_of_expert(name: str) -> bool:
@@ -91,7 +91,7 @@ class InitialWeights:
         return self._shard(name, whole, dim, tp_rank, tp_size) if split else whole
 
     def _fill(self, name: str, whole: torch.Tensor) -> None:
-        drawn_name = EMBEDDING if self.tied_embeddings and name == TIED_COPY else name
+        drawn_name = EMBEDDING if self.tied_embeddings and name == OUTPUT_LAYER else name
         digest = hashlib.sha256(f"{self.seed}/{drawn_name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         if self.xavier_uniform:
@@ -118,10 +118,13 @@ class InitialWeights:
 def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     """A parameter's name in the whole model, from its name in a chunk starting at `first_layer`.
 
-    `first_expert` is the first of each layer's experts that the rank holds.
+    `first_expert` is the first of each layer's experts that the rank holds. MTP layers are all in
+    one chunk.
     """
     bare = name.removeprefix("module.").removeprefix("module.")
     bare = _EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", bare)
+    if bare.startswith(_MTP):
+        return same_in_all_releases(bare)
     return _LAYER.sub(lambda m: f".layers.{int(m[1]) + first_layer}.", bare)
 
 

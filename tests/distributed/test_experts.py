@@ -10,7 +10,7 @@ import torch
 
 from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
-from tests.distributed.harness import MIXED, read_rows, train
+from tests.distributed.harness import MIXED, changed_entry, read_rows, train
 from tests.distributed.test_context_parallelism import Mesh, flags, mesh, stored
 from tests.distributed.test_meshes import ranks, write_plan
 
@@ -136,6 +136,14 @@ def router_losses(folder: Path) -> list[float]:
     return [row[name] for row in rows for name in ("seq_load_balancing_loss", "z_loss")]
 
 
+LOADS = ("expert_load_max", "expert_load_max_of_any_layer")
+
+
+def loads(folder: Path, *more: str) -> list[float]:
+    """What the metrics say of how evenly experts share the tokens."""
+    return [row[name] for row in read_rows(folder / "metrics.jsonl") for name in (*LOADS, *more)]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_that_share_experts_compute_what_one_process_does(
     case: Case, of_one_process, corpus, tmp_path: Path
@@ -153,10 +161,47 @@ def test_ranks_that_share_experts_compute_what_one_process_does(
     assert shared.losses == pytest.approx(one.losses, rel=1e-5)
     assert shared.grad_norms == pytest.approx(one.grad_norms, rel=2e-6)
     assert router_losses(tmp_path / "shared") == pytest.approx(router_losses(reference), rel=1e-5)
+    assert loads(tmp_path / "shared") == pytest.approx(loads(reference), rel=1e-9)
     first = "iter_0000001"
     differences = gradient_differences(tmp_path / "saved" / first, reference / "saved" / first)
     assert len(differences) > 40
     assert max(differences) < 1e-5
+
+
+# A router that sends every token to the experts 0 and 1.
+BIASED = """
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+gate = TopKRouter.gating
+preferred = torch.tensor([9.0, 8.0, 0.0, 0.0])
+TopKRouter.gating = lambda router, x: 0.01 * gate(router, x) + preferred.to(x.device)
+"""
+BIASED_LAYOUTS = {
+    "one-process": (1, "", ()),
+    "half-the-experts-on-each-replica": (2, f"{EP2} {ALLTOALL}", ()),
+    "slices-of-experts": (2, "--tensor-model-parallel-size 2 --sequence-parallel", ()),
+    "meshes-of-different-replicas": (3, "", (mesh(2, data=2, experts=2), mesh(2))),
+}
+
+
+@pytest.mark.parametrize("name", BIASED_LAYOUTS)
+def test_loads_and_dropped_tokens_of_a_biased_router_are_told_under_any_layout(
+    name: str, corpus, tmp_path: Path
+) -> None:
+    """Two of four experts have all choices, so the largest load is twice the mean. Half of an equal
+    share of them is a quarter of the tokens: three quarters are dropped."""
+    nproc, own, meshes = BIASED_LAYOUTS[name]
+    plan = write_plan(list(meshes), tmp_path) if meshes else []
+    script = changed_entry(tmp_path, BIASED)
+    run = train(
+        [*flags(corpus, f"{EXPERTS} {own} --moe-expert-capacity-factor 0.5"), *plan],
+        nproc,
+        tmp_path / "run",
+        environ=SIMULATED,
+        scripts=dict.fromkeys(range(nproc), script),
+    )
+    assert loads(tmp_path / "run", "dropped_token_fraction") == [2.0, 2.0, 0.75] * 4
+    assert "| expert_load_max: 2.000000E+00 |" in run.stdout
 
 
 SINKHORN = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-topk 1"

@@ -64,6 +64,12 @@ def test_every_size_counts_as_it_should() -> None:
     assert flops(seq_length=16384) - base == 6 * 32 * 4096 * 8192
     assert flops(num_layers=64) - flops(num_layers=32) == 6 * 32 * 251_658_240
     assert flops(padded_vocab_size=128512) - base == 6 * 4096 * 256
+    # Each MTP layer is one more layer, joins two hidden states and has logits of its own.
+    ahead = 251_658_240 + 2 * 4096 * 4096 + 4096 * 128256
+    assert flops(mtp_num_layers=2) - base == 6 * 2 * ahead
+    mixing = {"num_experts": 8, "moe_ffn_hidden_size": 14336 // 2, "moe_layer_freq": [0] * 31 + [1]}
+    mixed = flops(mtp_num_layers=2, **mixing) - flops(**mixing)
+    assert mixed == 6 * 2 * (ahead + 4096 * 8)
 
 
 def test_latent_attention_counts_its_own_widths() -> None:

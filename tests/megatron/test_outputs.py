@@ -45,7 +45,7 @@ def record(**changed: Any) -> IterationRecord:
         "num_zeros": None,
         "link_bytes": 0,
         "simulated": False,
-        "router_losses": {},
+        "more": {},
     }
     rest = {field.name: None for field in fields(IterationRecord)}
     return IterationRecord(**rest | values | changed)

@@ -132,6 +132,7 @@ TRAINS = {
     "bench.memory_checkpoint_cost",
     "bench.random_faults",
     *("bench.restart_times", "bench.goodput", "bench.long_context"),
+    *("bench.expert_speed", "bench.public_commands"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {
@@ -141,6 +142,8 @@ STARTS = {
         *("--workers", "--log-interval", "--vocab-size"),
     },
     "bench.run_versions": {"--junitxml"},
+    "bench.expert_speed": {"--nproc-per-node", "--standalone"},
+    "bench.public_commands": {"--experimental-attention-variant"},
     "bench.record_cost": {"--nproc-per-node"},
     "bench.operator_watch_cost": {"--nproc-per-node"},
     "bench.memory_checkpoint_cost": {"--nproc-per-node"},

@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refu
     others = "num-experts: 8\nmtp-num-layers: 1\nmulti-latent-attention: true\n"
     model.write_text(model_file("llama3-8b").read_text() + others)
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)
-    assert told.count("--mtp-num-layers is a flag of ") == 1
+    assert told.count("mtp-num-layers is 1; the planner does not know multi-token prediction") == 1
     assert told.count("num-experts is 8; the planner knows dense models alone") == 1
     assert told.count("has multi-latent-attention, which the planner does not know") == 1
     # A misspelt flag is not left at its default.

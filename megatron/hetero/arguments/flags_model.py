@@ -12,6 +12,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     _add_latent_attention_flags(parser.add_argument_group("latent attention"))
     _add_position_flags(parser.add_argument_group("positions"))
     _add_block_flags(parser.add_argument_group("layers of the block"))
+    _add_mtp_flags(parser.add_argument_group("multi-token prediction"))
     _add_initialisation_flags(parser.add_argument_group("initial weights"))
 
 
@@ -50,6 +51,20 @@ def _add_size_flags(group: argparse._ArgumentGroup) -> None:
         "--untie-embeddings-and-output-weights",
         action="store_true",
         help="give the output layer weights of its own",
+    )
+
+
+def _add_mtp_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--mtp-num-layers",
+        type=integer(0),
+        help="layers after the last, each of which predicts one more token ahead; default: none",
+    )
+    group.add_argument(
+        "--mtp-loss-scaling-factor",
+        type=number(minimum=0),
+        default=0.1,
+        help="weight of the mean of these layers' losses; default: 0.1",
     )
 
 
@@ -143,13 +158,13 @@ def _add_latent_attention_flags(group: argparse._ArgumentGroup) -> None:
         "--mscale",
         type=number(minimum=0),
         default=1.0,
-        help="how much yarn scales what it rotates; default: 1",
+        help="number by which yarn multiplies what it rotates; default: 1",
     )
     group.add_argument(
         "--mscale-all-dim",
         type=number(minimum=0),
         default=0.0,
-        help="how much of that the scores are scaled by instead; default: 0",
+        help="number of the same kind for the scores of attention; default: 0",
     )
 
 

@@ -19,6 +19,7 @@ _LOCAL_ONLY = {
     "logits_scaling": 1.0,
     "num_experts": None,
     "multi_latent_attention": False,
+    "mtp_num_layers": None,
 }
 LOCAL_ONLY = " ".join(_LOCAL_ONLY)
 

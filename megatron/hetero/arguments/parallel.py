@@ -532,7 +532,7 @@ def _sequence_parallel(args: Namespace) -> Values:
 @rule(
     f"pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_layers {_ENDS} "
     "num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout hetero_pipeline_layers "
-    "hetero_plan",
+    "hetero_plan mtp_num_layers",
     flags=_ACCOUNTED,
     sets="virtual_pipeline_model_parallel_size",
 )
@@ -563,7 +563,11 @@ def _chunks(args: Namespace) -> Verdict:
 
 
 def _chunks_of_layout(args: Namespace) -> int:
-    stages = parse_layout(args.pipeline_model_parallel_layout, num_layers=args.num_layers)
+    stages = parse_layout(
+        args.pipeline_model_parallel_layout,
+        num_layers=args.num_layers,
+        mtp_num_layers=args.mtp_num_layers,
+    )
     if len(stages) % args.pipeline_model_parallel_size:
         raise UserError(
             f"--pipeline-model-parallel-layout has {counted(len(stages), 'stage')}, which is no "
@@ -607,14 +611,16 @@ def _extra_layers_text(args: Namespace) -> str:
 
 
 LAYOUT = "--pipeline-model-parallel-layout"
-# E: embedding; t: transformer layer; L: output layer and loss. | ends a stage.
-LETTERS = "EtL"
+# E: embedding; t: transformer layer; m: MTP layer; L: output layer and loss. | ends a stage.
+LETTERS = "EtmL"
 # A longer layout has a mistyped number of repetitions.
 LONGEST = 100_000
 
 
-def parse_layout(text: str, *, num_layers: int) -> list[str]:
-    """The letters of each stage of a layout such as 'Et|(tt|)*3tL', with `num_layers` t in all.
+def parse_layout(text: str, *, num_layers: int, mtp_num_layers: int | None = None) -> list[str]:
+    """The letters of each stage of a layout such as 'Et|(tt|)*3tmL'.
+
+    It has `num_layers` t in all, and `mtp_num_layers` m directly before the L, in its stage.
 
     `(...)*n` repeats letters and bars, `x*n` one of them; commas are ignored. megatron-core's own
     parser would import torch. Raises UserError.
@@ -624,15 +630,26 @@ def parse_layout(text: str, *, num_layers: int) -> list[str]:
     for letter in letters:
         if letter not in LETTERS:
             raise UserError(
-                f"{LAYOUT} {text!r} has {letter!r}; write E, t and L, | between stages, and "
+                f"{LAYOUT} {text!r} has {letter!r}; write E, t, m and L, | between stages, and "
                 "(...)*n to repeat"
             )
-    if not re.fullmatch("Et*L", letters):
+    if not re.fullmatch("E[tm]*L", letters):
         raise UserError(f"{LAYOUT} {text!r} must have one E at its beginning and one L at its end")
     if letters.count("t") != num_layers:
         raise UserError(
             f"{LAYOUT} {text!r} has {counted(letters.count('t'), 'layer')}, but --num-layers is "
             f"{num_layers}"
+        )
+    predicting = mtp_num_layers or 0
+    if letters.count("m") != predicting:
+        raise UserError(
+            f"{LAYOUT} {text!r} has {counted(letters.count('m'), 'MTP layer')}, but "
+            f"--mtp-num-layers is {predicting}"
+        )
+    if not stages[-1].endswith("m" * predicting + "L"):
+        raise UserError(
+            f"{LAYOUT} {text!r} has an m elsewhere than directly before the L in the last stage: "
+            "MTP layers need the output layer; move it there"
         )
     return stages
 

@@ -28,6 +28,7 @@ from megatron.hetero.arguments.flags_parallel import add_parallel_flags
 from megatron.hetero.arguments.flags_training import add_training_flags
 from megatron.hetero.arguments.latent_attention import LATENT_ATTENTION_RULES
 from megatron.hetero.arguments.model import MODEL_RULES
+from megatron.hetero.arguments.multi_token_prediction import MTP_RULES
 from megatron.hetero.arguments.parallel import PARALLEL_RULES
 from megatron.hetero.arguments.plan import PLAN_RULES
 from megatron.hetero.arguments.rules import apply_rules
@@ -173,8 +174,8 @@ def parse_args(
 
 
 RULES = (
-    *(*MODEL_RULES, *LATENT_ATTENTION_RULES, *EXPERT_RULES, *PARALLEL_RULES, *BATCH_RULES),
-    *(*TRAINING_RULES, *DATA_RULES, *PLAN_RULES),
+    *(*MODEL_RULES, *LATENT_ATTENTION_RULES, *MTP_RULES, *EXPERT_RULES, *PARALLEL_RULES),
+    *(*BATCH_RULES, *TRAINING_RULES, *DATA_RULES, *PLAN_RULES),
 )
 _NOT_FLAGS = (
     *("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes", "context_sizes"),

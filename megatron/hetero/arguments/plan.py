@@ -23,7 +23,7 @@ _ACCOUNTED = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeli
 
 @rule(
     f"plan_file pipeline_model_parallel_size virtual_pipeline_model_parallel_size num_layers "
-    f"pipeline_model_parallel_layout hetero_pipeline_layers {_ENDS} {_ACCOUNTED}",
+    f"pipeline_model_parallel_layout hetero_pipeline_layers mtp_num_layers {_ENDS} {_ACCOUNTED}",
     sets="stage_layers",
 )
 def _stage_layers(args: Namespace) -> Verdict:
@@ -45,7 +45,11 @@ def _layers(args: Namespace) -> tuple[tuple[int, ...], ...]:
     if listed:
         return _by_stage(listed, stages) if len(listed) == stages * chunks else ()
     if args.pipeline_model_parallel_layout:
-        parts = parse_layout(args.pipeline_model_parallel_layout, num_layers=args.num_layers)
+        parts = parse_layout(
+            args.pipeline_model_parallel_layout,
+            num_layers=args.num_layers,
+            mtp_num_layers=args.mtp_num_layers,
+        )
         return _by_stage([part.count("t") for part in parts], stages)
     if args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split:
         return _accounted_layers(args, stages, chunks)

@@ -269,6 +269,7 @@ def _try(
             index,
             num_layers=int(index.args.get("num_layers", args.num_layers)),
             tied=not index.args.get("untie_embeddings_and_output_weights", False),
+            mtp_layers=index.args.get("mtp_num_layers") or 0,
         )
         with CheckpointReader(folder, index) as reader:
             reader.verify(part=part[0], parts=part[1])

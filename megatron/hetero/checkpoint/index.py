@@ -183,24 +183,26 @@ def _check_coverage(index: Index) -> None:
             raise DamagedCheckpoint(f"tensor {name} is not whole")
 
 
-def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None:
+def require_complete_model(
+    index: Index, *, num_layers: int, tied: bool, mtp_layers: int = 0
+) -> None:
     """Raise DamagedCheckpoint if a layer is missing, or a tensor that other layers have.
 
-    Layers with experts are compared with each other, and those without.
+    Layers with experts are compared with each other, those without, and those of multi-token
+    prediction.
     """
     weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
-    layers: dict[int, set[str]] = {number: set() for number in range(num_layers)}
-    for name in weights:
-        head, in_layers, rest = name.partition(".layers.")
-        number, _, tensor = rest.partition(".")
-        if in_layers:
-            layers.setdefault(int(number), set()).add(f"{head}.{tensor}")
+    layers = _names_of_layers(weights, "decoder", num_layers)
     mixing = {layer for layer, names in layers.items() if any(map(_is_of_mixture, names))}
-    for alike in (mixing, layers.keys() - mixing):
-        everywhere = set().union(*(layers[layer] for layer in alike))
-        for layer in sorted(alike):
-            for missing in sorted(everywhere - layers[layer]):
+    dense = {layer: names for layer, names in layers.items() if layer not in mixing}
+    predicting = _names_of_layers(weights, "mtp", mtp_layers)
+    for alike in ({layer: layers[layer] for layer in mixing}, dense, predicting):
+        everywhere = set().union(*alike.values())
+        for layer, names in sorted(alike.items()):
+            for missing in sorted(everywhere - names):
                 raise DamagedCheckpoint(f"tensor {missing} of layer {layer} is missing")
+    if mtp_layers and not predicting[0]:
+        raise DamagedCheckpoint("the layers for multi-token prediction are missing")
     needed = [EMBEDDING, "decoder.final_layernorm.weight"]
     needed += [] if tied else [OUTPUT_LAYER]
     for name in needed:
@@ -218,6 +220,17 @@ def require_complete_model(index: Index, *, num_layers: int, tied: bool) -> None
                 continue  # No optimizer updates it.
             if f"optimizer.{state}.{parameter}" not in index.tensors:
                 raise DamagedCheckpoint(f"tensor optimizer.{state}.{parameter} is missing")
+
+
+def _names_of_layers(weights: set[str], stack: str, least: int) -> dict[int, set[str]]:
+    """What the names of a stack's tensors end in, by layer, of which there are so many at least."""
+    layers: dict[int, set[str]] = {number: set() for number in range(least)}
+    for name in weights:
+        head, in_layers, rest = name.partition(".layers.")
+        number, _, tensor = rest.partition(".")
+        if in_layers and head == stack:
+            layers.setdefault(int(number), set()).add(f"{head}.{tensor}")
+    return layers
 
 
 def _is_of_mixture(name: str) -> bool:

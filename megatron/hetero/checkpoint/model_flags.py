@@ -104,6 +104,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         Kind.TRAINING,
         "what balances loads while training",
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        "moe_router_force_load_balancing",
     ),
     "multi_latent_attention": ModelFlag(Kind.MEANING, "another attention"),
     **_flags(
@@ -119,6 +120,8 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         *("rotary_scaling_factor", "mscale", "mscale_all_dim"),
         only_with={"rope_type": "yarn"},
     ),
+    "mtp_num_layers": ModelFlag(Kind.MEANING, "which layers for multi-token prediction there are"),
+    "mtp_loss_scaling_factor": ModelFlag(Kind.TRAINING, "the weight of those layers' losses"),
     "max_position_embeddings": ModelFlag(
         Kind.SHAPE,
         "shape of learned positions; of others it is a limit, and is taken but not compared",
@@ -211,7 +214,7 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
 }
 
 GROUPS = (
-    *("mixtures of experts", "routing to experts"),
+    *("mixtures of experts", "routing to experts", "multi-token prediction"),
     *(
         "model size",
         "attention",
@@ -360,10 +363,12 @@ def normal_form(values: Mapping[str, Any]) -> dict[str, Any]:
             args["num_query_groups"] = heads
         args["group_query_attention"] = args.get("num_query_groups", heads) != heads
     if not args.get("num_experts"):
-        return {name: value for name, value in args.items() if not name.startswith("moe_")}
+        args = {name: value for name, value in args.items() if not name.startswith("moe_")}
     period, layers = args.get("moe_layer_freq"), args.get("num_layers")
     if isinstance(period, int) and layers is not None:
         args["moe_layer_freq"] = [int(layer % period == 0) for layer in range(layers)]
     if args.get("moe_router_topk_scaling_factor") == 1.0:
         args["moe_router_topk_scaling_factor"] = None
+    if not args.get("mtp_num_layers"):
+        args = {name: value for name, value in args.items() if not name.startswith("mtp_")}
     return args

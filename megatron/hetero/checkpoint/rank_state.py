@@ -3,7 +3,7 @@
 An item that several ranks hold alike is written once: by tensor-parallel rank 0 what tensor
 parallelism does not split, and by the copies in turns, so that they share the work. Experts have
 copies, and tensor-parallel ranks, of their own.
-The second copy of a tied embedding is not written at all.
+The second copy of an embedding is not written at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megatron.hetero.checkpoint.regions import Shard
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
 from megatron.hetero.checkpoint.tensor_names import (
     MAIN_COPY,
-    OUTPUT_LAYER,
     is_split,
     optimizer_name,
     shard_of,
@@ -100,7 +99,7 @@ def sharded_parameters(args: argparse.Namespace, model: StageModel) -> list[Shar
                 name=stored_name(name),
                 parameter=parameter,
                 shard=shard,
-                is_tied_copy=model.has_tied_copy and name == OUTPUT_LAYER,
+                is_tied_copy=name == model.tied_copy,
                 is_written_here=is_split(parameter, size) or rank == 0,
                 is_of_expert=is_of_expert(name),
                 updated=updated,

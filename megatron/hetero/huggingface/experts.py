@@ -13,6 +13,7 @@ _UNUSED: Mapping[str, Any] = {
     "moe_shared_expert_gate": False,
     "moe_z_loss_coeff": None,
     "moe_router_bias_update_rate": 1e-3,
+    "moe_router_force_load_balancing": False,
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_token_drop_policy": "probs",
@@ -222,6 +223,8 @@ def untold_expert_args(args: Mapping[str, Any], family: Family) -> Iterator[str]
     rate = "moe_router_bias_update_rate"
     if args["moe_router_enable_expert_bias"] and args[rate] != _UNUSED[rate]:
         yield rate
+    if args["moe_router_force_load_balancing"]:
+        yield "moe_router_force_load_balancing"
 
 
 def _told_loss(args: Mapping[str, Any], experts: Experts) -> tuple[str, float] | None:

@@ -19,6 +19,7 @@ ANY: Mapping[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_interleaved": False,
     "apply_query_key_layer_scaling": False,
+    "mtp_num_layers": None,
 }
 """Arguments that are the same for every model of every family."""
 

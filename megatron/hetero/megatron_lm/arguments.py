@@ -166,7 +166,7 @@ def _defaults() -> dict[str, Any]:
 
 # Flags that change what a model computes, and that Megatron-LM does not have or is not written for.
 _NOT_WRITTEN = (
-    *("num_experts", "multi_latent_attention"),
+    *("num_experts", "multi_latent_attention", "mtp_num_layers"),
     *("qk_layernorm_across_heads", "reordered_norm", "softmax_scale"),
     *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 )
@@ -198,7 +198,8 @@ def namespace_from_args(
     kept = {
         name: value
         for name, value in (vars(build_parser().parse_args([])) | dict(args)).items()
-        if not name.startswith(("hetero", "tokenizer_digest", "moe_")) and name not in _PER_RUN
+        if not name.startswith(("hetero", "tokenizer_digest", "moe_", "mtp_"))
+        and name not in _PER_RUN
     }
     return Namespace(
         **kept

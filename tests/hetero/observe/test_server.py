@@ -36,6 +36,7 @@ def collected() -> Collector:
     values = {
         "iteration": 2.0,
         "loss": 2.5,
+        "expert_load_max": 1.5,
         "tokens_per_s": 1000.0,
         "grad_norm": 0.5,
         "goodput": 0.75,
@@ -88,6 +89,7 @@ def test_prometheus_can_parse_all_of_it(server: MetricsServer) -> None:
     families = {each.name: each for each in text_string_to_metric_families(metrics(server))}
     assert all(each.documentation and each.name.startswith("hetero_") for each in families.values())
     assert families["hetero_loss"].samples[0].value == 2.5
+    assert families["hetero_expert_load_max"].samples[0].value == 1.5
     assert families["hetero_goodput_ratio"].samples[0].value == 0.75
     assert families["hetero_iterations"].samples[0].value == 2
     assert families["hetero_tokens"].samples[0].value == 2000

@@ -13,15 +13,16 @@ def test_what_only_transformer_engine_does_is_not_said_of_its_layers(parse, flag
 
 
 LAYOUTS = ["EttL", "Et|tL", "E|tt|L", "Et|t|L", "E|(t|)*2L", "Et*2,L", "Ett||L", "(Ett)*1|L"]
+LAYOUTS += ["Et|tmL", "Ett|mmL"]
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_layout_is_read_as_megatron_core_reads_it(text):
     core = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
     stages = core.PipelineParallelLayerLayout.parse_str_to_list(text)
-    letters = {"embedding": "E", "decoder": "t", "loss": "L"}
+    letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
     expected = ["".join(letters[layer.name] for layer in stage) for stage in stages]
-    assert parse_layout(text, num_layers=2) == expected
+    assert parse_layout(text, num_layers=2, mtp_num_layers=text.count("m")) == expected
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,8 @@ NAMES = [
 ]
 
 
-def _model(*, without: str = "") -> Index:
-    whole = {name: StoredTensor((1,), "float32", ()) for name in NAMES}
+def _model(*more: str, without: str = "") -> Index:
+    whole = {name: StoredTensor((1,), "float32", ()) for name in (*NAMES, *more)}
     state = {f"optimizer.exp_avg.{name}": tensor for name, tensor in whole.items()}
     tensors = {name: tensor for name, tensor in (whole | state).items() if name != without}
     return Index(args={}, run={}, tensors=tensors, files={})
@@ -256,6 +256,16 @@ def test_a_missing_layer_is_named() -> None:
     require_complete_model(_model(), num_layers=2, tied=False)
     with pytest.raises(DamagedCheckpoint, match="of layer 2 is missing"):
         require_complete_model(_model(), num_layers=3, tied=False)
+
+
+def test_layers_for_multi_token_prediction_are_compared_with_each_other() -> None:
+    ahead = [f"mtp.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("enorm", "hnorm")]
+    sizes = {"num_layers": 2, "tied": False, "mtp_layers": 2}
+    require_complete_model(_model(*ahead), **sizes)
+    with pytest.raises(DamagedCheckpoint, match="of layer 1"):
+        require_complete_model(_model(*ahead[:-1]), **sizes)
+    with pytest.raises(DamagedCheckpoint, match="multi-token prediction are missing"):
+        require_complete_model(_model(), **sizes)
 
 
 def _saved(save: Path, *iterations: int) -> None:

@@ -41,6 +41,7 @@ EXPERTS = (
     "--moe-shared-expert-intermediate-size 32"
 )
 CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 1"
+PREDICTING = "--mtp-num-layers 1 --position-embedding-type rope"
 SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
 NORMED = "--normalization RMSNorm --qk-layernorm"
 LATENT = f"--multi-latent-attention {ROPE}"
@@ -97,6 +98,7 @@ ANOTHER = {
     "moe_aux_loss_coeff": f"{EXPERTS} --moe-aux-loss-coeff 0.1",
     "moe_z_loss_coeff": f"{EXPERTS} --moe-z-loss-coeff 0.1",
     "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-bias-update-rate 0.1",
+    "moe_router_force_load_balancing": f"{EXPERTS} --moe-router-force-load-balancing",
     "multi_latent_attention": LATENT,
     "q_lora_rank": f"{LATENT} --q-lora-rank 8",
     "kv_lora_rank": f"{LATENT} --kv-lora-rank 8",
@@ -107,6 +109,8 @@ ANOTHER = {
     "rotary_scaling_factor": f"{LATENT} --rotary-scaling-factor 4",
     "mscale": f"{LATENT} --mscale 0.7",
     "mscale_all_dim": f"{LATENT} --mscale-all-dim 0.7",
+    "mtp_num_layers": f"{PREDICTING} --mtp-num-layers 2",
+    "mtp_loss_scaling_factor": f"{PREDICTING} --mtp-loss-scaling-factor 0.3",
     "hidden_dropout": "--hidden-dropout 0",
     "attention_dropout": "--attention-dropout 0",
 }
@@ -124,6 +128,8 @@ WITH = {
         for name, words in ANOTHER.items()
         if words.startswith(LATENT) and name != "multi_latent_attention"
     },
+    "mtp_num_layers": PREDICTING,
+    "mtp_loss_scaling_factor": PREDICTING,
     "moe_router_enable_expert_bias": SIGMOID,
     "moe_pad_expert_input_to_capacity": CAPACITY,
 }

@@ -28,7 +28,7 @@ def test_every_flag_that_decides_the_model_goes_there_and_back() -> None:
     for name, spelling in spellings(build_parser()).items():
         if MODEL_FLAGS[name].kind not in TAKEN - {Kind.TOKENIZER} or name in other:
             continue
-        if name.startswith("moe_") or name in (
+        if name.startswith(("moe_", "mtp_")) or name in (
             *("num_experts", "multi_latent_attention", "rope_type"),
         ):
             continue  # Only dense models without latent attention are converted.
