@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from hetero.pipeline.groups import joins_meshes
-from hetero.plan import Coordinate, Plan
+from hetero.plan import Coordinate, Plan, expert_layers
 from megatron.hetero.core_private import scales_router_losses_by_whole_tokens
 
 _TRACKED = {
@@ -36,8 +36,7 @@ def has_experts(args: argparse.Namespace, layer: int) -> bool:
     """Whether a layer, counted from 0 over the model, is a mixture of experts."""
     if args.num_experts is None:
         return False
-    pattern = args.moe_layer_freq
-    return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
+    return expert_layers.has_experts(args.moe_layer_freq, layer)
 
 
 def expert_config(args: argparse.Namespace) -> dict[str, Any]:
