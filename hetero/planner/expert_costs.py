@@ -11,12 +11,13 @@ EP-th of the experts. On top come:
 - The busiest rank. A router does not choose all experts equally often, and a layer is through when
   the last rank is: what experts compute, receive and keep is multiplied by `expert_imbalance`
   where EP is above 1. A rank that holds all experts has all tokens, whichever they choose.
-- The weights. With few tokens for each expert a rank waits for weights out of its memory rather
-  than for products. Of these, a rank with an EP-th of the experts has an EP-th.
+- What experts take whatever their tokens. With few tokens for each of them a rank waits for
+  weights out of its memory, or for its host to start one expert after the other, rather than for
+  products. A rank with an EP-th of the experts waits for an EP-th.
 
 How long experts compute is their part of the layer's FLOPs. Not modelled: capacities, which drop
-tokens; groups of experts; that products with few rows are less efficient beyond what their weights
-take; shared experts that overlap the exchange (taken as computed before it).
+tokens; groups of experts; that products with few rows are less efficient beyond that; shared
+experts that overlap the exchange (taken as computed before it).
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def with_experts(
     computing = model.expert_flops / model.sparse_layer_flops
     layer = costs.sparse_layer
     forward = _busiest_seconds(
-        layer.forward, costs.expert_weights.forward, stage, computing, options
+        layer.forward, costs.experts_at_least.forward, stage, computing, options
     )
     backward = _busiest_seconds(
-        layer.backward, costs.expert_weights.backward, stage, computing, options
+        layer.backward, costs.experts_at_least.backward, stage, computing, options
     )
     again = 2 if stage.recompute == "full" else 1
     return replace(
@@ -57,11 +58,11 @@ def with_experts(
 
 
 def _busiest_seconds(
-    seconds: float, weights: float, stage: StageShape, part: float, options: TrainingOptions
+    seconds: float, at_least: float, stage: StageShape, part: float, options: TrainingOptions
 ) -> float:
     """A pass of a sparse layer, of which experts are this part, on the rank with most tokens."""
     experts = seconds * part
-    return seconds - experts + max(experts * imbalance(stage, options), weights / stage.experts)
+    return seconds - experts + max(experts * imbalance(stage, options), at_least / stage.experts)
 
 
 def imbalance(stage: StageShape, options: TrainingOptions) -> float:

@@ -79,9 +79,9 @@ class PartCosts:
     sparse_layer_activation_bytes: float = 0.0
     sparse_layer_working_bytes: float = 0.0
     sparse_layer_delayed_bytes: float = 0.0
-    expert_weights: PassTimes = PassTimes(0.0, 0.0)
-    """How long the memory takes to read and write what a pass does of all experts' weights, which
-    `sparse_layer` leaves out; 0 where that was measured, which has it."""
+    experts_at_least: PassTimes = PassTimes(0.0, 0.0)
+    """What a pass of all experts takes whatever their tokens: their weights out of memory, and
+    starting one after the other. 0 where `sparse_layer` was measured, which then has it."""
 
     def working_bytes(
         self, *, embedding: bool, head: bool, dense: bool = True, sparse: bool = False
@@ -319,7 +319,7 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     try:
         values = dict(listed)
         costs = dict(values.pop("costs"))
-        for part in ("layer", "embedding", "head", "sparse_layer", "expert_weights"):
+        for part in ("layer", "embedding", "head", "sparse_layer", "experts_at_least"):
             if part in costs or part not in _OF_EXPERTS:
                 costs[part] = PassTimes(**costs[part])
         point = Point(**values)
@@ -341,7 +341,7 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     return point, measured
 
 
-_OF_EXPERTS = ("sparse_layer", "expert_weights")
+_OF_EXPERTS = ("sparse_layer", "experts_at_least")
 """Costs that a profile of a dense model need not have."""
 _MOST = 1e15
 """Above it a cost is none, and sums of it are no numbers any more."""

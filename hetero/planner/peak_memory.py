@@ -97,6 +97,8 @@ def _delayed_activation_bytes(stage: StageShape, passes: int, costs: PartCosts) 
 
 def _largest_chunk(stage: StageShape, costs: PartCosts) -> tuple[int, int]:
     """The dense and the sparse layers of the model chunk that keeps most."""
+    if not stage.sparse_layers:
+        return max(stage.layers), 0
 
     def kept(chunk: tuple[int, int]) -> float:
         dense, sparse = chunk
@@ -107,7 +109,10 @@ def _largest_chunk(stage: StageShape, costs: PartCosts) -> tuple[int, int]:
 
 
 def _working_bytes(stage: StageShape, costs: PartCosts) -> float:
-    dense, sparse = map(sum, zip(*stage.dense_and_sparse(), strict=True))
+    sparse = sum(stage.sparse_layers)
     return costs.working_bytes(
-        embedding=stage.has_embedding, head=stage.has_head, dense=dense > 0, sparse=sparse > 0
+        embedding=stage.has_embedding,
+        head=stage.has_head,
+        dense=sparse < sum(stage.layers),
+        sparse=sparse > 0,
     )

@@ -51,7 +51,7 @@ class StageShape:
         first_gpu: int = 0,
     ) -> StageShape:
         """A stage of `plan` on `mesh`. Options that are None there get Megatron's defaults."""
-        chunks = range(plan.chunks)
+        chunks = range(plan.chunks if model.num_experts else 0)
         return cls(
             kind=kind,
             first_gpu=first_gpu,

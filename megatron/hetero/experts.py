@@ -122,6 +122,11 @@ def weigh_losses(chunks: Iterable[torch.nn.Module], factor: float) -> None:
             config.moe_z_loss_coeff *= factor
 
 
+def forget_router_losses() -> None:
+    """Drop what routers have told, and for how many layers: the next model may have others."""
+    get_moe_layer_wise_logging_tracker().clear()
+
+
 class RouterLosses:
     """The routers' own losses of a step, each the mean over the layers with experts, unweighted."""
 
