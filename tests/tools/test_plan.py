@@ -8,6 +8,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from hetero.tools.planning.plan_files import node_commands, training_flags
 from hetero.tools.planning.planning_request import read_request
 from megatron.hetero.arguments import parse_args, read_command_line
 from tests.commands import PRESETS
+from tests.hetero.planner.expert_models import DEEPSEEK_LIKE, QWEN3_30B
 from tests.tools.refusals import Refused
 
 CLUSTER = """\
@@ -163,6 +165,33 @@ def test_the_faster_vendor_takes_more_layers(tmp_path: Path) -> None:
     assert layers["amd"] > layers["nvidia"] > 0
 
 
+@pytest.mark.parametrize("of", [QWEN3_30B, DEEPSEEK_LIKE], ids=["qwen", "deepseek"])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_training_takes_the_plan_of_a_mixture_of_experts(
+    tmp_path: Path, of: dict[str, Any], replicas: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over links as slow as these only whole replicas are worth it."""
+    file = tmp_path / "model.yaml"
+    file.write_text(yaml.safe_dump(of | {"expert-model-parallel-size": 2}))
+    speed = 1 if replicas else 400
+    cluster = CLUSTER.replace("nodes: 1", f"nodes: 1, rail_gbits: {speed}")
+    flags = [] if replicas else ["--no-replicas"]
+    words = request(tmp_path, "--model", str(file), *flags, cluster=cluster)
+    assert main([*words, "--experts", "8", "--tensor", "1"]) == 0
+    assert "EP" in capsys.readouterr().out
+    out = tmp_path / "out"
+    flags = yaml.safe_load((out / "flags.yaml").read_text())
+    args = parse_args(
+        [
+            *("--yaml-cfg", str(file), "--yaml-cfg", str(out / "flags.yaml")),
+            *("--lr", "1", "--train-iters", "1", "--mock-data"),
+        ],
+        world_size=16,
+    )
+    assert args.expert_sizes == [8] * len(args.expert_sizes)
+    assert ("expert-model-parallel-size" in flags) is True
+
+
 LONG = "nodes: [{name: green, accelerator: H200}, {name: red, accelerator: MI325X}]\n"
 LONG_WORDS = "--seq-length 131072 --global-batch 16".split()
 
@@ -280,11 +309,12 @@ def test_choices_of_which_none_can_be_are_named(
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
-    others = "num-experts: 8\nmtp-num-layers: 1\n"
+    others = "multi-latent-attention: true\nmtp-num-layers: 1\n"
     model.write_text(model_file("llama3-8b").read_text() + others)
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)
     assert told.count("--mtp-num-layers is a flag of ") == 1
-    assert told.count("num-experts is 8; the planner knows dense models alone") == 1
+    for name in ("multi-latent-attention", "mtp-num-layers"):
+        assert told.count(f"says {name}, whose cost the planner does not know") == 1
     # A misspelt flag is not left at its default.
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)
