@@ -165,31 +165,43 @@ def test_the_faster_vendor_takes_more_layers(tmp_path: Path) -> None:
     assert layers["amd"] > layers["nvidia"] > 0
 
 
+NULL_TOKENIZER = {"tokenizer-type": "NullTokenizer", "vocab-size": 100000}
+
+
 @pytest.mark.parametrize("of", [QWEN3_30B, DEEPSEEK_LIKE], ids=["qwen", "deepseek"])
-@pytest.mark.parametrize("replicas", [False, True])
 def test_training_takes_the_plan_of_a_mixture_of_experts(
-    tmp_path: Path, of: dict[str, Any], replicas: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, of: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over links as slow as these only whole replicas are worth it."""
+    """Sizes in the model's own file give way to the plan's."""
     file = tmp_path / "model.yaml"
-    file.write_text(yaml.safe_dump(of | {"expert-model-parallel-size": 2}))
-    speed = 1 if replicas else 400
-    cluster = CLUSTER.replace("nodes: 1", f"nodes: 1, rail_gbits: {speed}")
-    flags = [] if replicas else ["--no-replicas"]
-    words = request(tmp_path, "--model", str(file), *flags, cluster=cluster)
-    assert main([*words, "--experts", "8", "--tensor", "1"]) == 0
-    assert "EP" in capsys.readouterr().out
-    out = tmp_path / "out"
-    flags = yaml.safe_load((out / "flags.yaml").read_text())
-    args = parse_args(
-        [
-            *("--yaml-cfg", str(file), "--yaml-cfg", str(out / "flags.yaml")),
-            *("--lr", "1", "--train-iters", "1", "--mock-data"),
-        ],
-        world_size=16,
+    own = {"expert-model-parallel-size": 4, "expert-tensor-parallel-size": 1}
+    file.write_text(yaml.safe_dump(of | own | NULL_TOKENIZER))
+    words = request(tmp_path, "--model", str(file), "--no-replicas")
+    assert main([*words, "--experts", "2", "8"]) == 0
+    assert "EP 8" in capsys.readouterr().out
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    flags = ["--yaml-cfg", str(file), "--yaml-cfg", str(tmp_path / "out" / "flags.yaml")]
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    read = read_command_line([*flags, *more], world_size=plan.world_size).plan
+    assert [mesh.experts for mesh in read.meshes] == [mesh.experts for mesh in plan.meshes]
+    assert max(mesh.experts for mesh in plan.meshes) == 8
+
+
+def test_replicas_that_share_experts_are_flags_that_training_understands(tmp_path: Path) -> None:
+    replica = Mesh("nvidia", 1, tensor=2, data=4, experts=4, expert_tensor=1, share=3)
+    replica = replace(replica, micro_batch_size=1, sequence_parallel=True)
+    plan = Plan(
+        meshes=(replica, replace(replica, vendor="amd", data=2, share=2)),
+        layers=((27,),),
+        whole_replicas=True,
     )
-    assert args.expert_sizes == [8] * len(args.expert_sizes)
-    assert ("expert-model-parallel-size" in flags) is True
+    own = training_flags(Placement(plan, ("green", "red"), 16), tmp_path / "plan.yaml")
+    file = tmp_path / "flags.yaml"
+    file.write_text(yaml.safe_dump(DEEPSEEK_LIKE | NULL_TOKENIZER | own))
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    args = read_command_line(["--yaml-cfg", str(file), *more], world_size=12).args
+    sizes = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    assert sizes == (4, 1)
 
 
 LONG = "nodes: [{name: green, accelerator: H200}, {name: red, accelerator: MI325X}]\n"
