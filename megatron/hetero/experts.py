@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,17 @@ def keep_counts_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
             buffer = getattr(router, name)
             if buffer is not None:
                 buffer.data = buffer.data.float()
+
+
+@contextmanager
+def kept_counts(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Give routers back what they have counted before the body, and the bias of their experts."""
+    before = [(buffer, buffer.clone()) for router in routers(chunks) for buffer in router.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 def loss_factor(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> float:
