@@ -46,6 +46,19 @@ DEEPSEEK_LIKE: dict[str, Any] = _COMMON | {
     "moe-layer-freq": "[0]*1+[1]*26",
     "moe-shared-expert-intermediate-size": 2816,
 }
+DEEPSEEK_V3_LIKE: dict[str, Any] = DEEPSEEK_LIKE | {
+    "num-layers": 61,
+    "hidden-size": 7168,
+    "ffn-hidden-size": 18432,
+    "num-attention-heads": 128,
+    "kv-channels": 128,
+    "padded-vocab-size": 129280,
+    "num-experts": 256,
+    "moe-ffn-hidden-size": 2048,
+    "moe-router-topk": 8,
+    "moe-layer-freq": "[0]*3+[1]*58",
+    "moe-shared-expert-intermediate-size": 2048,
+}
 
 
 def model(flags: dict[str, Any], **changed: Any) -> ModelShape:
