@@ -104,7 +104,11 @@ class _Stages:
         model = model_shape(args)
         sorts = {False: model.layers - model.all_sparse_layers, True: model.all_sparse_layers}
         return cls(
-            {sort: _layers_of_deep_stages(args, sort) for sort, count in sorts.items() if count}
+            {
+                sort: layers_of_deep_stages(args, is_sparse=sort)
+                for sort, count in sorts.items()
+                if count
+            }
         )
 
     def middle(self, *, is_sparse: bool) -> tuple[_Stage, _Stage]:
@@ -130,7 +134,7 @@ _Times = Mapping[tuple[_Stage, Point], PassTimes]
 _Memory = Mapping[tuple[_Stage, Point], StageMemory]
 
 
-def _layers_of_deep_stages(args: argparse.Namespace, is_sparse: bool) -> int:
+def layers_of_deep_stages(args: argparse.Namespace, *, is_sparse: bool = False) -> int:
     """Of a small model more, of a large one the fewest."""
     element = torch.finfo(torch_dtype(args.params_dtype)).bits // 8
     model = model_shape(args)
