@@ -16,7 +16,7 @@ from hetero.planner.layer_profile import MeasuredProfile, ProfileError
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.pipeline_simulator import simulate_pipeline
 from hetero.planner.stage_shape import StageShape
-from hetero.planner.step_costs import CostModel
+from hetero.planner.step_costs import Copies, CostModel
 from hetero.planner.training_options import TrainingOptions
 
 ZONE = "us-central1-a"
@@ -82,9 +82,8 @@ class Replay:
         if model.tied and len(pipelines[0]) > 1:
             first, last = pipelines[0][0], pipelines[0][-1]
             passes += tied_embedding_seconds(cluster, first, last, model=model, options=_OPTIONS)
-        updates = [
-            cost_model.update(stage, record.data) for stages in pipelines for stage in stages
-        ]
+        copies = Copies(shared=record.data, experts=record.data)
+        updates = [cost_model.update(stage, copies) for stages in pipelines for stage in stages]
         return passes + max(reduce) + max(updates)
 
     def _cluster(self, record: Record) -> Cluster:

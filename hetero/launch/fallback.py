@@ -21,6 +21,7 @@ _FLAGS = frozenset(
     | {"--hetero-data-shares"}
     | {"--tensor-model-parallel-size", "--pipeline-model-parallel-size"}
     | {"--context-parallel-size", "--hierarchical-context-parallel-sizes"}
+    | {"--expert-model-parallel-size", "--expert-tensor-parallel-size"}
     | {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"}
     | {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"}
     | {"--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"}

@@ -24,7 +24,7 @@ from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind, link_inside_node
 from hetero.planner.model_shape import ModelShape, model_shape
 from hetero.planner.search import search
-from hetero.planner.search_space import Problem, SearchSpace, context_sizes
+from hetero.planner.search_space import Problem, SearchSpace, context_sizes, expert_sizes
 from hetero.planner.solution import find_best_plans, with_nodes
 from hetero.planner.training_options import TrainingOptions
 from hetero.text import counted, size_text
@@ -132,6 +132,7 @@ class FallbackPlanner:
             global_batch=math.gcd(*batch_sizes(args)),
             tensor=tuple(sorted(sizes)),
             context=context_sizes(model.seq_length, max(sizes)),
+            experts=expert_sizes(model, max(sizes)),
             micro_batch=(args.micro_batch_size,),
             recompute=tuple(dict.fromkeys((recompute, "full"))),
             replicas=False,  # plan files have none

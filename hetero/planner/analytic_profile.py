@@ -8,7 +8,7 @@ all-reduces over the node's links. The fraction is calibrated on one measured ac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.planner.accelerators import MATMUL_PART, Accelerator
 from hetero.planner.cluster_shape import Cluster, link_inside_node
@@ -23,6 +23,14 @@ Calibrated so that LLaMA-8B reaches the 571.6 TFLOP/s measured on H200, which is
 _UPDATE_BYTES_PER_PARAMETER = 42
 """Memory traffic of an optimizer step: the gradient read twice (norm, update) and zeroed, the fp32
 weight and two moments read and written, the bf16 weight written."""
+_GRADIENT_BYTES = 8
+"""Memory traffic of adding to a parameter's fp32 gradient: it is read and written."""
+_EXPERT_SECONDS = 1e-4
+"""Of a host, to start the kernels of one expert in one pass. A core of a server took 1.3e-4 to
+2.7e-4 seconds; no GPU's host was measured."""
+_SCORE_BYTES = 9
+"""Of a token and an expert: the router's score and probability in fp32, and whether it is chosen.
+"""
 _REDUCTION_BYTES_PER_PARAMETER = 20
 """Memory traffic of scaling an fp32 gradient in place and adding another one to it."""
 
@@ -144,25 +152,84 @@ class _PointModel:
         return 4 * ring_seconds(link, ranks=self.point.tensor, size=size)
 
     def costs(self) -> PartCosts:
-        forward = self.matmul_seconds + self.memory_bound_seconds + self.all_reduce_seconds
-        backward = 2 * (self.matmul_seconds + self.memory_bound_seconds) + self.all_reduce_seconds
-        if self.point.recompute == "full":
-            backward += forward
-        elif self.point.recompute == "selective":
-            backward += self._seconds(self._attention_flops)
-        activation_bytes, working_bytes = self._activations()
-        return PartCosts(
-            layer=PassTimes(forward, backward),
+        activation_bytes, working_bytes = self._activations(self._mlp_width)
+        costs = PartCosts(
+            layer=self._passes(
+                self.matmul_seconds, self.memory_bound_seconds, self.all_reduce_seconds
+            ),
             embedding=self._embedding(),
             head=self._head(),
             layer_activation_bytes=activation_bytes,
             embedding_activation_bytes=self._hidden_bytes,
             head_activation_bytes=self._logits * (self.element_bytes + 4) + 2 * self._hidden_bytes,
             layer_working_bytes=working_bytes,
-            layer_delayed_bytes=self._delayed_bytes,
+            layer_delayed_bytes=self._delayed_of(self.model.ffn),
             head_delayed_bytes=(self._logits + self.tokens * self.model.hidden)
             * self.element_bytes,
         )
+        return self._with_experts(costs) if self.model.num_experts else costs
+
+    def _passes(self, matmul: float, memory_bound: float, all_reduce: float) -> PassTimes:
+        """Of a layer, from the seconds of its forward pass."""
+        forward = matmul + memory_bound + all_reduce
+        backward = 2 * (matmul + memory_bound) + all_reduce
+        if self.point.recompute == "full":
+            backward += forward
+        elif self.point.recompute == "selective":
+            backward += self._seconds(self._attention_flops)
+        return PassTimes(forward, backward)
+
+    def _with_experts(self, costs: PartCosts) -> PartCosts:
+        """Add what a sparse layer costs. Matrices, norms and attention are those of a dense one."""
+        model, tensor, element = self.model, self.point.tensor, self.element_bytes
+        chosen = model.mlp_matrices * model.hidden * model.expert_ffn * model.experts_per_token
+        matrices = 2.0 * self.tokens * (model.sparse_matrix_parameters + chosen) / tensor
+        # Rows are put in the order of experts and back, and weighed: each read and written.
+        rows = self.tokens * model.experts_per_token * 4 * model.hidden / tensor
+        widths = self._mlp_widths * (model.experts_per_token * model.expert_ffn + model.shared_ffn)
+        moved = self.memory_bound_seconds
+        more = rows + self.tokens * (widths - self._mlp_width) / tensor
+        moved += more * element / self.accelerator.memory_bandwidth
+        # Of the two all-reduces of a dense layer, attention's and the shared experts'.
+        all_reduces = self.all_reduce_seconds * (1.0 if model.shared_ffn else 0.5)
+        activation_bytes, working_bytes = self._activations(
+            self._mlp_widths * model.shared_ffn, experts=True
+        )
+        delayed = self._delayed_of(model.shared_ffn)
+        rows_of_experts = self.tokens * model.experts_per_token * element
+        delayed += rows_of_experts * 2 * model.hidden
+        delayed += rows_of_experts * self._mlp_widths * model.expert_ffn / tensor
+        return replace(
+            costs,
+            sparse_layer=self._passes(
+                self._seconds(matrices + self._attention_flops), moved, all_reduces
+            ),
+            sparse_layer_activation_bytes=activation_bytes,
+            sparse_layer_working_bytes=working_bytes,
+            sparse_layer_delayed_bytes=delayed,
+            experts_at_least=self._experts_at_least(),
+        )
+
+    def _experts_at_least(self) -> PassTimes:
+        """Of all experts, one after the other: their weights from memory, or the host that starts
+        them, which a GPU waits for where its kernels are short."""
+        weights = self.model.expert_parameters / self.point.tensor
+        seconds = weights / self.accelerator.memory_bandwidth
+        passes = 2 if self.point.recompute == "full" else 1
+        start = self.model.num_experts * _EXPERT_SECONDS
+        return PassTimes(
+            max(seconds * self.element_bytes, start),
+            max(seconds * (passes * self.element_bytes + _GRADIENT_BYTES), passes * start),
+        )
+
+    @property
+    def _mlp_widths(self) -> int:
+        """Rows of activations that an MLP of width 1 keeps: inputs of the activation and output."""
+        return 3 if self.model.gated else 2
+
+    @property
+    def _mlp_width(self) -> int:
+        return self._mlp_widths * self.model.ffn
 
     def _seconds(self, flops: float) -> float:
         return flops / (self.accelerator.matmul_flops * self.efficiency)
@@ -191,24 +258,26 @@ class _PointModel:
         loss = self._logits * 4 * 4 / self.accelerator.memory_bandwidth
         return PassTimes(matmul + loss, 2 * matmul + loss)
 
-    @property
-    def _delayed_bytes(self) -> float:
+    def _delayed_of(self, ffn: int) -> float:
         """What delayed weight gradients keep: inputs and output gradients of the four matrices.
 
         Those of hidden size are counted whole: with sequence parallelism they are gathered.
         """
         model = self.model
-        inputs = model.attention_width + model.ffn
+        inputs = model.attention_width + ffn
         outputs = model.attention_width + 2 * model.key_value_width
-        outputs += (2 if model.gated else 1) * model.ffn
+        outputs += (2 if model.gated else 1) * ffn
         return (
             self.tokens
             * (4 * model.hidden + (inputs + outputs) / self.point.tensor)
             * self.element_bytes
         )
 
-    def _activations(self) -> tuple[float, float]:
+    def _activations(self, mlp: int, *, experts: bool = False) -> tuple[float, float]:
         """Bytes that a layer keeps for its backward pass, and that pass's temporary bytes.
+
+        `mlp` are the elements that its MLP, or its shared experts, keep for each token, and
+        `experts` says whether it has others, too.
 
         Korthikanti et al. (arXiv 2205.05198), section 4, without dropout, extended to grouped
         queries and gated MLPs. Attention is fused: it keeps no scores, so selective recomputation
@@ -216,11 +285,24 @@ class _PointModel:
         """
         model, tensor = self.model, self.point.tensor
         attention = 2 * model.attention_width + 2 * model.key_value_width
-        mlp = (3 if model.gated else 2) * model.ffn
         sharded = self.tokens * (attention + mlp) / tensor * self.element_bytes
         statistics = self.tokens * model.heads / tensor * 4
         kept = 4 * self._hidden_bytes + sharded + statistics
         gradients = self.tokens * mlp / tensor * self.element_bytes
+        if experts:
+            routed, temporary = self._activations_of_experts()
+            kept, gradients = kept + routed, gradients + temporary
         if self.point.recompute == "full":
             return self._hidden_bytes, kept + gradients
         return kept, gradients
+
+    def _activations_of_experts(self) -> tuple[float, float]:
+        """The same of experts: inputs and what their MLPs keep, and scores of the router.
+
+        The ranks that share an expert gather its tokens.
+        """
+        model, tensor = self.model, self.point.tensor
+        rows = self.tokens * model.experts_per_token * self.element_bytes
+        inputs, mlp = rows * model.hidden, rows * self._mlp_widths * model.expert_ffn / tensor
+        scores = self.tokens / tensor * model.num_experts * _SCORE_BYTES
+        return inputs + mlp + scores, 2 * inputs + mlp

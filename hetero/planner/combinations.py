@@ -55,9 +55,14 @@ class KindCandidates:
 
 
 def _head_update_seconds(mesh: MeshCandidate, model: ModelShape) -> float:
-    parameters = (model.head_parameters + model.layer_parameters) / mesh.shape.stage.tensor
-    each = mesh.shape.update_seconds_per_parameter[: mesh.stages].min()
-    return float(parameters * each + mesh.shape.update_seconds_fixed[: mesh.stages].min())
+    shape = mesh.shape
+    parameters = (model.head_parameters + model.layer_parameters) / shape.stage.tensor
+    each = shape.update_seconds_per_parameter[: mesh.stages].min()
+    fixed = shape.update_seconds_fixed[: mesh.stages].min()
+    if not model.num_experts:
+        return float(parameters * each + fixed)
+    head = model.head_parameters / shape.stage.tensor * each
+    return float(head + shape.update_seconds_per_layer(model)[: mesh.stages].min() + fixed)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.planner.cluster_shape import Cluster, LinkModel, NodeKind
 from hetero.planner.layer_profile import Profile
@@ -167,17 +167,46 @@ def intra_mesh_seconds(cluster: Cluster, stage: StageShape, size: float) -> floa
     ranks = _ranks_on_nodes(kind, stage)
     if len(ranks) == 1:
         return ring_seconds(kind.intra_node, ranks=copies, size=size)
-    ranks_per_nic = stage.tensor / max(1, min(ranks) * kind.rails // kind.gpus_per_node)
+    # Slices of experts may lie on several nodes: then a node has some of them, once.
+    slices = min(stage.tensor, max(ranks))
+    ranks_per_nic = slices / max(1, min(ranks) * kind.rails // kind.gpus_per_node)
     moved_bytes = (copies - 1) / copies * size
     slowest = max(
-        moved_bytes / kind.intra_node.within(max(ranks) // stage.tensor).bandwidth,
+        moved_bytes / kind.intra_node.within(max(ranks) // slices).bandwidth,
         kind.rail.exchange_seconds(moved_bytes * ranks_per_nic),
     )
     return (
         slowest
         + kind.rail.latency * math.log2(len(ranks))
-        + kind.intra_node.latency * (max(ranks) // stage.tensor - 1)
+        + kind.intra_node.latency * (max(ranks) // slices - 1)
     )
+
+
+def gather_seconds(cluster: Cluster, stage: StageShape, *, ranks: int, size: float) -> float:
+    """A reduce-scatter or all-gather of `size` bytes in all over consecutive ranks of a stage.
+
+    Where they are on one node, every other such group of the node runs its own over its own links.
+    """
+    return intra_mesh_seconds(cluster, replace(stage, tensor=1, context=1, data=ranks), size)
+
+
+def all_to_all_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
+    """Each rank sends `size` bytes, an equal part to each rank that holds other experts, itself
+    included, all at once.
+
+    Of ranks on several nodes, those of a node share its NICs.
+    """
+    kind, peers = cluster.kind(stage.kind), stage.experts
+    if peers < 2:
+        return 0.0
+    group = stage.ranks_of_experts
+    ranks = _ranks_on_nodes(kind, replace(stage, tensor=1, context=1, data=group))
+    near = max(max(ranks) * peers // group, 1)
+    inside = kind.intra_node.within(near).seconds(size * (near - 1) / peers)
+    if len(ranks) == 1:
+        return inside
+    outside = size * (1 - min(ranks) / group)
+    return max(inside, kind.rail.exchange_seconds(outside * ranks_per_rail(kind, max(ranks))))
 
 
 def next_rank_seconds(cluster: Cluster, stage: StageShape, size: float) -> float:
@@ -237,6 +266,32 @@ def reduce_and_gather_seconds(
         longer, shorter = max(inside, cross_mesh), min(inside, cross_mesh)
         reduce = longer + shorter / _PIPELINE_CHUNKS
     return reduce + arithmetic, gather if is_distributed else 0.0
+
+
+def stage_reduction_seconds(
+    cluster: Cluster,
+    dp_group: Sequence[StageShape],
+    *,
+    shared: float,
+    experts: float,
+    profile: Profile,
+    options: TrainingOptions,
+) -> tuple[float, float]:
+    """`reduce_and_gather_seconds` of all parameters of one rank: `experts` of them are reduced
+    over the ranks with the same experts, after the `shared` ones over theirs."""
+    reduce, gather = reduce_and_gather_seconds(
+        cluster, dp_group, parameters=shared, profile=profile, options=options
+    )
+    if not experts:
+        return reduce, gather
+    more_reduce, more_gather = reduce_and_gather_seconds(
+        cluster,
+        [stage.of_experts() for stage in dp_group],
+        parameters=experts,
+        profile=profile,
+        options=options,
+    )
+    return reduce + more_reduce, gather + more_gather
 
 
 def _cross_mesh_seconds(cluster: Cluster, dp_group: Sequence[StageShape], size: float) -> float:

@@ -28,7 +28,7 @@ from typing import Any
 
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.communication_costs import next_rank_seconds
-from hetero.planner.layer_profile import PartCosts, PassTimes, Profile
+from hetero.planner.layer_profile import PartCosts, PassTimes
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
@@ -42,23 +42,29 @@ _ADDED_BYTES = 8
 both, once, in the precision of the model."""
 
 
-def stage_costs(
-    cluster: Cluster,
+def with_ring(
+    costs: PartCosts,
     stage: StageShape,
     *,
+    cluster: Cluster,
     model: ModelShape,
-    profile: Profile,
     options: TrainingOptions,
 ) -> PartCosts:
-    """The costs of one rank of a stage. Raises ProfileError where the profile lacks its point."""
-    costs = profile.costs(cluster.kind(stage.kind).accelerator.name, stage.point(model))
-    if stage.context == 1:
-        return costs
+    """A rank's part of the `costs` of whole sequences, with the ring."""
     shared = shared_costs(costs, stage, model=model, element_bytes=options.activation_bytes)
-    ring = _ring_seconds(cluster, stage, costs, model=model, options=options)
-    layer = shared.layer
-    layer = PassTimes(layer.forward + ring.forward, layer.backward + ring.backward)
-    return replace(shared, layer=layer)
+    ring = _Ring.of(stage, model)
+    part = model.attention_flops / model.layer_flops
+    added = ring.seconds(cluster, stage, costs.layer, part=part, options=options)
+    shared = replace(shared, layer=_sum(shared.layer, added))
+    if not model.num_experts:
+        return shared
+    part = model.attention_flops / model.sparse_layer_flops
+    added = ring.seconds(cluster, stage, costs.sparse_layer, part=part, options=options)
+    return replace(shared, sparse_layer=_sum(shared.sparse_layer, added))
+
+
+def _sum(one: PassTimes, other: PassTimes) -> PassTimes:
+    return PassTimes(one.forward + other.forward, one.backward + other.backward)
 
 
 def shared_costs(
@@ -78,42 +84,9 @@ def shared_costs(
         for name, cost in vars(costs).items()
     }
     ring = _Ring.of(stage, model).buffer_bytes(element_bytes)
-    for part in ("layer", "embedding", "head"):
+    for part in ("layer", "sparse_layer", "embedding", "head"):
         values[f"{part}_working_bytes"] += ring
     return PartCosts(**values)
-
-
-def _ring_seconds(
-    cluster: Cluster,
-    stage: StageShape,
-    costs: PartCosts,
-    *,
-    model: ModelShape,
-    options: TrainingOptions,
-) -> PassTimes:
-    """What the ring adds to a layer's passes. `costs` are of whole sequences."""
-    ring, element_bytes = _Ring.of(stage, model), options.activation_bytes
-    bandwidth = cluster.kind(stage.kind).accelerator.memory_bandwidth
-    merged = ring.queries * (_MERGED_BYTES + element_bytes)
-    added = (ring.queries + ring.keys_and_values) * (_ADDED_BYTES + element_bytes)
-    sent = next_rank_seconds(cluster, stage, ring.keys_and_values * element_bytes)
-    returned = next_rank_seconds(cluster, stage, ring.keys_and_values * _SUM_BYTES)
-    part = model.attention_flops / model.layer_flops
-    computed = costs.layer.forward * part
-    computed_backward = costs.layer.backward * part
-    if stage.recompute == "selective":
-        # The backward pass has computed attention again, and nothing else.
-        computed_backward = (costs.layer.backward - computed) * part
-    elif stage.recompute == "full":
-        computed_backward -= computed
-    steps = stage.context
-    step, step_backward = computed / steps**2, max(computed_backward, 0.0) / steps**2
-    forward = (steps - 1) * max(sent - step, 0.0) + steps * merged / bandwidth
-    backward = (steps - 1) * max(sent + returned - step_backward, 0.0) + returned
-    backward += steps * added / bandwidth
-    if stage.recompute != "none":
-        backward += forward
-    return PassTimes(forward, backward)
 
 
 @dataclass(frozen=True)
@@ -135,3 +108,38 @@ class _Ring:
         held and received, and the sums of the queries' gradients."""
         exchanged = 2 * self.keys_and_values * (element_bytes + _SUM_BYTES)
         return exchanged + self.queries * _SUM_BYTES
+
+    def seconds(
+        self,
+        cluster: Cluster,
+        stage: StageShape,
+        layer: PassTimes,
+        *,
+        part: float,
+        options: TrainingOptions,
+    ) -> PassTimes:
+        """What the ring adds to the passes of a layer, of which attention is this `part`.
+
+        `layer` is of whole sequences.
+        """
+        element_bytes = options.activation_bytes
+        bandwidth = cluster.kind(stage.kind).accelerator.memory_bandwidth
+        merged = self.queries * (_MERGED_BYTES + element_bytes)
+        added = (self.queries + self.keys_and_values) * (_ADDED_BYTES + element_bytes)
+        sent = next_rank_seconds(cluster, stage, self.keys_and_values * element_bytes)
+        returned = next_rank_seconds(cluster, stage, self.keys_and_values * _SUM_BYTES)
+        computed = layer.forward * part
+        computed_backward = layer.backward * part
+        if stage.recompute == "selective":
+            # The backward pass has computed attention again, and nothing else.
+            computed_backward = (layer.backward - computed) * part
+        elif stage.recompute == "full":
+            computed_backward -= computed
+        steps = stage.context
+        step, step_backward = computed / steps**2, max(computed_backward, 0.0) / steps**2
+        forward = (steps - 1) * max(sent - step, 0.0) + steps * merged / bandwidth
+        backward = (steps - 1) * max(sent + returned - step_backward, 0.0) + returned
+        backward += steps * added / bandwidth
+        if stage.recompute != "none":
+            backward += forward
+        return PassTimes(forward, backward)

@@ -52,7 +52,11 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Costs of one rank and one micro-batch: a layer, the embedding and the head."""
+    """Costs of one rank and one micro-batch: a layer, the embedding and the head.
+
+    Those of a sparse layer are of ranks that hold all experts, each divided as the other matrices
+    are (expert-parallel size 1), without what they exchange of tokens: see `expert_costs`.
+    """
 
     layer: PassTimes
     embedding: PassTimes
@@ -71,11 +75,21 @@ class PartCosts:
     layer_delayed_bytes: float = 0.0
     """Inputs and output gradients that a delayed weight gradient needs; 0 where not measured."""
     head_delayed_bytes: float = 0.0
+    sparse_layer: PassTimes = PassTimes(0.0, 0.0)
+    sparse_layer_activation_bytes: float = 0.0
+    sparse_layer_working_bytes: float = 0.0
+    sparse_layer_delayed_bytes: float = 0.0
+    experts_at_least: PassTimes = PassTimes(0.0, 0.0)
+    """What a pass of all experts takes whatever their tokens: their weights out of memory, and
+    starting one after the other. 0 where `sparse_layer` was measured, which then has it."""
 
-    def working_bytes(self, *, embedding: bool, head: bool) -> float:
+    def working_bytes(
+        self, *, embedding: bool, head: bool, dense: bool = True, sparse: bool = False
+    ) -> float:
         """Temporary memory of a stage: the largest of its parts, which are computed in turn."""
         return max(
-            self.layer_working_bytes,
+            self.layer_working_bytes if dense else 0.0,
+            self.sparse_layer_working_bytes if sparse else 0.0,
             self.embedding_working_bytes if embedding else 0.0,
             self.head_working_bytes if head else 0.0,
         )
@@ -305,8 +319,9 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     try:
         values = dict(listed)
         costs = dict(values.pop("costs"))
-        for part in ("layer", "embedding", "head"):
-            costs[part] = PassTimes(**costs[part])
+        for part in ("layer", "embedding", "head", "sparse_layer", "experts_at_least"):
+            if part in costs or part not in _OF_EXPERTS:
+                costs[part] = PassTimes(**costs[part])
         point = Point(**values)
         measured = PartCosts(**costs)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -320,11 +335,14 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     faults.refuse(ProfileError)
     for cost in _seconds_and_bytes(costs.values()):
         _require_cost(cost, f"{where}, {point}")
-    if not measured.layer.forward + measured.layer.backward:
+    layers = (measured.layer, measured.sparse_layer)
+    if not any(layer.forward + layer.backward for layer in layers):
         raise ProfileError(f"{where}, {point}: a layer takes no time; measure it again")
     return point, measured
 
 
+_OF_EXPERTS = ("sparse_layer", "experts_at_least")
+"""Costs that a profile of a dense model need not have."""
 _MOST = 1e15
 """Above it a cost is none, and sums of it are no numbers any more."""
 

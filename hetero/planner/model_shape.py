@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hetero.errors import UserError
+from hetero.plan.expert_layers import has_experts, layer_pattern
 from hetero.plan.plan import context_problems
 from hetero.presets import model_file
+from hetero.text import counted
 from hetero.yaml_file import load_yaml
 
 """Flag files of well-known models, found by name."""
@@ -28,7 +31,11 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer: an embedding, equal layers, a final norm and an output layer."""
+    """A decoder-only transformer: an embedding, layers, a final norm and an output layer.
+
+    Layers are equal, or of two sorts: dense ones, and sparse ones, whose MLP is a mixture of
+    experts.
+    """
 
     layers: int
     hidden: int
@@ -54,6 +61,18 @@ class ModelShape:
     """Learned vectors per norm: 1 for RMSNorm, 2 for LayerNorm."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 without one."""
+    num_experts: int = 0
+    """Of a sparse layer; 0 for a dense model."""
+    expert_ffn: int = 0
+    """Inner width of each expert."""
+    experts_per_token: int = 0
+    """Experts that a router chooses for a token."""
+    shared_ffn: int = 0
+    """Inner width of the experts that every token passes, all together."""
+    shared_gate: bool = False
+    """Whether a gate weighs their output."""
+    sparse_pattern: tuple[int, ...] = ()
+    """1 for each sparse layer and 0 for each dense one; empty where all are dense."""
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
@@ -64,12 +83,31 @@ class ModelShape:
             problems.append(
                 f"{self.heads} attention heads do not divide into {self.query_groups} query groups"
             )
+        if self.num_experts:
+            problems += self._expert_problems()
         if problems:
             raise UserError(*problems)
+
+    def _expert_problems(self) -> list[str]:
+        problems = []
+        if len(self.sparse_pattern) != self.layers:
+            problems.append(
+                f"moe-layer-freq has {counted(len(self.sparse_pattern), 'number')} for "
+                f"{counted(self.layers, 'layer')}; give a 0 or 1 for each layer"
+            )
+        if self.expert_ffn < 1:
+            problems.append(f"moe-ffn-hidden-size is {self.expert_ffn}; give at least 1")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            problems.append(
+                f"moe-router-topk is {self.experts_per_token}; give at least 1 and at most the "
+                f"{self.num_experts} of num-experts"
+            )
+        return problems
 
     def divides(self, tensor: int, *, sequence_parallel: bool) -> bool:
         """Whether the model can be split evenly over `tensor` tensor-parallel ranks."""
         parts = [self.heads, self.query_groups, self.ffn, self.vocabulary]
+        parts += [self.shared_ffn] if self.shared_ffn else []
         parts += [self.seq_length] if sequence_parallel else []
         return not any(part % tensor for part in parts)
 
@@ -78,12 +116,49 @@ class ModelShape:
         parts = tensor if sequence_parallel else 1
         return not any(context_problems(self.seq_length, context, parts, name=""))
 
+    def divides_experts(self, experts: int, expert_tensor: int) -> bool:
+        """Whether `experts` ranks can share its experts, and `expert_tensor` ranks each of them."""
+        return not (self.num_experts % experts or self.expert_ffn % expert_tensor)
+
     def divided_sizes(self) -> str:
         """What tensor parallelism divides, for errors."""
+        shared = f", {self.shared_ffn} of the shared experts" if self.shared_ffn else ""
         return (
             f"the model's {self.heads} heads, {self.query_groups} query groups, {self.ffn} of the "
-            f"MLP, {self.vocabulary} rows of vocabulary"
+            f"MLP{shared}, {self.vocabulary} rows of vocabulary"
         )
+
+    @cached_property
+    def sparse_before(self) -> tuple[int, ...]:
+        """Sparse layers before each layer, and of the whole model at last."""
+        before = [0]
+        for layer in range(self.layers):
+            before.append(before[-1] + (self.sparse_pattern[layer] if self.num_experts else 0))
+        return tuple(before)
+
+    def sparse_layers(self, layers: range) -> int:
+        """How many of consecutive layers, counted from 0 over the model, are sparse."""
+        return self.sparse_before[layers.stop] - self.sparse_before[layers.start]
+
+    @cached_property
+    def sparse_behind(self) -> tuple[int, ...]:
+        """Sparse layers among the last ones, by their number."""
+        before = self.sparse_before
+        return tuple(before[-1] - count for count in reversed(before))
+
+    @cached_property
+    def sparse_in_windows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The fewest and the most sparse layers of any consecutive ones, by their number."""
+        before = self.sparse_before
+        windows = [
+            [before[start + count] - before[start] for start in range(self.layers - count + 1)]
+            for count in range(self.layers + 1)
+        ]
+        return tuple(map(min, windows)), tuple(map(max, windows))
+
+    @property
+    def all_sparse_layers(self) -> int:
+        return self.sparse_before[-1]
 
     @property
     def attention_width(self) -> int:
@@ -101,12 +176,13 @@ class ModelShape:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of a layer's weight matrices."""
+        """Parameters of a dense layer's weight matrices."""
         attention = self.hidden * (2 * self.attention_width + 2 * self.key_value_width)
         return attention + self.mlp_matrices * self.hidden * self.ffn
 
     @property
     def layer_parameters(self) -> int:
+        """Of a dense layer."""
         biases = 0
         if self.linear_bias:
             biases += 2 * self.hidden + (self.mlp_matrices - 1) * self.ffn
@@ -118,6 +194,25 @@ class ModelShape:
         elif self.qk_norm:
             normed += 2 * self.head_size
         return self.layer_matrix_parameters + biases + self.norm_weights * normed
+
+    @property
+    def sparse_matrix_parameters(self) -> int:
+        """Parameters of a sparse layer's weight matrices, experts but the shared ones apart."""
+        mlp = self.mlp_matrices * self.hidden
+        attention = self.layer_matrix_parameters - mlp * self.ffn
+        routed = self.hidden * (self.num_experts + self.shared_gate)
+        return attention + routed + mlp * self.shared_ffn
+
+    @property
+    def sparse_layer_parameters(self) -> int:
+        """Of a sparse layer, experts but the shared ones apart. Experts have no biases."""
+        others = self.layer_parameters - self.layer_matrix_parameters
+        return self.sparse_matrix_parameters + others
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of a sparse layer, the shared ones apart."""
+        return self.num_experts * self.mlp_matrices * self.hidden * self.expert_ffn
 
     @property
     def embedding_parameters(self) -> int:
@@ -132,7 +227,9 @@ class ModelShape:
     def parameters(self) -> int:
         """Parameters of the model; a tied output layer counts once."""
         tied = self.vocabulary * self.hidden if self.tied else 0
-        layers = self.layers * self.layer_parameters
+        sparse = self.all_sparse_layers
+        layers = (self.layers - sparse) * self.layer_parameters
+        layers += sparse * (self.sparse_layer_parameters + self.expert_parameters)
         return self.embedding_parameters + layers + self.head_parameters - tied
 
     @property
@@ -142,8 +239,20 @@ class ModelShape:
 
     @property
     def layer_flops(self) -> float:
-        """Forward FLOPs of one sample in one layer; backward takes twice as many."""
+        """Forward FLOPs of one sample in one dense layer; backward takes twice as many."""
         return 2.0 * self.seq_length * self.layer_matrix_parameters + self.attention_flops
+
+    @property
+    def expert_flops(self) -> float:
+        """Forward FLOPs of one sample in the experts that a sparse layer's router chooses."""
+        chosen = self.experts_per_token * self.mlp_matrices * self.hidden * self.expert_ffn
+        return 2.0 * self.seq_length * chosen
+
+    @property
+    def sparse_layer_flops(self) -> float:
+        """Forward FLOPs of one sample in one sparse layer."""
+        others = 2.0 * self.seq_length * self.sparse_matrix_parameters
+        return others + self.attention_flops + self.expert_flops
 
     @property
     def head_flops(self) -> float:
@@ -153,7 +262,9 @@ class ModelShape:
     @property
     def flops(self) -> float:
         """Training FLOPs of one sample, without recomputation."""
-        return 3.0 * (self.layers * self.layer_flops + self.head_flops)
+        sparse = self.all_sparse_layers
+        layers = (self.layers - sparse) * self.layer_flops + sparse * self.sparse_layer_flops
+        return 3.0 * (layers + self.head_flops)
 
     def boundary_bytes(self, micro_batch: int, element_bytes: int = 2) -> int:
         """Size of the hidden state between two stages for one micro-batch, not sharded."""
@@ -169,21 +280,11 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     problems: list[str] = []
     if missing := [name for name in _REQUIRED if name not in given]:
         problems.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
-    if (experts := given.get("num-experts")) not in (None, 0, "0", "null"):
-        problems.append(
-            f"{source}: num-experts is {experts}; the planner knows dense models alone, so write "
-            "the plan by hand"
-        )
-    if given.get("multi-latent-attention"):
-        problems.append(
-            f"{source} has multi-latent-attention, which the planner does not know; write the plan "
-            "by hand"
-        )
-    if (layers := given.get("mtp-num-layers")) not in (None, 0, "0", "null"):
-        problems.append(
-            f"{source}: mtp-num-layers is {layers}; the planner does not know multi-token "
-            "prediction, so write the plan by hand"
-        )
+    problems += [
+        f"{source} says {name}, whose cost the planner does not know; write the plan by hand"
+        for name in _UNKNOWN_COSTS
+        if given.get(name)
+    ]
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"
@@ -218,13 +319,12 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     learned = given.get("position-embedding-type", positions) == "learned_absolute"
     grouped = given.get("group-query-attention")
     linear_bias = bool(given.get("add-bias-linear", not given.get("disable-bias-linear")))
+    ffn = numbers.get("ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4)
     try:
         return ModelShape(
             layers=numbers["num-layers"],
             hidden=hidden,
-            ffn=numbers.get(
-                "ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4
-            ),
+            ffn=ffn,
             heads=heads,
             query_groups=numbers.get("num-query-groups", 1) if grouped else heads,
             head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
@@ -238,9 +338,37 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             qk_norm_across_heads=bool(given.get("qk-layernorm-across-heads")),
             norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
             learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
+            **_of_experts(given, numbers, ffn=ffn),
         )
     except UserError as error:
         raise UserError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
+
+
+def _of_experts(
+    given: Mapping[str, Any], numbers: Mapping[str, int], *, ffn: int
+) -> dict[str, Any]:
+    """The fields of a mixture of experts. Raises UserError."""
+    count, layers = numbers.get("num-experts", 0), numbers["num-layers"]
+    if not count:
+        return {}
+    pattern = given.get("moe-layer-freq", 1)
+    try:
+        read = layer_pattern(str(pattern))
+    except ValueError:
+        raise UserError(
+            f"moe-layer-freq is {pattern!r}; it must be a whole number of at least 1, or a list "
+            "with a 0 or 1 for each layer"
+        ) from None
+    each = [int(has_experts(read, n)) for n in range(layers)] if isinstance(read, int) else read
+    shared = numbers.get("moe-shared-expert-intermediate-size", 0)
+    return {
+        "num_experts": count,
+        "expert_ffn": numbers.get("moe-ffn-hidden-size", ffn),
+        "experts_per_token": numbers.get("moe-router-topk", 2),
+        "shared_ffn": shared,
+        "shared_gate": bool(shared and given.get("moe-shared-expert-gate")),
+        "sparse_pattern": tuple(each),
+    }
 
 
 def _integer(value: object) -> int:
@@ -262,7 +390,20 @@ _OPTIONAL = (
     "vocab-size",
     "make-vocab-size-divisible-by",
     "max-position-embeddings",
+    "num-experts",
+    "moe-ffn-hidden-size",
+    "moe-router-topk",
+    "moe-shared-expert-intermediate-size",
 )
+_UNKNOWN_COSTS = ("multi-latent-attention", "mtp-num-layers")
+OF_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 0,
+    "expert_ffn": 0,
+    "experts_per_token": 0,
+    "shared_ffn": 0,
+    "shared_gate": False,
+}
+"""What a dense model has of these fields, which a profile from before them does not name."""
 
 
 def load_model(name: str, **overrides: Any) -> ModelShape:

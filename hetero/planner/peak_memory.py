@@ -44,15 +44,23 @@ def rank_memory(
     model: ModelShape,
     options: TrainingOptions,
     copies: int,
+    expert_copies: int,
 ) -> RankMemory:
     """Peak memory of a rank with the activations of `passes` forward passes in flight.
 
-    A distributed optimizer shards its state over so many `copies` of the weights.
+    A distributed optimizer shards its state over so many `copies` of the weights, or of experts.
     """
-    parameters = stage.parameters(model)
+    shared, experts = stage.shared_parameters(model), stage.expert_parameters(model)
+    parameters = shared + experts
     shards = copies if stage.distributed_optimizer else 1
-    activations = passes * max(stage.layers) * costs.layer_activation_bytes
-    activations += costs.working_bytes(embedding=stage.has_embedding, head=stage.has_head)
+    optimizer = shared * options.state_bytes / shards
+    if experts:
+        expert_shards = expert_copies if stage.distributed_optimizer else 1
+        optimizer += experts * options.state_bytes / expert_shards
+    dense, sparse = _largest_chunk(stage, costs)
+    activations = passes * dense * costs.layer_activation_bytes
+    activations += passes * sparse * costs.sparse_layer_activation_bytes
+    activations += _working_bytes(stage, costs)
     if stage.has_head:
         activations += costs.head_activation_bytes
     if options.delay_weight_gradients and not stage.has_embedding:
@@ -62,7 +70,7 @@ def rank_memory(
     return RankMemory(
         weights=parameters * options.parameter_bytes,
         gradients=parameters * options.gradient_bytes,
-        optimizer=parameters * options.state_bytes / shards,
+        optimizer=optimizer,
         activations=activations,
         reserved=options.reserved_bytes,
     )
@@ -73,7 +81,38 @@ def _delayed_activation_bytes(stage: StageShape, passes: int, costs: PartCosts) 
 
     The layers behind it keep what their weight gradients are computed from.
     """
-    layers = max(stage.layers)
-    kept = ((passes - 1) * layers + 1) * costs.layer_activation_bytes + costs.layer_working_bytes
-    kept += (layers - 1) * costs.layer_delayed_bytes
+    dense, sparse = _largest_chunk(stage, costs)
+    if sparse:
+        kept = (passes - 1) * dense * costs.layer_activation_bytes
+        kept += ((passes - 1) * sparse + 1) * costs.sparse_layer_activation_bytes
+        kept += costs.working_bytes(embedding=False, head=False, dense=dense > 0, sparse=True)
+        kept += dense * costs.layer_delayed_bytes
+        kept += (sparse - 1) * costs.sparse_layer_delayed_bytes
+    else:
+        kept = ((passes - 1) * dense + 1) * costs.layer_activation_bytes
+        kept += costs.layer_working_bytes
+        kept += (dense - 1) * costs.layer_delayed_bytes
     return kept + (costs.head_delayed_bytes if stage.has_head else 0.0)
+
+
+def _largest_chunk(stage: StageShape, costs: PartCosts) -> tuple[int, int]:
+    """The dense and the sparse layers of the model chunk that keeps most."""
+    if not stage.sparse_layers:
+        return max(stage.layers), 0
+
+    def kept(chunk: tuple[int, int]) -> float:
+        dense, sparse = chunk
+        dense_bytes = dense * costs.layer_activation_bytes
+        return dense_bytes + sparse * costs.sparse_layer_activation_bytes
+
+    return max(stage.dense_and_sparse(), key=kept)
+
+
+def _working_bytes(stage: StageShape, costs: PartCosts) -> float:
+    sparse = sum(stage.sparse_layers)
+    return costs.working_bytes(
+        embedding=stage.has_embedding,
+        head=stage.has_head,
+        dense=sparse < sum(stage.layers),
+        sparse=sparse > 0,
+    )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hetero.plan import Plan
 from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.analytic_profile import AnalyticProfile
-from hetero.planner.context_costs import shared_costs
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
+from hetero.planner.stage_costs import memory_costs
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
 
@@ -33,18 +33,15 @@ def stage_memory(
 ) -> StageMemory:
     """The estimate for a stage of a resolved plan (`Plan.resolved`)."""
     mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
-    shape = StageShape.of(plan, mesh, stage, kind=mesh.vendor)
+    shape = StageShape.of(plan, mesh, stage, model=model, kind=mesh.vendor)
     passes = in_flight(stage, stages=plan.stages, micro_batches=micro_batches, chunks=plan.chunks)
     # Only bytes are used, and these do not depend on the accelerator.
     accelerator = next(iter(built_in_accelerators().values()))
     profile = AnalyticProfile(
         model, {accelerator.name: accelerator}, element_bytes=options.activation_bytes
     )
-    costs = shared_costs(
-        profile.costs(accelerator.name, shape.point(model)),
-        shape,
-        model=model,
-        element_bytes=options.activation_bytes,
+    costs = memory_costs(
+        profile.costs(accelerator.name, shape.point(model)), shape, model=model, options=options
     )
     memory = rank_memory(
         shape,
@@ -53,6 +50,7 @@ def stage_memory(
         model=model,
         options=options,
         copies=mesh.copies,
+        expert_copies=plan.expert_copies(stage),
     )
     return StageMemory(
         parameters=shape.parameters(model),

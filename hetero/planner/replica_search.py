@@ -16,7 +16,7 @@ from typing import overload
 import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
-from hetero.planner.communication_costs import reduce_and_gather_seconds
+from hetero.planner.communication_costs import stage_reduction_seconds
 from hetero.planner.layer_split import IntArray, PipelineModel, Split, best_split, estimate
 from hetero.planner.prediction import estimate_seconds
 from hetero.planner.replica_shapes import ReplicaShape, candidate_shapes
@@ -59,16 +59,18 @@ def search_replicas(problem: Problem, *, cutoff: float, is_exact: bool) -> Itera
 def _reduction_lower_bound(problem: Problem, shape: ReplicaShape) -> float:
     """A lower bound of the gradient reduction: of the first stage, with one layer."""
     model = problem.model
-    parameters = float(model.embedding_parameters + model.layer_parameters)
+    sparse = model.all_sparse_layers if shape.stages == 1 else model.sparse_pattern[:1].count(1)
+    experts = sparse * model.expert_parameters / shape.sizes.ranks_of_experts
+    layer = model.sparse_layer_parameters if sparse else model.layer_parameters
+    parameters = float(model.embedding_parameters + layer)
     if shape.stages == 1:
-        parameters = model.parameters
-    parameters /= shape.tensor
+        parameters = model.parameters - sparse * model.expert_parameters
+    parameters /= shape.sizes.tensor
     dp_group = [
         stage_shape(
             problem.space,
             kind,
-            tensor=shape.tensor,
-            context=shape.context,
+            shape.sizes,
             data=data,
             micro_batch=shape.micro_batch,
             recompute="none",
@@ -79,10 +81,11 @@ def _reduction_lower_bound(problem: Problem, shape: ReplicaShape) -> float:
     if options.overlap_grad_reduce or options.overlap_param_gather:
         return 0.0
     return sum(
-        reduce_and_gather_seconds(
+        stage_reduction_seconds(
             problem.cluster,
             dp_group,
-            parameters=parameters,
+            shared=parameters,
+            experts=experts,
             profile=problem.profile,
             options=options,
         )
@@ -143,13 +146,12 @@ def _mesh_shape(
     stage = stage_shape(
         problem.space,
         kind,
-        tensor=shape.tensor,
-        context=shape.context,
+        shape.sizes,
         data=data,
         micro_batch=shape.micro_batch,
         recompute=recompute,
     )
-    return mesh_shape(problem, kind, stage, copies=shape.context * sum(shape.data))
+    return mesh_shape(problem, kind, stage, copies=shape.sizes.context * sum(shape.data))
 
 
 def _candidate_splits(

@@ -10,9 +10,15 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from hetero.planner.cluster_shape import NodeKind
-from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import ProfileError
-from hetero.planner.search_space import Problem, layer_sizes, stage_shape
+from hetero.planner.search_space import (
+    LayerSizes,
+    Problem,
+    layer_sizes,
+    mean_layer_seconds,
+    stage_shape,
+)
+from hetero.planner.stage_costs import stage_costs
 
 _MAX_GPU_PRODUCT = 1024
 """Product of the kinds' GPUs up to which any numbers of replicas are searched."""
@@ -29,8 +35,7 @@ class ReplicaShape:
     """The parallel sizes of all replicas, and the number of replicas of each kind."""
 
     kinds: tuple[NodeKind, ...]
-    tensor: int
-    context: int
+    sizes: LayerSizes
     micro_batch: int
     stages: int
     data: tuple[int, ...]
@@ -68,17 +73,16 @@ def is_truncated(problem: Problem) -> bool:
 
 def _replica_shapes(problem: Problem, *, every: bool) -> Iterator[ReplicaShape]:
     space, model = problem.space, problem.model
-    sizes = itertools.product(layer_sizes(problem), space.micro_batch)
-    for (tensor, context), micro_batch in sizes:
+    for sizes, micro_batch in itertools.product(layer_sizes(problem), space.micro_batch):
         if space.global_batch % micro_batch:
             continue
+        tensor, context = sizes.tensor, sizes.context
         size = tensor * context
         seconds = {
             kind: found
             for kind in problem.cluster.kinds
             if kind.usable_gpus(tensor, context) >= size
-            and (found := _fastest_micro_batch(problem, kind, tensor, context, micro_batch))
-            is not None
+            and (found := _fastest_micro_batch(problem, kind, sizes, micro_batch)) is not None
         }
         for count in range(2, len(seconds) + 1):
             for kinds in itertools.combinations(seconds, count):
@@ -88,10 +92,16 @@ def _replica_shapes(problem: Problem, *, every: bool) -> Iterator[ReplicaShape]:
                     most = tuple(count // stages for count in ranks)
                     each = (range(1, count + 1) for count in most)
                     for data in itertools.product(*each) if every else (most,):
+                        if not _hold_experts(sizes, kinds, data):
+                            continue
                         bound = _lower_bound(problem, times, micro_batch, stages, data)
-                        yield ReplicaShape(
-                            kinds, tensor, context, micro_batch, stages, data, times, bound
-                        )
+                        yield ReplicaShape(kinds, sizes, micro_batch, stages, data, times, bound)
+
+
+def _hold_experts(sizes: LayerSizes, kinds: Sequence[NodeKind], data: Sequence[int]) -> bool:
+    """Whether the ranks of a stage hold all experts a whole number of times on each kind."""
+    ranks = sizes.tensor * sizes.context
+    return all(sizes.fit(count * ranks, kind) for kind, count in zip(kinds, data, strict=True))
 
 
 def _with_fewer(problem: Problem, shape: ReplicaShape) -> Iterator[ReplicaShape]:
@@ -103,12 +113,12 @@ def _with_fewer(problem: Problem, shape: ReplicaShape) -> Iterator[ReplicaShape]
             data = (*shape.data[:index], fewer, *shape.data[index + 1 :])
             bound = _lower_bound(problem, shape.seconds, shape.micro_batch, shape.stages, data)
             found = replace(shape, data=data, lower_bound=bound)
-            if _divides_batch(problem, found):
+            if _divides_batch(problem, found) and _hold_experts(shape.sizes, shape.kinds, data):
                 yield found
 
 
 def _fastest_micro_batch(
-    problem: Problem, kind: NodeKind, tensor: int, context: int, micro_batch: int
+    problem: Problem, kind: NodeKind, sizes: LayerSizes, micro_batch: int
 ) -> float | None:
     """Seconds of one micro-batch through the whole model, with the fastest recomputation."""
     seconds = []
@@ -116,8 +126,7 @@ def _fastest_micro_batch(
         stage = stage_shape(
             problem.space,
             kind,
-            tensor=tensor,
-            context=context,
+            sizes,
             data=1,
             micro_batch=micro_batch,
             recompute=recompute,
@@ -130,7 +139,7 @@ def _fastest_micro_batch(
                 profile=problem.profile,
                 options=problem.options,
             )
-            layers = problem.model.layers * (costs.layer.forward + costs.layer.backward)
+            layers = problem.model.layers * mean_layer_seconds(costs, problem.model)
             ends = (costs.embedding, costs.head)
             seconds.append(layers + sum(part.forward + part.backward for part in ends))
     return min(seconds, default=None)

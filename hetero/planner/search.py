@@ -259,7 +259,7 @@ def _stage_orders(
         return
 
     def micro_batches_held(mesh: MeshCandidate) -> float:
-        return mesh.shape.usable_bytes / max(mesh.shape.costs.layer_activation_bytes, 1.0)
+        return mesh.shape.usable_bytes / max(mesh.shape.layer_activation_bytes, 1.0)
 
     by_memory = tuple(sorted(meshes, key=micro_batches_held, reverse=True))
     yield by_memory

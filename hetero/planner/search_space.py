@@ -19,13 +19,13 @@ from hetero.planner.communication_costs import (
     reduce_and_gather_seconds,
     tied_embedding_seconds,
 )
-from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import PartCosts, Profile, ProfileError
 from hetero.planner.layer_split import FloatArray, IntArray, PipelineModel
 from hetero.planner.mesh_hops import MeshHops, busiest_rails, mesh_hops
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import in_flight
 from hetero.planner.placement import Placement
+from hetero.planner.stage_costs import stage_costs
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
 
@@ -42,6 +42,9 @@ class SearchSpace:
     tensor: tuple[int, ...] = (1, 2, 4, 8)
     context: tuple[int, ...] = (1,)
     """Context-parallel sizes; those that cannot share a sequence are skipped."""
+    experts: tuple[int, ...] = (1,)
+    """Expert-parallel sizes; those that do not divide a stage's ranks are skipped. Above 1, the
+    ranks that share an expert are one, or the tensor-parallel ones."""
     micro_batch: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[str, ...] = ("none", "full")
     chunks: tuple[int, ...] = (1,)
@@ -78,6 +81,12 @@ def context_sizes(seq_length: int, gpus_per_node: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def expert_sizes(model: ModelShape, gpus_per_node: int) -> tuple[int, ...]:
+    """The expert-parallel sizes to choose from: those up to a node that divide the experts."""
+    sizes = range(1, min(gpus_per_node, model.num_experts) + 1)
+    return tuple(size for size in sizes if model.num_experts % size == 0) or (1,)
+
+
 def max_stages(kind: NodeKind, stage: StageShape) -> int:
     """The most stages like this one that the GPUs of a kind can hold."""
     return kind.usable_gpus(stage.tensor, stage.context) // stage.ranks
@@ -92,13 +101,19 @@ class MeshShape:
     """One of its stages, without layers."""
     costs: PartCosts
     layer_seconds: float
-    """Forward and backward pass of one micro-batch."""
+    """Forward and backward pass of one micro-batch, the mean of the model's layers."""
+    layer_activation_bytes: float
+    """That a layer keeps of one micro-batch, the mean of the model's layers."""
     state_bytes: float
     """Weight, gradient and optimizer state per parameter."""
+    expert_state_bytes: float
+    """The same per parameter of experts, whose optimizer state goes over other ranks."""
     usable_bytes: float
     """Memory available to the model."""
     update_seconds_per_parameter: FloatArray
     """Gradient reduction and optimizer update of each stage, which may lie over two nodes."""
+    expert_update_seconds_per_parameter: FloatArray
+    """The same of experts."""
     update_seconds_fixed: FloatArray
     hops: MeshHops
     """Of as many stages as there may be."""
@@ -109,20 +124,64 @@ class MeshShape:
     def max_stages(self) -> int:
         return max_stages(self.kind, self.stage)
 
+    def is_no_better(self, other: MeshShape) -> bool:
+        """Whether a pipeline with `other` in its place, which differs in the ranks of experts
+        alone, is as short and takes as little memory."""
+        own, others = self.costs, other.costs
+        return (
+            self.layer_seconds >= other.layer_seconds
+            and self.expert_state_bytes / self.stage.ranks_of_experts
+            >= other.expert_state_bytes / other.stage.ranks_of_experts
+            and own.sparse_layer_activation_bytes >= others.sparse_layer_activation_bytes
+            and own.sparse_layer_working_bytes >= others.sparse_layer_working_bytes
+            and bool((self.update_seconds_fixed >= other.update_seconds_fixed).all())
+            and bool(
+                (
+                    self.expert_update_seconds_per_parameter / self.stage.ranks_of_experts
+                    >= other.expert_update_seconds_per_parameter / other.stage.ranks_of_experts
+                ).all()
+            )
+        )
+
+    def update_seconds_per_layer(self, model: ModelShape) -> FloatArray:
+        """Gradient reduction and update of the mean layer, of each stage."""
+        tensor, sparse = self.stage.tensor, model.all_sparse_layers
+        if not sparse:
+            return model.layer_parameters / tensor * self.update_seconds_per_parameter
+        shared = (model.layers - sparse) * model.layer_parameters
+        shared += sparse * model.sparse_layer_parameters
+        experts = sparse * model.expert_parameters / self.stage.ranks_of_experts
+        seconds = shared / tensor * self.update_seconds_per_parameter
+        seconds += experts * self.expert_update_seconds_per_parameter
+        return seconds / model.layers
+
     def max_layers(
-        self, model: ModelShape, in_flight: IntArray, *, chunks: int, first: bool, last: bool
+        self,
+        model: ModelShape,
+        in_flight: IntArray,
+        *,
+        chunks: int,
+        first: bool,
+        last: bool,
+        at_best: bool = False,
     ) -> IntArray:
         """The most layers of each stage that fit into memory; below 1 where none does.
 
         `in_flight` are the passes in flight on each stage; `first` and `last` say whether the mesh
-        has the pipeline's first and last stage.
+        has the pipeline's first and last stage. Where layers differ, as many as fit wherever a
+        stage is in the model, or, `at_best`, somewhere.
         """
-        costs = self.costs
-        available = np.full(len(in_flight), self.usable_bytes - costs.layer_working_bytes)
+        costs, sparse = self.costs, model.all_sparse_layers > 0
+        dense = model.all_sparse_layers < model.layers
+        working = costs.working_bytes(embedding=False, head=False, dense=dense, sparse=sparse)
+        available = np.full(len(in_flight), self.usable_bytes - working)
         end = len(available) - 1
         for stage in {0, end}:
             available[stage] = self.usable_bytes - costs.working_bytes(
-                embedding=first and stage == 0, head=last and stage == end
+                embedding=first and stage == 0,
+                head=last and stage == end,
+                dense=dense,
+                sparse=sparse,
             )
         micro_batches = in_flight / chunks
         embedding, head = embedding_and_head_parameters(
@@ -134,10 +193,49 @@ class MeshShape:
         if last:
             available[-1] -= head * self.state_bytes + costs.head_activation_bytes
         # Chunks of a stage may differ by a layer: assume that the largest is in flight.
-        available -= (chunks - 1) * micro_batches * costs.layer_activation_bytes
+        kept = max(
+            costs.layer_activation_bytes if dense else 0.0,
+            costs.sparse_layer_activation_bytes if sparse else 0.0,
+        )
+        available -= (chunks - 1) * micro_batches * kept
         states = model.layer_parameters / self.stage.tensor * self.state_bytes
         bytes_per_layer = states + micro_batches * costs.layer_activation_bytes
-        return np.floor(np.maximum(available, -1.0) / bytes_per_layer).astype(np.int64)
+        if not sparse:
+            return np.floor(np.maximum(available, -1.0) / bytes_per_layer).astype(np.int64)
+        states = model.sparse_layer_parameters / self.stage.tensor * self.state_bytes
+        experts = model.expert_parameters / self.stage.ranks_of_experts
+        states += experts * self.expert_state_bytes
+        bytes_per_sparse_layer = states + micro_batches * costs.sparse_layer_activation_bytes
+        held = _held_bytes(bytes_per_layer, bytes_per_sparse_layer, model, at_best=at_best)
+        if chunks == 1 and first:
+            held[0] = _held_at(bytes_per_layer[0], bytes_per_sparse_layer[0], model.sparse_before)
+        if chunks == 1 and last and not (first and end == 0):
+            own = bytes_per_layer[end], bytes_per_sparse_layer[end]
+            held[end] = _held_at(*own, model.sparse_behind)
+        return np.asarray((held <= available[:, None]).sum(axis=1) - 1)
+
+
+def _held_at(dense: float, sparse: float, counts: Sequence[int]) -> FloatArray:
+    """Bytes of so many layers as an index says, of which `counts` are sparse."""
+    own = np.array(counts)
+    held: FloatArray = (np.arange(len(own)) - own) * dense + own * sparse
+    return held
+
+
+def _held_bytes(
+    dense: FloatArray, sparse: FloatArray, model: ModelShape, *, at_best: bool
+) -> FloatArray:
+    """The most bytes of any consecutive layers, by stage (rows) and their number (columns).
+
+    `at_best`: the fewest. `dense` and `sparse` are the bytes of a layer on each stage.
+    """
+    fewest, most = (np.array(counts) for counts in model.sparse_in_windows)
+    numbers = np.arange(model.layers + 1)
+    either = [
+        (numbers - counts) * dense[:, None] + counts * sparse[:, None] for counts in (fewest, most)
+    ]
+    held: FloatArray = (np.minimum if at_best else np.maximum)(*either)
+    return held
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +267,9 @@ def mesh_candidates(
     # Stages are counted from the end of the pipeline, where the fewest passes are in flight.
     in_flights = np.minimum(np.arange(1, max_stages + 1), micro_batches)
     in_flights = in_flights if chunks == 1 else np.full(max_stages, chunks)
-    fitting = shape.max_layers(problem.model, in_flights, chunks=chunks, first=False, last=False)
+    fitting = shape.max_layers(
+        problem.model, in_flights, chunks=chunks, first=False, last=False, at_best=True
+    )
     max_layers = np.cumsum(np.maximum(fitting, 0))
     transfers = np.cumsum([0.0, *shape.hops.seconds[: max_stages - 1]])
     busy = np.maximum.accumulate([0.0, *shape.hops.link_seconds[: max_stages - 1]])
@@ -201,43 +301,87 @@ def mesh_shapes(problem: Problem, kind: NodeKind, sequences: int) -> Iterator[Me
     Points that the profile lacks are skipped.
     """
     space = problem.space
-    for tensor, context in layer_sizes(problem):
+    for (tensor, context), sizes in itertools.groupby(layer_sizes(problem), _without_experts):
+        of_experts = list(sizes)
         for micro_batch in space.micro_batch:
             data, rest = divmod(sequences, micro_batch)
             ranks = tensor * context * data
             if rest or not data or ranks > kind.usable_gpus(tensor, context):
                 continue
             for recompute in space.recompute:
-                stage = stage_shape(
-                    space,
-                    kind,
-                    tensor=tensor,
-                    context=context,
-                    data=data,
-                    micro_batch=micro_batch,
-                    recompute=recompute,
-                )
-                if (shape := mesh_shape(problem, kind, stage)) is not None:
-                    yield shape
+                found = []
+                for one in of_experts:
+                    if not one.fit(ranks, kind):
+                        continue
+                    stage = stage_shape(
+                        space, kind, one, data=data, micro_batch=micro_batch, recompute=recompute
+                    )
+                    if (shape := mesh_shape(problem, kind, stage)) is not None:
+                        found.append(shape)
+                yield from _undominated(found)
 
 
-def layer_sizes(problem: Problem) -> Iterator[tuple[int, int]]:
-    """The (tensor, context) sizes of the space that divide the model and its sequences."""
+def _without_experts(sizes: LayerSizes) -> tuple[int, int]:
+    return sizes.tensor, sizes.context
+
+
+def _undominated(shapes: Sequence[MeshShape]) -> Iterator[MeshShape]:
+    """Of shapes that differ in the ranks of experts alone, those that another is no better than."""
+    kept: list[MeshShape] = []
+    for shape in shapes:
+        if not any(map(shape.is_no_better, kept)):
+            kept = [one for one in kept if not one.is_no_better(shape)]
+            kept.append(shape)
+    yield from kept
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """How the ranks of a stage share its layers."""
+
+    tensor: int
+    context: int
+    experts: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def ranks_of_experts(self) -> int:
+        return self.experts * (self.expert_tensor or self.tensor)
+
+    def fit(self, ranks: int, kind: NodeKind) -> bool:
+        """Whether a stage of so many ranks holds all experts a whole number of times, on one node
+        or on all GPUs of several."""
+        own, size = self.ranks_of_experts, kind.gpus_per_node
+        return self.experts == 1 or (ranks % own == 0 and (size % own == 0 or own % size == 0))
+
+
+def layer_sizes(problem: Problem) -> Iterator[LayerSizes]:
+    """The sizes of the space that divide the model and its sequences; equal ones but for those of
+    experts follow each other."""
     space, model = problem.space, problem.model
     is_shared = space.sequence_parallel
     for tensor, context in itertools.product(space.tensor, space.context):
-        if model.divides(tensor, sequence_parallel=is_shared) and model.shares_sequences(
-            context, tensor, sequence_parallel=is_shared
-        ):
-            yield tensor, context
+        if not model.divides(tensor, sequence_parallel=is_shared):
+            continue
+        if not model.shares_sequences(context, tensor, sequence_parallel=is_shared):
+            continue
+        if not model.num_experts:
+            yield LayerSizes(tensor, context)
+            continue
+        if tensor > 1 and not is_shared:
+            continue  # each tensor-parallel rank would compute every token
+        for experts in space.experts:
+            widths = {tensor} if experts == 1 else {1, tensor}
+            for width in sorted(widths):
+                if model.divides_experts(experts, width):
+                    yield LayerSizes(tensor, context, experts, None if width == tensor else width)
 
 
 def stage_shape(
     space: SearchSpace,
     kind: NodeKind,
+    sizes: LayerSizes,
     *,
-    tensor: int,
-    context: int,
     data: int,
     micro_batch: int,
     recompute: str,
@@ -248,12 +392,14 @@ def stage_shape(
         layers=(),
         has_embedding=False,
         has_head=False,
-        tensor=tensor,
-        context=context,
+        tensor=sizes.tensor,
+        context=sizes.context,
+        experts=sizes.experts,
+        expert_tensor=sizes.expert_tensor,
         data=data,
         micro_batch=micro_batch,
         recompute=recompute,
-        sequence_parallel=space.sequence_parallel and tensor > 1,
+        sequence_parallel=space.sequence_parallel and sizes.tensor > 1,
         distributed_optimizer=space.distributed_optimizer,
     )
 
@@ -271,19 +417,30 @@ def mesh_shape(
         costs = stage_costs(problem.cluster, stage, model=model, profile=profile, options=options)
     except ProfileError:
         return None
-    shards = (copies or stage.copies) if stage.distributed_optimizer else 1
+    copies = copies or stage.copies
+    shards = copies if stage.distributed_optimizer else 1
+    expert_shards = 1
+    if stage.distributed_optimizer:
+        expert_shards = copies * stage.tensor // stage.ranks_of_experts
     fixed = profile.optimizer_seconds(kind.accelerator.name, 0.0)
-    slope = (profile.optimizer_seconds(kind.accelerator.name, 1e9) - fixed) / 1e9 / shards
-    reduction_fixed, reduction_slope = _reductions_of_stages(problem, kind, stage)
+    each = (profile.optimizer_seconds(kind.accelerator.name, 1e9) - fixed) / 1e9
+    shared, experts = _reductions_of_stages(problem, kind, stage)
     return MeshShape(
         kind=kind,
         stage=stage,
         costs=costs,
-        layer_seconds=costs.layer.forward + costs.layer.backward,
+        layer_seconds=mean_layer_seconds(costs, model),
+        layer_activation_bytes=_mean_of_layers(
+            model, costs.layer_activation_bytes, costs.sparse_layer_activation_bytes
+        ),
         state_bytes=options.parameter_bytes + options.gradient_bytes + options.state_bytes / shards,
+        expert_state_bytes=options.parameter_bytes
+        + options.gradient_bytes
+        + options.state_bytes / expert_shards,
         usable_bytes=kind.accelerator.memory_gib * 2**30 - options.reserved_bytes,
-        update_seconds_per_parameter=slope + reduction_slope,
-        update_seconds_fixed=fixed + reduction_fixed,
+        update_seconds_per_parameter=each / shards + shared.slope,
+        expert_update_seconds_per_parameter=each / expert_shards + experts.slope,
+        update_seconds_fixed=fixed + shared.fixed + experts.fixed,
         hops=mesh_hops(
             problem.cluster,
             stage,
@@ -295,23 +452,59 @@ def mesh_shape(
     )
 
 
+def mean_layer_seconds(costs: PartCosts, model: ModelShape) -> float:
+    """Forward and backward pass of the mean of the model's layers."""
+    dense, sparse = costs.layer, costs.sparse_layer
+    return _mean_of_layers(model, dense.forward + dense.backward, sparse.forward + sparse.backward)
+
+
+def _mean_of_layers(model: ModelShape, dense: float, sparse: float) -> float:
+    count = model.all_sparse_layers
+    if not count:
+        return dense
+    return ((model.layers - count) * dense + count * sparse) / model.layers
+
+
+@dataclass(frozen=True, eq=False)
+class _Reductions:
+    """Seconds of reducing and gathering as linear functions of a rank's parameters, by stage."""
+
+    fixed: FloatArray
+    slope: FloatArray
+    """A parameter."""
+
+
 def _reductions_of_stages(
     problem: Problem, kind: NodeKind, stage: StageShape
-) -> tuple[FloatArray, FloatArray]:
-    """`_reduction_costs` of each stage of a mesh, which differ where some lie over two nodes."""
+) -> tuple[_Reductions, _Reductions]:
+    """Of what is not experts' and of experts, of each stage of a mesh.
+
+    Stages differ where some lie over two nodes.
+    """
     size, ranks = kind.gpus_per_node, stage.ranks
     first = np.arange(max(max_stages(kind, stage), 1)) * ranks % size
     if size % ranks == 0 or ranks % size == 0:
         first[:] = 0
-    costs = {
-        gpu: _reduction_costs(problem, replace(stage, first_gpu=gpu)) for gpu in set(first.tolist())
-    }
-    fixed, slope = zip(*(costs[gpu] for gpu in first.tolist()), strict=True)
-    return np.array(fixed), np.array(slope)
+    model = problem.model
+
+    def of(parameters: float, *, experts: bool) -> _Reductions:
+        costs = {}
+        for gpu in set(first.tolist()):
+            own = replace(stage, first_gpu=gpu)
+            costs[gpu] = _reduction_costs(problem, own.of_experts() if experts else own, parameters)
+        fixed, slope = zip(*(costs[gpu] for gpu in first.tolist()), strict=True)
+        return _Reductions(np.array(fixed), np.array(slope))
+
+    sparse = model.all_sparse_layers
+    shared = model.layer_parameters if sparse < model.layers else model.sparse_layer_parameters
+    of_shared = of(shared / stage.tensor, experts=False)
+    if not sparse:
+        return of_shared, _Reductions(np.zeros(len(first)), np.zeros(len(first)))
+    return of_shared, of(model.expert_parameters / stage.ranks_of_experts, experts=True)
 
 
-def _reduction_costs(problem: Problem, stage: StageShape) -> tuple[float, float]:
-    """Seconds of reducing and gathering as a linear function: fixed, per parameter of a rank."""
+def _reduction_costs(problem: Problem, stage: StageShape, layer: float) -> tuple[float, float]:
+    """The constant and the seconds a parameter, from those of a layer's and twice as many."""
 
     def seconds(parameters: float) -> float:
         return sum(
@@ -324,7 +517,6 @@ def _reduction_costs(problem: Problem, stage: StageShape) -> tuple[float, float]
             )
         )
 
-    layer = problem.model.layer_parameters / stage.tensor
     one, two = seconds(layer), seconds(2 * layer)
     return max(2 * one - two, 0.0), (two - one) / layer
 
@@ -348,8 +540,7 @@ def pipeline_model(
         shape, end = mesh.shape, start + mesh.stages
         own = slice(start, end)
         layer[own] = shape.layer_seconds
-        parameters = model.layer_parameters / shape.stage.tensor
-        update[own] = parameters * shape.update_seconds_per_parameter[: mesh.stages]
+        update[own] = shape.update_seconds_per_layer(model)[: mesh.stages]
         extra_update[own] = shape.update_seconds_fixed[: mesh.stages]
         max_layers[own] = shape.max_layers(
             model,
@@ -423,6 +614,8 @@ def build_placement(
                 tensor=mesh.shape.stage.tensor,
                 context=mesh.shape.stage.context,
                 data=mesh.shape.stage.data,
+                experts=mesh.shape.stage.experts,
+                expert_tensor=mesh.shape.stage.expert_tensor,
                 share=shares[index] if shares else 1,
                 micro_batch_size=mesh.shape.stage.micro_batch,
                 recompute=mesh.shape.stage.recompute,

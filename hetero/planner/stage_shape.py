@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan
@@ -22,29 +22,50 @@ class StageShape:
     """The first of its GPUs, numbered over all nodes of the kind."""
     layers: tuple[int, ...]
     """Decoder layers of each model chunk."""
+    sparse_layers: tuple[int, ...] = ()
+    """How many of each chunk's layers are sparse; empty: none."""
     has_embedding: bool
     has_head: bool
     tensor: int = 1
     context: int = 1
     """Ranks that share each sequence."""
     data: int = 1
+    experts: int = 1
+    """Ranks that hold different experts of a layer."""
+    expert_tensor: int | None = None
+    """Ranks that share each expert; None: `tensor`."""
     micro_batch: int = 1
     recompute: str = "none"
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh, stage: int, *, kind: str, first_gpu: int = 0) -> StageShape:
+    def of(
+        cls,
+        plan: Plan,
+        mesh: Mesh,
+        stage: int,
+        *,
+        model: ModelShape,
+        kind: str,
+        first_gpu: int = 0,
+    ) -> StageShape:
         """A stage of `plan` on `mesh`. Options that are None there get Megatron's defaults."""
+        chunks = range(plan.chunks if model.num_experts else 0)
         return cls(
             kind=kind,
             first_gpu=first_gpu,
             layers=plan.layers[stage],
+            sparse_layers=tuple(
+                model.sparse_layers(plan.layer_range(stage, chunk)) for chunk in chunks
+            ),
             has_embedding=stage == 0,
             has_head=stage == plan.stages - 1,
             tensor=mesh.tensor,
             context=mesh.context,
             data=mesh.data,
+            experts=mesh.experts,
+            expert_tensor=mesh.expert_tensor,
             micro_batch=mesh.micro_batch_size or 1,
             recompute=mesh.recompute or "none",
             sequence_parallel=bool(mesh.sequence_parallel),
@@ -60,6 +81,29 @@ class StageShape:
         """Ranks with the same weights, over which gradients and optimizer state go."""
         return self.context * self.data
 
+    @property
+    def ranks_per_expert(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def ranks_of_experts(self) -> int:
+        """Ranks that together hold all experts of a layer once."""
+        return self.experts * self.ranks_per_expert
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks with the same experts, over which their gradients and optimizer state go."""
+        return self.ranks // self.ranks_of_experts
+
+    def of_experts(self) -> StageShape:
+        """The stage as the gradients of experts see it: these are reduced over `copies` of it."""
+        return replace(self, tensor=self.ranks_of_experts, context=1, data=self.expert_copies)
+
+    def dense_and_sparse(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of dense and of sparse layers of each chunk."""
+        sparse = self.sparse_layers or (0,) * len(self.layers)
+        return tuple((every - own, own) for every, own in zip(self.layers, sparse, strict=True))
+
     def point(self, model: ModelShape) -> Point:
         """Of whole sequences, whatever the context size: see `context_costs`."""
         return Point(
@@ -72,7 +116,17 @@ class StageShape:
 
     def parameters(self, model: ModelShape) -> float:
         """Parameters of one rank. A tied embedding on a single stage counts once."""
-        count = sum(self.layers) * model.layer_parameters
+        return self.shared_parameters(model) + self.expert_parameters(model)
+
+    def expert_parameters(self, model: ModelShape) -> float:
+        """Those of one rank that belong to experts; of experts that every token passes none."""
+        return sum(self.sparse_layers) * model.expert_parameters / self.ranks_of_experts
+
+    def shared_parameters(self, model: ModelShape) -> float:
+        """All others of one rank."""
+        sparse = sum(self.sparse_layers)
+        count = (sum(self.layers) - sparse) * model.layer_parameters
+        count += sparse * model.sparse_layer_parameters
         if self.has_embedding:
             count += model.embedding_parameters
         if self.has_head:
@@ -82,7 +136,9 @@ class StageShape:
         return count / self.tensor
 
 
-def pipeline_stages(placement: Placement, cluster: Cluster) -> list[list[StageShape]]:
+def pipeline_stages(
+    placement: Placement, cluster: Cluster, model: ModelShape
+) -> list[list[StageShape]]:
     """The stages of each distinct pipeline: one, or one for each mesh of whole replicas."""
     plan = placement.plan
     gpus_used: dict[str, int] = dict.fromkeys(placement.kinds, 0)
@@ -94,7 +150,7 @@ def pipeline_stages(placement: Placement, cluster: Cluster) -> list[list[StageSh
         for _ in range(mesh.stages):
             stage = len(stages[-1])
             stages[-1].append(
-                StageShape.of(plan, mesh, stage, kind=kind, first_gpu=gpus_used[kind])
+                StageShape.of(plan, mesh, stage, model=model, kind=kind, first_gpu=gpus_used[kind])
             )
             gpus_used[kind] += mesh.ranks_per_stage
     return stages

@@ -9,16 +9,16 @@ from hetero.planner.cluster_shape import Cluster
 from hetero.planner.communication_costs import (
     edge_costs,
     on_same_node,
-    reduce_and_gather_seconds,
     stage_rails,
+    stage_reduction_seconds,
     tied_embedding_seconds,
 )
-from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import PartCosts, Profile
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
 from hetero.planner.pipeline_simulator import EdgeTimes, PipelineTimes
 from hetero.planner.placement import Placement
+from hetero.planner.stage_costs import stage_costs
 from hetero.planner.stage_shape import StageShape, micro_batch_counts, pipeline_stages
 from hetero.planner.training_options import TrainingOptions
 
@@ -50,9 +50,25 @@ def step_costs(
     """
     placement.require_fit(cluster, model)
     cost_model = CostModel(model, cluster, profile, options or TrainingOptions())
-    stages = tuple(map(tuple, pipeline_stages(placement, cluster)))
+    stages = tuple(map(tuple, pipeline_stages(placement, cluster, model)))
     dp_groups = list(zip(*stages, strict=True))
     return cost_model.step_costs(stages, micro_batch_counts(placement), dp_groups)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Ranks with the same weights of a stage, over all meshes that hold it."""
+
+    shared: int
+    experts: int
+    """With the same experts."""
+
+    @classmethod
+    def of(cls, dp_group: Sequence[StageShape]) -> Copies:
+        return cls(
+            sum(stage.copies for stage in dp_group),
+            sum(stage.expert_copies for stage in dp_group),
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ class CostModel:
 
         `dp_groups` has, for each stage, the meshes whose copies of its weights reduce together.
         """
-        copies = [sum(stage.copies for stage in dp_group) for dp_group in dp_groups]
+        copies = [Copies.of(dp_group) for dp_group in dp_groups]
         reductions = [self.gradient_reduction(dp_group) for dp_group in dp_groups]
         return StepCosts(
             stages=tuple(map(tuple, pipelines)),
@@ -134,11 +150,11 @@ class CostModel:
 
     def gradient_reduction(self, dp_group: Sequence[StageShape]) -> tuple[float, float]:
         """Exposed seconds of gradient reduction and of the weight all-gather."""
-        parameters = max(stage.parameters(self.model) for stage in dp_group)
-        reduce, gather = reduce_and_gather_seconds(
+        reduce, gather = stage_reduction_seconds(
             self.cluster,
             dp_group,
-            parameters=parameters,
+            shared=max(stage.shared_parameters(self.model) for stage in dp_group),
+            experts=max(stage.expert_parameters(self.model) for stage in dp_group),
             profile=self.profile,
             options=self.options,
         )
@@ -164,14 +180,20 @@ class CostModel:
             reduce[-1] += seconds
         return tuple(reduce)
 
-    def update(self, stage: StageShape, copies: int) -> float:
+    def update(self, stage: StageShape, copies: Copies) -> float:
         """Seconds of the optimizer step over one rank's parameters."""
-        shards = copies if stage.distributed_optimizer else 1
         accelerator = self.cluster.kind(stage.kind).accelerator.name
-        return self.profile.optimizer_seconds(accelerator, stage.parameters(self.model) / shards)
+        shared, experts = (
+            stage.shared_parameters(self.model),
+            stage.expert_parameters(self.model),
+        )
+        if stage.distributed_optimizer:
+            shared /= copies.shared
+            experts /= copies.experts
+        return self.profile.optimizer_seconds(accelerator, shared + experts)
 
     def _memory(
-        self, stages: Sequence[StageShape], count: int, copies: Sequence[int]
+        self, stages: Sequence[StageShape], count: int, copies: Sequence[Copies]
     ) -> tuple[RankMemory, ...]:
         """Peak memory of each stage; `copies` of its weights shard its optimizer state."""
         return tuple(
@@ -183,7 +205,8 @@ class CostModel:
                 costs=self.costs(stage),
                 model=self.model,
                 options=self.options,
-                copies=copies[number],
+                copies=copies[number].shared,
+                expert_copies=copies[number].experts,
             )
             for number, stage in enumerate(stages)
         )
@@ -191,8 +214,10 @@ class CostModel:
 
 def pass_seconds(stage: StageShape, costs: PartCosts) -> tuple[list[float], list[float]]:
     """Forward and backward seconds of one micro-batch for each chunk of a stage."""
-    forward = [layers * costs.layer.forward for layers in stage.layers]
-    backward = [layers * costs.layer.backward for layers in stage.layers]
+    chunks = stage.dense_and_sparse()
+    layer, other = costs.layer, costs.sparse_layer
+    forward = [dense * layer.forward + sparse * other.forward for dense, sparse in chunks]
+    backward = [dense * layer.backward + sparse * other.backward for dense, sparse in chunks]
     if stage.has_embedding:
         forward[0] += costs.embedding.forward
         backward[0] += costs.embedding.backward

@@ -28,6 +28,10 @@ class TrainingOptions:
     deepspeed_transfers: bool = False
     """Whether stages communicate as in DeepSpeed's pipeline engine, to compare with runs of it:
     sharded activations that receivers all-gather, and blocking sends of what NCCL cannot buffer."""
+    expert_dispatcher: str = "allgather"
+    """How tokens reach the ranks of their experts: "allgather", as in Megatron, or "alltoall"."""
+    expert_imbalance: float = 1.2
+    """Tokens of the busiest expert-parallel rank, in parts of the mean. All others wait for it."""
     reserved_bytes: float = 1.5 * 2**30
     """Memory of each GPU that is not available to the model: driver context, libraries."""
 
@@ -44,4 +48,11 @@ class TrainingOptions:
             gradient_bytes=4 if sums_in_fp32 else weight,
             state_bytes=12 if in_half else 8,
             delay_weight_gradients=bool(given.get("delay-wgrad-compute")),
+            expert_dispatcher=dispatcher_of(given),
         )
+
+
+def dispatcher_of(flags: Mapping[str, Any]) -> str:
+    """What Megatron's flags say of `expert_dispatcher`. Names have no leading dashes."""
+    kind = str(flags.get("moe-token-dispatcher-type") or "allgather")
+    return "alltoall" if kind == "flex" else kind

@@ -198,6 +198,7 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
             yield from layer_problems([sum(chunks) for chunks in file.layers], run.model.layers)
         yield from _tensor_problems(meshes, run, run.model)
         yield from _context_problems(meshes, run, run.model)
+        yield from _expert_problems(meshes, run, run.model)
     if not sizes:
         return
     step = sizes[0] * meshes[0].data
@@ -240,6 +241,26 @@ def _context_problems(
         parts = mesh.tensor if _is_sequence_parallel(mesh, run) else 1
         size = f"the context-parallel size of {name},"
         yield from context_problems(model.seq_length, mesh.context, parts, name=size)
+
+
+def _expert_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape) -> Iterator[str]:
+    for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
+        if not model.num_experts:
+            if mesh.experts > 1:
+                yield f"{name}: expert-parallel size {mesh.experts}, and the model has no experts"
+            continue
+        sizes = {
+            f"--num-experts {model.num_experts}": (model.num_experts, mesh.experts),
+            f"--moe-ffn-hidden-size {model.expert_ffn}": (model.expert_ffn, mesh.ranks_per_expert),
+        }
+        for what, (size, ranks) in sizes.items():
+            if size % ranks:
+                yield f"{name}: {what} must be a multiple of the {counted(ranks, 'rank')} it is on"
+        if mesh.tensor > 1 and not _is_sequence_parallel(mesh, run):
+            yield (
+                f"{name}: a mixture of experts with tensor-parallel size {mesh.tensor} needs "
+                "sequence_parallel: true"
+            )
 
 
 def _is_sequence_parallel(mesh: Mesh, run: _TrainingRun) -> bool:

@@ -78,6 +78,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "that leave each rank 8192 tokens of a sequence",
     )
     parser.add_argument(
+        "--experts",
+        nargs="+",
+        type=integer(1),
+        metavar="N",
+        help="expert-parallel sizes to choose from; default: all up to a node that divide the "
+        "model's experts",
+    )
+    parser.add_argument(
+        "--expert-imbalance",
+        type=number(minimum=1),
+        default=1.2,
+        help="tokens of the expert-parallel rank that has most, in parts of the mean; default: 1.2",
+    )
+    parser.add_argument(
         "--recompute",
         nargs="+",
         choices=RECOMPUTE,
@@ -87,7 +101,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="tensor-parallel ranks divide the sequence between their layers",
+        help="tensor-parallel ranks divide the sequence between their layers, as they always do "
+        "in a mixture of experts",
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="what is trained in"

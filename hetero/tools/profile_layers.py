@@ -30,9 +30,10 @@ from hetero.errors import Faults, UserError
 from hetero.plan.plan import RECOMPUTE
 from hetero.planner.layer_profile import (
     MeasuredProfile,
+    PassTimes,
     load_profile,
 )
-from hetero.planner.model_shape import ModelShape, model_shape
+from hetero.planner.model_shape import OF_EXPERTS, ModelShape, model_shape
 from hetero.text import counted, integer, number, size_text
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from hetero.tools.preflight_checks.network import PathResult
 
 
+_SIZES = ("layers", "seq_length", "sparse_pattern")
+"""Fields of a model that costs of a layer do not depend on."""
 _UNSTEADY = 0.2
 """More than a virtual machine's speed drifts in a minute."""
 
@@ -120,7 +123,8 @@ def _measure(options: argparse.Namespace) -> str:
     dtype = next(name for name, torch_name in DTYPES.items() if torch_name == args.params_dtype)
     described = {**asdict(model), "dtype": dtype}
     # A profile of an earlier version does not say its dtype.
-    if before is not None and _size_free({"dtype": dtype, **before.model}) != _size_free(described):
+    known = {} if before is None else {"dtype": dtype, **OF_EXPERTS, **before.model}
+    if before is not None and _size_free(known) != _size_free(described):
         raise UserError(
             f"--out {options.out} is the profile of another model or dtype; name another file"
         )
@@ -145,6 +149,11 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
         for tensor in options.tensor
         if not model.divides(tensor, sequence_parallel=False)
     ]
+    if model.num_experts and max(options.tensor) > 1:
+        faults.sentences.append(
+            f"--tensor {max(options.tensor)}: the tokens that tensor-parallel ranks gather for "
+            "experts are not there when one is measured alone; give --tensor 1"
+        )
     faults.sentences += [
         f"--sequence {length} is more than the model's {positions} positions; leave it out"
         for length in options.sequence or []
@@ -183,7 +192,7 @@ def _sweep(
         )
     # Every stage is released by a collection, which would look through all that was imported.
     gc.freeze()
-    with cpu_shim(), progress_bar(total=sweep.stages, unit="stage", leave=False) as bar:
+    with cpu_shim(), progress_bar(total=sweep.stages(args), unit="stage", leave=False) as bar:
 
         def advance(text: str) -> None:
             bar.set_description(text)
@@ -196,7 +205,7 @@ def _sweep(
 
 def _size_free(model: dict[str, object]) -> dict[str, object]:
     """What costs of a layer depend on: a profile serves any number of layers and tokens."""
-    return {key: value for key, value in model.items() if key not in ("layers", "seq_length")}
+    return {key: value for key, value in model.items() if key not in _SIZES}
 
 
 def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str:
@@ -211,20 +220,26 @@ def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str
 
 def _table(swept: SweepResult) -> list[str]:
     measured = swept.profile
-    head = ["TP", "micro-batch", "tokens", "recompute", "layer fwd", "bwd", "embedding", "head"]
-    rows = [[*head, "kept a layer", "rounds differ"]]
+    head = ["TP", "micro-batch", "tokens", "recompute", "layer fwd", "bwd"]
+    has_experts = any(_takes_time(costs.sparse_layer) for costs in measured.points.values())
+    if has_experts:
+        head += ["with experts fwd", "bwd"]
+    head += ["embedding", "head", "kept a layer", *(["with experts"] if has_experts else [])]
+    rows = [[*head, "rounds differ"]]
     for point, costs in measured.points.items():
+        layers = [costs.layer, *([costs.sparse_layer] if has_experts else [])]
         parts = costs.embedding, costs.head
         times = [
-            *(costs.layer.forward, costs.layer.backward),
+            *(seconds for layer in layers for seconds in (layer.forward, layer.backward)),
             *(part.forward + part.backward for part in parts),
         ]
+        kept = [costs.layer_activation_bytes, costs.sparse_layer_activation_bytes]
         rows.append(
             [
                 *(str(point.tensor), str(point.micro_batch), str(point.seq_length)),
                 point.recompute,
                 *(f"{1e3 * seconds:.3f} ms" for seconds in times),
-                size_text(costs.layer_activation_bytes),
+                *map(size_text, kept[: len(layers)]),
                 f"{swept.spread[point]:.0%}",
             ]
         )
@@ -236,6 +251,10 @@ def _table(swept: SweepResult) -> list[str]:
         f"update: {each:.3f} ms a million parameters and {fixed:.3f} ms",
         f"gradients scaled and added up: {reduction:.3f} ms a million parameters",
     ]
+
+
+def _takes_time(part: PassTimes) -> bool:
+    return part.forward + part.backward > 0
 
 
 def _unsteady(spreads: Iterable[float]) -> list[str]:

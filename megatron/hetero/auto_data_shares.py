@@ -21,6 +21,7 @@ from megatron.hetero.checkpoint.rank_state import (
     rng_write_items,
 )
 from megatron.hetero.data import build_data_iterators
+from megatron.hetero.experts import kept_counts
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.schedule import Schedule
@@ -37,7 +38,8 @@ def measure_data_shares(job: Job, model: StageModel) -> tuple[Job, str]:
     """Measure each replica; returns the job with the resulting shares, and a line for the log.
 
     Every replica runs the same few micro-batches forward and backward, without gradient reduction.
-    Weights, RNG states and the order of the training data do not change. Collective over all ranks.
+    Weights, the bias of experts, RNG states and the order of the training data do not change.
+    Collective over all ranks.
     """
     seconds = _seconds_per_micro_batch(job, model)
     rows = job.statistics.gather([seconds])
@@ -136,7 +138,10 @@ def _seconds_per_micro_batch(job: Job, model: StageModel) -> float:
 
 @contextmanager
 def _preserved_state(job: Job, model: StageModel) -> Iterator[None]:
-    """Disable gradient reduction in the body; restores gradients and RNG states afterwards."""
+    """Disable gradient reduction in the body; restores all that passes change afterwards.
+
+    That are gradients, RNG states and what routers count for the bias of experts.
+    """
     config: Any = model.config
     overrides = {
         "finalize_model_grads_func": None,
@@ -146,7 +151,7 @@ def _preserved_state(job: Job, model: StageModel) -> Iterator[None]:
     before = {name: getattr(config, name) for name in overrides}
     prefix = rng_prefix(job.coordinate)
     random = {p.name.removeprefix(prefix): p.source() for p in rng_write_items(job.coordinate)}
-    with ExitStack() as stack:
+    with ExitStack() as stack, kept_counts(model.chunks):
         for chunk in model.chunks:
             stack.enter_context(chunk.no_sync())
             stack.callback(chunk.zero_grad_buffer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from hetero.pipeline.groups import joins_meshes
-from hetero.plan import Coordinate, Plan
+from hetero.plan import Coordinate, Plan, expert_layers
 from megatron.hetero import core_private, token_dispatcher
 from megatron.hetero.core_private import scales_router_losses_by_whole_tokens
 
@@ -38,8 +39,7 @@ def has_experts(args: argparse.Namespace, layer: int) -> bool:
     """Whether a layer, counted from 0 over the model, is a mixture of experts."""
     if args.num_experts is None:
         return False
-    pattern = args.moe_layer_freq
-    return bool(layer % pattern == 0 if isinstance(pattern, int) else pattern[layer])
+    return expert_layers.has_experts(args.moe_layer_freq, layer)
 
 
 def layers_with_experts(args: argparse.Namespace) -> tuple[int, ...]:
@@ -110,6 +110,17 @@ def keep_counts_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
                 buffer.data = buffer.data.float()
 
 
+@contextmanager
+def kept_counts(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Give routers back what they have counted before the body, and the bias of their experts."""
+    before = [(buffer, buffer.clone()) for router in routers(chunks) for buffer in router.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
 def loss_factor(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> float:
     """What this rank's routers have to multiply their losses by, so that each token counts alike.
 
@@ -146,6 +157,11 @@ def weigh_losses(chunks: Iterable[torch.nn.Module], factor: float) -> None:
         )
         if config.moe_z_loss_coeff is not None:
             config.moe_z_loss_coeff *= factor
+
+
+def forget_router_losses() -> None:
+    """Drop what routers have told, and for how many layers: the next model may have others."""
+    get_moe_layer_wise_logging_tracker().clear()
 
 
 class RouterLosses:

@@ -127,7 +127,6 @@ class Schedule:
         if job.args.calculate_per_token_loss:
             # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
-        experts.weigh_losses(model.chunks, experts.loss_factor(job.args, plan, job.coordinate))
         self._summed = (
             experts.RouterLosses(job.args, plan, job.coordinate),
             experts.ExpertLoads(job.args, model.chunks),

@@ -154,6 +154,25 @@ def test_measured_shares_change_neither_the_samples_nor_the_loss(
     _require_same_to_rounding(run, homogeneous.run)
 
 
+def test_shares_are_measured_with_experts_and_without_a_trace_of_it(corpus, tmp_path) -> None:
+    """Neither counts of tokens, which move the bias of experts, nor the weights of the routers'
+    own losses are those of the measurement's steps."""
+    experts = (
+        "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]*1+[1]*3 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-router-bias-update-rate 0.1 --moe-z-loss-coeff 0.1 --moe-aux-loss-coeff 0.1 "
+        "--moe-router-load-balancing-type seq_aux_loss --calculate-per-token-loss "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    flags = [*TINY_LLAMA, *corpus.flags, *experts.split(), *ONE_AND_ONE, "--hetero-data-shares"]
+    measured = _across([*flags, "auto"], 2, tmp_path / "auto", HETERO_SLOWDOWN="amd=12")
+
+    shares = ",".join(str(mesh["share"]) for mesh in measured.report["plan"]["meshes"])
+    given = _across([*flags, shares], 2, tmp_path / "given")
+    assert shares != "1,1"
+    _require_same_to_rounding(measured, given)
+
+
 # Checkpoints.
 
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from bench.mesh_matrix.comparison import gradient_differences
+from hetero.planner.model_shape import model_shape
+from hetero.planner.plan_memory import stage_memory
+from hetero.planner.training_options import TrainingOptions
 from hetero.tools.runs import SIMULATED
+from megatron.hetero.arguments import read_command_line
 from tests.distributed.harness import MIXED, changed_entry, read_rows, train
 from tests.distributed.test_context_parallelism import Mesh, flags, mesh, stored
 from tests.distributed.test_meshes import ranks, write_plan
@@ -271,3 +275,23 @@ def test_a_checkpoint_moves_between_expert_parallel_sizes_bit_for_bit(
         assert other.keys() == first.keys()
         assert all(torch.equal(other[name], first[name]) for name in first)
     assert digests[0] == digests[1] == digests[2] == digests[4]
+
+
+def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:
+    """Of a layer the experts differ from rank to rank, and their state goes over fewer of them."""
+    meshes = [mesh(1, data=2, experts=2), mesh(1, data=2), mesh(2)]
+    words = [*flags(corpus, f"{DEEPSEEK} --bf16 {DISTRIBUTED}"), *write_plan(meshes, tmp_path)]
+    run = train([*words, "--train-iters", "2"], ranks(meshes), tmp_path, environ=SIMULATED)
+
+    configuration = read_command_line(words, world_size=ranks(meshes))
+    model = model_shape(configuration.args, vocabulary=512)
+    options = TrainingOptions.of_flags(vars(configuration.args))
+    plan = configuration.plan.resolved(
+        micro_batch_size=1, sequence_parallel=False, recompute="none", distributed_optimizer=True
+    )
+    for row in run.report["stages"]:
+        found = stage_memory(plan, row["stage"], model, micro_batches=4, options=options)
+        assert found.states == row["state_bytes_per_rank"]
+    # The first and the last stage have a copy of the tied embedding each.
+    counted = model.parameters + model.vocabulary * model.hidden
+    assert sum(row["parameters"] for row in run.report["stages"]) == counted

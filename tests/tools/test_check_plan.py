@@ -8,10 +8,13 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 
 from hetero.plan import Mesh, Plan
 from hetero.plan.show import draw_stage, nodes_of, notes
+from hetero.presets import model_file
 from hetero.tools import check_plan
+from tests.hetero.planner.expert_models import DEEPSEEK_LIKE
 
 UNEQUAL = """
 meshes:
@@ -185,6 +188,25 @@ def test_sequences_that_context_parallel_ranks_cannot_share_are_refused(
     )
     path.write_text(path.read_text().replace("context: 3", "context: 4"))
     assert "TP 1  CP 4  DP 1" in drawn(capsys, path, "--model", "llama3.1-8b")
+
+
+def test_experts_that_the_ranks_of_a_mesh_cannot_share_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text(
+        "meshes:\n"
+        "- {vendor: nvidia, layers: [14], data: 3, experts: 3}\n"
+        "- {vendor: amd, layers: [13], tensor: 3, data: 1}\n"
+    )
+    model.write_text(yaml.safe_dump(DEEPSEEK_LIKE))
+    told = "\n".join(refused(capsys, plan, "--model", str(model)))
+    assert "mesh 0 (nvidia): --num-experts 64 must be a multiple of the 3 ranks" in told
+    assert "mesh 1 (amd): --moe-ffn-hidden-size 1408 must be a multiple of the 3 ranks" in told
+    assert "mesh 1 (amd): a mixture of experts with tensor-parallel size 3 needs sequence_" in told
+    model.write_text(model_file("llama3-8b").read_text())
+    told = "\n".join(refused(capsys, plan, "--model", str(model)))
+    assert "mesh 0 (nvidia): expert-parallel size 3, and the model has no experts" in told
 
 
 def test_a_mistyped_size_is_refused_rather_than_drawn(

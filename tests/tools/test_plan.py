@@ -8,6 +8,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,6 +22,7 @@ from hetero.tools.planning.plan_files import node_commands, training_flags
 from hetero.tools.planning.planning_request import read_request
 from megatron.hetero.arguments import parse_args, read_command_line
 from tests.commands import PRESETS
+from tests.hetero.planner.expert_models import DEEPSEEK_LIKE, QWEN3_30B
 from tests.tools.refusals import Refused
 
 CLUSTER = """\
@@ -163,6 +165,45 @@ def test_the_faster_vendor_takes_more_layers(tmp_path: Path) -> None:
     assert layers["amd"] > layers["nvidia"] > 0
 
 
+NULL_TOKENIZER = {"tokenizer-type": "NullTokenizer", "vocab-size": 100000}
+
+
+@pytest.mark.parametrize("of", [QWEN3_30B, DEEPSEEK_LIKE], ids=["qwen", "deepseek"])
+def test_training_takes_the_plan_of_a_mixture_of_experts(
+    tmp_path: Path, of: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes in the model's own file give way to the plan's."""
+    file = tmp_path / "model.yaml"
+    own = {"expert-model-parallel-size": 4, "expert-tensor-parallel-size": 1}
+    file.write_text(yaml.safe_dump(of | own | NULL_TOKENIZER))
+    words = request(tmp_path, "--model", str(file), "--no-replicas")
+    assert main([*words, "--experts", "2", "8"]) == 0
+    assert "EP 8" in capsys.readouterr().out
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    flags = ["--yaml-cfg", str(file), "--yaml-cfg", str(tmp_path / "out" / "flags.yaml")]
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    read = read_command_line([*flags, *more], world_size=plan.world_size).plan
+    assert [mesh.experts for mesh in read.meshes] == [mesh.experts for mesh in plan.meshes]
+    assert max(mesh.experts for mesh in plan.meshes) == 8
+
+
+def test_replicas_that_share_experts_are_flags_that_training_understands(tmp_path: Path) -> None:
+    replica = Mesh("nvidia", 1, tensor=2, data=4, experts=4, expert_tensor=1, share=3)
+    replica = replace(replica, micro_batch_size=1, sequence_parallel=True)
+    plan = Plan(
+        meshes=(replica, replace(replica, vendor="amd", data=2, share=2)),
+        layers=((27,),),
+        whole_replicas=True,
+    )
+    own = training_flags(Placement(plan, ("green", "red"), 16), tmp_path / "plan.yaml")
+    file = tmp_path / "flags.yaml"
+    file.write_text(yaml.safe_dump(DEEPSEEK_LIKE | NULL_TOKENIZER | own))
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    args = read_command_line(["--yaml-cfg", str(file), *more], world_size=12).args
+    sizes = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    assert sizes == (4, 1)
+
+
 LONG = "nodes: [{name: green, accelerator: H200}, {name: red, accelerator: MI325X}]\n"
 LONG_WORDS = "--seq-length 131072 --global-batch 16".split()
 
@@ -280,12 +321,11 @@ def test_choices_of_which_none_can_be_are_named(
 
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
-    others = "num-experts: 8\nmtp-num-layers: 1\nmulti-latent-attention: true\n"
+    others = "multi-latent-attention: true\nmtp-num-layers: 1\n"
     model.write_text(model_file("llama3-8b").read_text() + others)
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)
-    assert told.count("mtp-num-layers is 1; the planner does not know multi-token prediction") == 1
-    assert told.count("num-experts is 8; the planner knows dense models alone") == 1
-    assert told.count("has multi-latent-attention, which the planner does not know") == 1
+    for name in ("multi-latent-attention", "mtp-num-layers"):
+        assert told.count(f"says {name}, whose cost the planner does not know") == 1
     # A misspelt flag is not left at its default.
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,3 +186,38 @@ def test_another_model_s_profile_stays_as_it_was(
     words = ["--out", out, "--accelerator", "one", *LLAMA, "--num-query-groups", "1"]
     assert "is the profile of another model or dtype" in refused(main, words)
     assert out.read_bytes() == before
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.1 "
+    "--moe-token-dispatcher-type alltoall"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "has_dense"), [("[0,0,1,1]", True), ("1", False)], ids=["both", "sparse alone"]
+)
+def test_layers_with_experts_are_measured_beside_dense_ones_if_there_are_any(
+    tmp_path: Path, pattern: str, has_dense: bool
+) -> None:
+    """By the command: what else this process has imported has compiled functions of routers."""
+    out = tmp_path / "here.json"
+    words = ["--out", str(out), "--accelerator", "one", "--recompute", "none", *LLAMA]
+    command = [sys.executable, "-m", "hetero", "profile-layers", *words]
+    layers = [*EXPERTS, "--moe-layer-freq", pattern]
+    told = subprocess.run([*command, *layers], capture_output=True, text=True, check=True).stdout
+    assert "with experts fwd" in told
+    profile = load_profile(out)
+    costs = profile.costs("one", Point(1, 1, 32))
+    assert costs.sparse_layer.forward > 0
+    assert costs.sparse_layer_activation_bytes > 0
+    assert (costs.layer_activation_bytes > 0) is has_dense
+    assert profile.model["num_experts"] == 4
+    assert main(words) == 2  # it is the profile of another model now
+
+
+def test_tensor_parallel_ranks_are_not_measured_alone_with_experts(
+    tmp_path: Path, refused: Refused
+) -> None:
+    words = ["--out", tmp_path / "here.json", "--accelerator", "MI300X", *EXPERTS, *LLAMA]
+    assert "--tensor 2: the tokens that tensor-" in refused(main, [*words, "--tensor", "2"])

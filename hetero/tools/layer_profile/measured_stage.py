@@ -24,6 +24,7 @@ from hetero.data.slowdown import slow_down
 from hetero.plan import Mesh, Plan
 from hetero.planner.layer_profile import PassTimes
 from megatron.hetero.core_private import fake_process_groups
+from megatron.hetero.experts import forget_router_losses
 from megatron.hetero.model import StageModel, build_model, torch_dtype
 
 FIRST, MIDDLE, LAST = 0, 1, 2
@@ -166,6 +167,7 @@ def measured_stage(
         )
         model.train()
         slow_down(*model.chunks)
+        forget_router_losses()
         yield MeasuredStage(own, model, plan, stage)
 
 

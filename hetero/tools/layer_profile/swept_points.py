@@ -1,7 +1,11 @@
 """From stages measured alone to what a layer, the embedding and the head cost: a planner's profile.
 
 A stage costs a constant and so much a layer. Two middle stages of different depth give the layer;
-what a first and a last stage cost beyond their layers is the embedding's and the head's.
+what a first and a last stage cost beyond their layers is the embedding's and the head's. A model
+with experts has two sorts of layers, each measured in two stages of that sort alone.
+
+Of a sparse layer one device holds all experts, and computes all tokens: what ranks that share them
+would exchange comes on top (`hetero.planner.expert_costs`).
 
 All of them are timed in turn, again and again, because the speed of a machine drifts: a difference
 of times that are minutes apart says more of that than of a part. Times are medians over rounds.
@@ -18,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -64,11 +69,10 @@ class Sweep:
     seconds: float
     """For one stage at one point, in all rounds."""
 
-    @property
-    def stages(self) -> int:
+    def stages(self, args: argparse.Namespace) -> int:
         """How many stages are timed at how many points how often, for a progress bar."""
         points = len(self.tensor) * len(self.micro_batch) * len(self.seq_length)
-        return _ROUNDS * points * len(self.recompute) * len(_stages(_DEEP[0]))
+        return _ROUNDS * points * len(self.recompute) * len(_Stages.of(args).all)
 
 
 @dataclass(frozen=True)
@@ -80,21 +84,64 @@ class SweepResult:
     """How much longer a layer's passes took in the slowest round than in the fastest, as a part."""
 
 
-_Stage = tuple[int, int]
-"""Which, and its layers."""
+@dataclass(frozen=True)
+class _Stage:
+    which: int
+    """FIRST, MIDDLE or LAST."""
+    layers: int
+    is_sparse: bool
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Which stages are timed."""
+
+    deep: Mapping[bool, int]
+    """Layers of the deep ones, by whether these are sparse; of each sort that the model has."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Stages:
+        model = model_shape(args)
+        sorts = {False: model.layers - model.all_sparse_layers, True: model.all_sparse_layers}
+        return cls(
+            {
+                sort: layers_of_deep_stages(args, is_sparse=sort)
+                for sort, count in sorts.items()
+                if count
+            }
+        )
+
+    def middle(self, *, is_sparse: bool) -> tuple[_Stage, _Stage]:
+        """A shallow one and a deep one."""
+        depths = _SHALLOW, self.deep[is_sparse]
+        shallow, deep = (_Stage(MIDDLE, depth, is_sparse) for depth in depths)
+        return shallow, deep
+
+    @property
+    def ends(self) -> tuple[_Stage, _Stage]:
+        """The first and the last, of dense layers if the model has any."""
+        sort = min(self.deep)
+        first, last = (_Stage(which, self.deep[sort], sort) for which in (FIRST, LAST))
+        return first, last
+
+    @property
+    def all(self) -> list[_Stage]:
+        middle = (self.middle(is_sparse=sort) for sort in self.deep)
+        return [*(stage for pair in middle for stage in pair), *self.ends]
+
+
 _Times = Mapping[tuple[_Stage, Point], PassTimes]
 _Memory = Mapping[tuple[_Stage, Point], StageMemory]
 
 
-def _stages(deep: int) -> list[_Stage]:
-    """Which stages are timed, each with so many layers."""
-    return [(MIDDLE, _SHALLOW), (MIDDLE, deep), (FIRST, deep), (LAST, deep)]
-
-
-def layers_of_deep_stages(args: argparse.Namespace) -> int:
+def layers_of_deep_stages(args: argparse.Namespace, *, is_sparse: bool = False) -> int:
     """Of a small model more, of a large one the fewest."""
     element = torch.finfo(torch_dtype(args.params_dtype)).bits // 8
-    layer = element * model_shape(args).layer_parameters // args.tensor_model_parallel_size
+    model = model_shape(args)
+    parameters = model.layer_parameters
+    if is_sparse:
+        parameters = model.sparse_layer_parameters + model.expert_parameters
+    layer = element * parameters // args.tensor_model_parallel_size
     wanted = min(-(-_BEYOND_CACHES // layer), args.num_layers)
     return min(max(wanted, _DEEP[0]), _DEEP[-1])
 
@@ -112,18 +159,20 @@ def measure(
     spread: dict[Point, float] = {}
     for tensor, recompute in product(sweep.tensor, sweep.recompute):
         own = _flags(args, tensor=tensor, recompute=recompute)
-        deep = layers_of_deep_stages(own)
+        stages = _Stages.of(own)
         timed = [
             Point(tensor, micro_batch, length, recompute, own.sequence_parallel)
             for micro_batch, length in product(sweep.micro_batch, sweep.seq_length)
         ]
-        rounds, memory = _rounds(own, timed, deep, here, sweep.seconds / _ROUNDS, advance)
+        rounds, memory = _rounds(own, timed, stages, here, sweep.seconds / _ROUNDS, advance)
         for point in timed:
-            parts = _parts(rounds, memory, point, deep=deep)
+            parts = _parts(rounds, memory, point, stages)
             if wire is not None and tensor > 1:
                 parts = _with_communication(parts, own, point, wire)
-            points[point], spread[point] = parts, _spread(rounds, point, deep)
+            points[point], spread[point] = parts, _spread(rounds, point, stages)
     update = _flags(args, tensor=max(sweep.tensor), recompute="none")
+    # An update costs by the parameter, whichever layer that is in.
+    update = _of_sort(update, is_sparse=min(_Stages.of(update).deep))
     small, large = (
         measure_update(
             update,
@@ -148,7 +197,7 @@ def measure(
 def _rounds(
     args: argparse.Namespace,
     points: Sequence[Point],
-    deep: int,
+    stages: _Stages,
     here: ProfiledDevice,
     seconds: float,
     advance: Callable[[str], None],
@@ -158,7 +207,7 @@ def _rounds(
     memory: dict[tuple[_Stage, Point], StageMemory] = {}
     for _ in range(_ROUNDS):
         times: dict[tuple[_Stage, Point], PassTimes] = {}
-        for stage, point, measured in _built_in_turn(args, points, deep, here):
+        for stage, point, measured in _built_in_turn(args, points, stages, here):
             if not rounds:
                 memory[stage, point] = measured.memory(
                     micro_batch=point.micro_batch, seq_length=point.seq_length
@@ -172,12 +221,15 @@ def _rounds(
 
 
 def _built_in_turn(
-    args: argparse.Namespace, points: Sequence[Point], deep: int, here: ProfiledDevice
+    args: argparse.Namespace, points: Sequence[Point], stages: _Stages, here: ProfiledDevice
 ) -> Iterator[tuple[_Stage, Point, MeasuredStage]]:
-    for stage in _stages(deep):
-        which, layers = stage
+    for stage in stages.all:
         with measured_stage(
-            args, stage=which, layers=layers, vendor=here.vendor, device=here.device
+            _of_sort(args, is_sparse=stage.is_sparse),
+            stage=stage.which,
+            layers=stage.layers,
+            vendor=here.vendor,
+            device=here.device,
         ) as measured:
             for point in points:
                 yield stage, point, measured
@@ -190,41 +242,72 @@ def _flags(args: argparse.Namespace, *, tensor: int, recompute: str) -> argparse
     return argparse.Namespace(**{**vars(args), **changed})
 
 
-def _parts(rounds: Sequence[_Times], memory: _Memory, point: Point, *, deep: int) -> PartCosts:
+def _of_sort(args: argparse.Namespace, *, is_sparse: bool) -> argparse.Namespace:
+    """The flags of a model whose layers are all of one sort."""
+    changed = {"moe_layer_freq": 1} if is_sparse else {"num_experts": None}
+    return argparse.Namespace(**{**vars(args), **changed})
+
+
+def _parts(rounds: Sequence[_Times], memory: _Memory, point: Point, stages: _Stages) -> PartCosts:
+    own = min(stages.deep)
     layers, embeddings, heads = zip(
-        *(_times_of_parts(times, point, deep) for times in rounds), strict=True
+        *(_times_of_parts(times, point, stages) for times in rounds), strict=True
     )
-    shallow, deeper, first, last = (memory[stage, point] for stage in _stages(deep))
-    kept = max(deeper.activation_bytes - shallow.activation_bytes, 0) / (deep - _SHALLOW)
+    first, last = (memory[stage, point] for stage in stages.ends)
+    kept = {sort: _kept_bytes(memory, point, stages, sort) for sort in stages.deep}
+    of_layers = stages.deep[own] * kept[own]
+    costs: dict[str, Any] = {}
+    for sort, prefix in ((False, ""), (True, "sparse_")):
+        if sort not in stages.deep:
+            costs |= {"layer": PassTimes(0.0, 0.0), "layer_activation_bytes": 0.0} | costs
+            continue
+        shallow, _ = stages.middle(is_sparse=sort)
+        costs[f"{prefix}layer"] = _median([by_sort[sort] for by_sort in layers])
+        costs[f"{prefix}layer_activation_bytes"] = kept[sort]
+        costs[f"{prefix}layer_working_bytes"] = float(memory[shallow, point].working_bytes)
     return PartCosts(
-        layer=_median(layers),
         embedding=_median(embeddings),
         head=_median(heads),
-        layer_activation_bytes=kept,
-        embedding_activation_bytes=max(first.activation_bytes - deep * kept, 0.0),
-        head_activation_bytes=max(last.activation_bytes - deep * kept, 0.0),
-        layer_working_bytes=float(shallow.working_bytes),
+        embedding_activation_bytes=max(first.activation_bytes - of_layers, 0.0),
+        head_activation_bytes=max(last.activation_bytes - of_layers, 0.0),
         embedding_working_bytes=float(first.working_bytes),
         head_working_bytes=float(last.working_bytes),
+        **costs,
     )
+
+
+def _kept_bytes(memory: _Memory, point: Point, stages: _Stages, is_sparse: bool) -> float:
+    """Of a layer, from the forward to the backward pass."""
+    shallow, deeper = (memory[stage, point] for stage in stages.middle(is_sparse=is_sparse))
+    kept = max(deeper.activation_bytes - shallow.activation_bytes, 0)
+    return kept / (stages.deep[is_sparse] - _SHALLOW)
 
 
 def _times_of_parts(
-    times: _Times, point: Point, deep: int
-) -> tuple[PassTimes, PassTimes, PassTimes]:
-    """Of a layer, the embedding and the head, in one round: differences, which may be negative."""
-    shallow, deeper, first, last = (times[stage, point] for stage in _stages(deep))
-    layer = PassTimes(
-        (deeper.forward - shallow.forward) / (deep - _SHALLOW),
-        (deeper.backward - shallow.backward) / (deep - _SHALLOW),
-    )
+    times: _Times, point: Point, stages: _Stages
+) -> tuple[Mapping[bool, PassTimes], PassTimes, PassTimes]:
+    """Of a layer of each sort, the embedding and the head, in one round.
 
-    def beyond(stage: PassTimes) -> PassTimes:
+    They are differences, which may be negative.
+    """
+    layers: dict[bool, PassTimes] = {}
+    for sort, deep in stages.deep.items():
+        shallow, deeper = (times[stage, point] for stage in stages.middle(is_sparse=sort))
+        layers[sort] = PassTimes(
+            (deeper.forward - shallow.forward) / (deep - _SHALLOW),
+            (deeper.backward - shallow.backward) / (deep - _SHALLOW),
+        )
+    own = min(stages.deep)
+    layer, deep = layers[own], stages.deep[own]
+
+    def beyond(stage: _Stage) -> PassTimes:
+        seconds = times[stage, point]
         return PassTimes(
-            stage.forward - deep * layer.forward, stage.backward - deep * layer.backward
+            seconds.forward - deep * layer.forward, seconds.backward - deep * layer.backward
         )
 
-    return layer, beyond(first), beyond(last)
+    first, last = map(beyond, stages.ends)
+    return layers, first, last
 
 
 def _median(times: Sequence[PassTimes]) -> PassTimes:
@@ -234,10 +317,14 @@ def _median(times: Sequence[PassTimes]) -> PassTimes:
     )
 
 
-def _spread(rounds: Sequence[_Times], point: Point, deep: int) -> float:
-    deepest = [times[(MIDDLE, deep), point] for times in rounds]
-    seconds = [one.forward + one.backward for one in deepest]
-    return max(seconds) / min(seconds) - 1
+def _spread(rounds: Sequence[_Times], point: Point, stages: _Stages) -> float:
+    spreads = []
+    for sort in stages.deep:
+        _, deep = stages.middle(is_sparse=sort)
+        deepest = [times[deep, point] for times in rounds]
+        seconds = [one.forward + one.backward for one in deepest]
+        spreads.append(max(seconds) / min(seconds) - 1)
+    return max(spreads)
 
 
 def _with_communication(

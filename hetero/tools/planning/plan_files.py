@@ -159,6 +159,9 @@ def training_flags(placement: Placement, plan_file: Path) -> dict[str, Any]:
     flags["tensor-model-parallel-size"] = first.tensor
     if first.context > 1:
         flags["context-parallel-size"] = first.context
+    if first.experts > 1:
+        flags["expert-model-parallel-size"] = first.experts
+        flags["expert-tensor-parallel-size"] = first.ranks_per_expert
     flags["pipeline-model-parallel-size"] = plan.stages
     if first.sequence_parallel:
         flags["sequence-parallel"] = True
@@ -182,6 +185,8 @@ _FOR_TRAINING = ("flags.yaml", "plan.yaml")
 _LAYOUT_FLAGS = (
     "tensor-model-parallel-size",
     "context-parallel-size",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
     "hierarchical-context-parallel-sizes",
     "pipeline-model-parallel-size",
     "sequence-parallel",
@@ -206,6 +211,7 @@ _LAYOUT_FLAGS = (
     "hetero-pipeline-layers",
     "hetero-tensor-sizes",
     "hetero-context-sizes",
+    "hetero-expert-sizes",
     "hetero-data-sizes",
     "hetero-micro-batch-sizes",
     "hetero-recompute",

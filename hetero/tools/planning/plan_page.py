@@ -42,7 +42,7 @@ def render_solution(
             lead=headline(request, found),
             notes=["Everything here is predicted; nothing has been run."],
             parts=[
-                Table(MESH_HEAD, mesh_rows(first), numbers=frozenset({1, 3, 4, 5, 6, 8})),
+                Table(MESH_HEAD, mesh_rows(first), numbers=frozenset({1, 3, 4, 5, 7, 9})),
                 *(Text("paragraph", line) for line in explain_bottleneck(request.problem, first)),
                 Text("heading", "Together and alone"),
                 *(Text("paragraph", line) for line in comparison_lines(found)),

@@ -23,10 +23,10 @@ from hetero.planner.layer_profile import (
     ProfileError,
     load_profile,
 )
-from hetero.planner.model_shape import ModelShape, load_model, read_flags
-from hetero.planner.search_space import Problem, SearchSpace, context_sizes
+from hetero.planner.model_shape import OF_EXPERTS, ModelShape, load_model, read_flags
+from hetero.planner.search_space import Problem, SearchSpace, context_sizes, expert_sizes
 from hetero.planner.solution import find_best_plans
-from hetero.planner.training_options import TrainingOptions
+from hetero.planner.training_options import TrainingOptions, dispatcher_of
 from hetero.presets import model_file
 from hetero.text import counted
 from hetero.tools.planning.model_config import flags_of_config
@@ -35,7 +35,7 @@ from megatron.hetero.arguments.config_file import FLAG, expand_config_files
 from megatron.hetero.arguments.parser import build_parser, split_words
 from megatron.hetero.arguments.unknown import check_unsupported, is_unsupported
 
-_MAY_DIFFER = ("layers", "seq_length")
+_MAY_DIFFER = ("layers", "seq_length", "sparse_pattern")
 """Fields in which a profile's model may differ from the planned one."""
 _MAX_GLOBAL_BATCH = 1_000_000_000
 """The search enumerates its divisors."""
@@ -85,7 +85,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     model_yaml = None
     with TemporaryDirectory() as folder:
 
-        def read_model() -> tuple[ModelShape, frozenset[str]]:
+        def read_model() -> _Model:
             nonlocal model_yaml
             name = options.model
             model_yaml = flags_of_config(name)
@@ -95,7 +95,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
             return _model(name, changed, dtype=options.dtype, shares_state=shares_state)
 
         read = faults.read(read_model)
-    model, model_flags = read or (None, frozenset())
+    model = None if read is None else read.shape
     profiles = {path: faults.read(partial(load_profile, path)) for path in options.profile}
     if options.global_batch > _MAX_GLOBAL_BATCH:
         faults.sentences.append(
@@ -109,9 +109,14 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
             faults.sentences += _model_mismatches(path, profile, model, options.dtype)
     faults.refuse()
     assert cluster is not None
+    assert read is not None
     assert model is not None
     measured = merged_profile(list(read_profiles.values()))
-    training = _training(options)
+    training = replace(
+        _training(options),
+        expert_dispatcher=read.expert_dispatcher,
+        expert_imbalance=options.expert_imbalance,
+    )
     largest_node = max(kind.gpus_per_node for kind in cluster.kinds)
     joined, sources = _profile(cluster, model, measured, training)
     space = SearchSpace(
@@ -119,23 +124,33 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         tensor=tuple(sorted(set(options.tensor))),
         context=tuple(sorted(set(options.context or ())))
         or context_sizes(model.seq_length, largest_node),
+        experts=tuple(sorted(set(options.experts or ()))) or expert_sizes(model, largest_node),
         micro_batch=tuple(sorted(set(options.micro_batch))),
         recompute=tuple(dict.fromkeys(options.recompute)),
         chunks=tuple(sorted(set(options.interleave))),
         replicas=not options.no_replicas,
         distributed_optimizer=shares_state,
-        sequence_parallel=options.sequence_parallel,
+        # Else each tensor-parallel rank would compute every token of the experts.
+        sequence_parallel=options.sequence_parallel or bool(model.num_experts),
     )
     problem = Problem(cluster, model, joined, space, training)
     notes = _require_points(problem)
     lines = (*sources, *notes)
-    return PlanningRequest(problem, options.model, lines, options.dtype, model_flags, model_yaml)
+    return PlanningRequest(problem, options.model, lines, options.dtype, read.flags, model_yaml)
 
 
-def _model(
-    name: str, changed: Mapping[str, Any], *, dtype: str, shares_state: bool
-) -> tuple[ModelShape, frozenset[str]]:
-    """The model, and the flags that its file gives, without dashes.
+@dataclass(frozen=True)
+class _Model:
+    """What the model's file says."""
+
+    shape: ModelShape
+    expert_dispatcher: str
+    flags: frozenset[str]
+    """Those that it gives, without dashes."""
+
+
+def _model(name: str, changed: Mapping[str, Any], *, dtype: str, shares_state: bool) -> _Model:
+    """Read the model's file. Raises UserError.
 
     Every key is known to pretrain_gpt.py: one that is misspelt would leave a default.
     """
@@ -162,7 +177,8 @@ def _model(
     model = faults.read(lambda: load_model(name, **changed))
     faults.refuse()
     assert model is not None
-    return model, frozenset(one.flag.removeprefix("--") for one in given)
+    names = frozenset(one.flag.removeprefix("--") for one in given)
+    return _Model(model, dispatcher_of(flags), names)
 
 
 def _training(options: argparse.Namespace) -> TrainingOptions:
@@ -181,9 +197,10 @@ def _model_mismatches(
     path: Path, profile: MeasuredProfile, model: ModelShape, dtype: str
 ) -> list[str]:
     planned = {**vars(model), "dtype": dtype}
+    measured = {**OF_EXPERTS, **profile.model} if profile.model else {}
     differing = {
         name: value
-        for name, value in profile.model.items()
+        for name, value in measured.items()
         if name not in _MAY_DIFFER and value != planned.get(name, value)
     }
     if not differing:

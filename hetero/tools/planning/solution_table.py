@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from hetero.plan import Mesh
 from hetero.planner.bottleneck import explain_bottleneck
 from hetero.planner.solution import SimulatedPlan, Solution
 from hetero.text import counted, seconds_text
 from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.reports.text_table import aligned
 
-MESH_HEAD = ("nodes", "stages", "layers", "TP", "CP", "DP", "micro-batch", "recompute", "share")
+MESH_HEAD = (
+    *("nodes", "stages", "layers", "TP", "CP", "DP", "EP", "micro-batch", "recompute", "share"),
+)
 PLAN_HEAD = ("plan", "step", "tokens/s", "")
 
 
@@ -20,7 +23,7 @@ def solution_text(request: PlanningRequest, found: Solution) -> str:
         [
             headline(request, found),
             "",
-            *aligned(rows, text={0, 2, 7}),
+            *aligned(rows, text={0, 2, 6, 8}),
             "",
             *explain_bottleneck(request.problem, first),
             "",
@@ -55,12 +58,19 @@ def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
                 str(mesh.tensor),
                 str(mesh.context),
                 str(mesh.data),
+                _experts_text(mesh),
                 str(mesh.micro_batch_size),
                 str(mesh.recompute),
                 str(mesh.share) if plan.whole_replicas else "",
             ]
         )
     return rows
+
+
+def _experts_text(mesh: Mesh) -> str:
+    if mesh.expert_tensor is None:
+        return str(mesh.experts)
+    return f"{mesh.experts}, ETP {mesh.expert_tensor}"
 
 
 def run_lengths(counts: list[int]) -> str:
@@ -80,6 +90,7 @@ def one_line(planned: SimulatedPlan) -> str:
         f"{kind} {mesh.stages} x TP {mesh.tensor}"
         + (f" x CP {mesh.context}" if mesh.context > 1 else "")
         + f" x DP {mesh.data}"
+        + (f", EP {_experts_text(mesh)}" if mesh.experts > 1 else "")
         + (f" x share {mesh.share}" if plan.whole_replicas else "")
         + f", micro-batch {mesh.micro_batch_size}"
         + (f", recompute {mesh.recompute}" if mesh.recompute != "none" else "")

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from hetero.plan.plan import Mesh, expert_rank_problems
 from hetero.text import counted
-from megatron.hetero.arguments.flags_hetero import MEASURED
 from megatron.hetero.arguments.rules import Note, Values, Verdict, flag_of, rule
 
 _AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -348,14 +347,6 @@ def _biases(args: Namespace) -> Iterator[str]:
         )
 
 
-@rule("num_experts hetero_data_parallel hetero_data_shares")
-def _measured_shares(args: Namespace) -> Iterator[str]:
-    """The measurement's steps would change the expert bias."""
-    is_measured = args.hetero_data_parallel is not None and args.hetero_data_shares == MEASURED
-    if args.num_experts is not None and is_measured:
-        yield "--hetero-data-shares auto does not know experts; give the shares as numbers"
-
-
 @rule("num_experts hetero_check_operators")
 def _operator_checks(args: Namespace) -> Iterator[str]:
     if args.num_experts is not None and args.hetero_check_operators:
@@ -378,6 +369,5 @@ EXPERT_RULES = (
     _ranks_of_experts,
     _global_aux_loss,
     _biases,
-    _measured_shares,
     _operator_checks,
 )

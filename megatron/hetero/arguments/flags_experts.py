@@ -1,8 +1,8 @@
 """Flags of mixtures of experts: which layers, how tokens are routed, and which ranks share what."""
 
 import argparse
-import ast
 
+from hetero.plan import expert_layers
 from hetero.text import integer, number
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
@@ -11,41 +11,12 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 def layer_pattern(text: str) -> int | list[int]:
     """Convert a period, such as '2', or a list of 0 and 1, such as '[0]*1+[1]*26'."""
     try:
-        value = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError):
-        value = None
-    if isinstance(value, int) and value > 0:
-        return value
-    if isinstance(value, list) and value and set(value) <= {0, 1}:
-        return value
-    raise argparse.ArgumentTypeError(
-        "must be a whole number of at least 1, or a list with a 0 or 1 for each layer such as "
-        f"[0]*1+[1]*26, not {text!r}"
-    )
-
-
-_LONGEST = 100_000
-"""A longer list has a mistyped number of repetitions."""
-
-
-def _evaluated(node: ast.expr) -> int | list[int]:
-    """The value of numbers, lists of them, their sums and repetitions. Raises ValueError."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        items = [_evaluated(item) for item in node.elts]
-        return [item for item in items if isinstance(item, int)]
-    if isinstance(node, ast.BinOp):
-        left, right = _evaluated(node.left), _evaluated(node.right)
-        if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(left, int):
-            left, right = right, left
-        if isinstance(left, list) and isinstance(right, int) and isinstance(node.op, ast.Mult):
-            if len(left) * right > _LONGEST:
-                raise ValueError
-            return left * right
-    raise ValueError
+        return expert_layers.layer_pattern(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            "must be a whole number of at least 1, or a list with a 0 or 1 for each layer such as "
+            f"[0]*1+[1]*26, not {text!r}"
+        ) from None
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:

@@ -83,6 +83,20 @@ def test_ranks_share_long_sequences_in_the_plan_as_they_did_in_the_job() -> None
     assert check_words(long, chosen.text, ranks=8) == []
 
 
+def test_ranks_share_experts_in_sizes_that_the_planner_chooses() -> None:
+    """Those of the job's own layout, which may not divide the ranks that are left, go with it."""
+    experts = (
+        "--num-experts 64 --moe-ffn-hidden-size 1408 --moe-router-topk 6 "
+        "--moe-token-dispatcher-type alltoall --sequence-parallel "
+        "--expert-model-parallel-size 16 --expert-tensor-parallel-size 1"
+    )
+    words = [*LLAMA_8B, *experts.split()]
+    _, chosen = planned(words, AMD, AMD)
+    meshes = yaml.safe_load(chosen.text)["meshes"]
+    assert all(mesh["experts"] > 1 for mesh in meshes)
+    assert check_words(words, chosen.text, ranks=16) == []
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_make_it_fit() -> None:
     said = refusal(LLAMA_8B, Node("nvidia", 1, H100, 80 * GIB))
     assert "no plan fits on 1 node of nvidia NVIDIA H100 80GB HBM3 with 1 rank of 80.00 GiB" in said

@@ -10,12 +10,12 @@ from hetero.plan import Mesh, Plan
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import Cluster, LinkModel, cluster_from_mapping
 from hetero.planner.communication_costs import next_rank_seconds
-from hetero.planner.context_costs import stage_costs
 from hetero.planner.layer_profile import PartCosts, Point
 from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.placement import Placement
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.search_space import context_sizes
+from hetero.planner.stage_costs import stage_costs
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.step_costs import StepCosts, step_costs
 from hetero.planner.training_options import TrainingOptions

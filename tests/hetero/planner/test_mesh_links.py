@@ -34,7 +34,7 @@ def test_two_gpus_reach_the_one_link_between_them() -> None:
 def test_a_stage_sends_to_the_next_one_over_one_link_a_gpu() -> None:
     mesh = Mesh("amd", 2, data=4, micro_batch_size=1)
     plan = Placement(Plan((mesh,), ((16,), (16,))), ("MI300X",), 4)
-    ((first, second),) = pipeline_stages(plan, NODE)
+    ((first, second),) = pipeline_stages(plan, NODE, MODEL)
     edge = edge_costs(NODE, first, second, model=MODEL, options=TrainingOptions())
     link = NODE.kinds[0].accelerator.link_bandwidth / 7
     assert edge.occupancy == pytest.approx(MODEL.boundary_bytes(1) / link)

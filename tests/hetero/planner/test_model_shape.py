@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero.errors import UserError
 from hetero.planner.model_shape import load_model, model_from_flags
+from tests.hetero.planner.expert_models import DEEPSEEK_LIKE, QWEN3_30B, model
 
 
 @pytest.mark.parametrize(
@@ -117,3 +120,46 @@ def test_sizes_that_training_refuses_are_refused() -> None:
     assert "max-position-embeddings 64 is below a seq-length of 128" in length
     fitting = flags | {"kv-channels": 16, "max-position-embeddings": 128}
     assert model_from_flags(fitting, source="it").head_size == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "parameters", "active"),
+    [(QWEN3_30B, 30_532_122_624, 3.3e9), (DEEPSEEK_LIKE, 15_787_866_112, 2.74e9)],
+    ids=["qwen", "deepseek"],
+)
+def test_a_mixture_of_experts_has_all_of_them_and_computes_the_chosen_ones(
+    flags: dict[str, Any], parameters: int, active: float
+) -> None:
+    """Of Qwen3-30B-A3B its publisher counts 30.5 billion parameters, 3.3 of them active."""
+    shape = model(flags)
+    assert shape.parameters == parameters
+    attention = 3 * shape.layers * shape.attention_flops
+    rows = shape.vocabulary * shape.hidden
+    computed = (shape.flops - attention) / 6 / shape.seq_length + rows
+    assert computed == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize("freq", ["[1,0,0]*9", 3, [1, 0, 0] * 9, "3"])
+def test_layers_with_experts_are_a_period_or_a_list(freq: object) -> None:
+    shape = model(DEEPSEEK_LIKE, moe_layer_freq=freq)
+    assert shape.sparse_pattern == (1, 0, 0) * 9
+    assert shape.all_sparse_layers == 9
+    assert [shape.sparse_layers(range(first, first + 4)) for first in (0, 1, 23)] == [2, 1, 1]
+    fewest, most = shape.sparse_in_windows
+    assert (fewest[4], most[4], fewest[27], most[27]) == (1, 2, 9, 9)
+
+
+def test_what_is_wrong_with_experts_is_told_at_once() -> None:
+    with pytest.raises(UserError) as refusal:
+        model(DEEPSEEK_LIKE, moe_layer_freq=[1, 0], moe_router_topk=65)
+    said = "\n".join(refusal.value.sentences)
+    assert "moe-layer-freq has 2 numbers for 27 layers" in said
+    assert "moe-router-topk is 65; give at least 1 and at most the 64" in said
+    with pytest.raises(UserError, match="must be a whole number of at least 1, or a list"):
+        model(DEEPSEEK_LIKE, moe_layer_freq="[0]*[1]")
+
+
+@pytest.mark.parametrize("name", ["multi-latent-attention", "mtp-num-layers"])
+def test_a_model_whose_cost_is_not_known_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match=f"says {name}, whose cost"):
+        model({**DEEPSEEK_LIKE, name: 1})

@@ -1,0 +1,116 @@
+"""Costs of a sparse layer whose experts several ranks share, from its costs without an exchange.
+
+A profile's points are of ranks that hold all experts, each of them divided as other matrices are,
+and have nothing of what these ranks send each other. Of `experts` (EP) times `ranks_per_expert`
+(ETP) ranks each computes as much as such a rank: the tokens of EP times as many ranks go to an
+EP-th of the experts. On top come:
+
+- The tokens, there and back, in both passes. `alltoall` sends each rank the rows of its experts,
+  one for each expert of a token, and the ranks that share an expert gather them. `allgather` sends
+  every rank the rows of all, and sums up what comes back. Recomputing a layer sends them again.
+- The busiest rank. A router does not choose all experts equally often, and a layer is through when
+  the last rank is: what experts compute, receive and keep is multiplied by `expert_imbalance`
+  where EP is above 1. A rank that holds all experts has all tokens, whichever they choose.
+- What experts take whatever their tokens. With few tokens for each of them a rank waits for
+  weights out of its memory, or for its host to start one expert after the other, rather than for
+  products. A rank with an EP-th of the experts waits for an EP-th.
+
+How long experts compute is their part of the layer's FLOPs. Not modelled: capacities, which drop
+tokens; groups of experts; that products with few rows are less efficient beyond that; shared
+experts that overlap the exchange (taken as computed before it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetero.planner.cluster_shape import Cluster
+from hetero.planner.communication_costs import all_to_all_seconds, gather_seconds
+from hetero.planner.layer_profile import PartCosts, PassTimes
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.training_options import TrainingOptions
+
+
+def with_experts(
+    costs: PartCosts,
+    stage: StageShape,
+    *,
+    cluster: Cluster,
+    model: ModelShape,
+    options: TrainingOptions,
+) -> PartCosts:
+    """`costs` of a rank of `stage`, its part of the sequences, with all that experts add."""
+    exchange = exchange_seconds(cluster, stage, model=model, options=options)
+    computing = model.expert_flops / model.sparse_layer_flops
+    layer = costs.sparse_layer
+    forward = _busiest_seconds(
+        layer.forward, costs.experts_at_least.forward, stage, computing, options
+    )
+    backward = _busiest_seconds(
+        layer.backward, costs.experts_at_least.backward, stage, computing, options
+    )
+    again = 2 if stage.recompute == "full" else 1
+    return replace(
+        costs_of_memory(costs, stage, model=model, options=options),
+        sparse_layer=PassTimes(forward + exchange, backward + again * exchange),
+    )
+
+
+def _busiest_seconds(
+    seconds: float, at_least: float, stage: StageShape, part: float, options: TrainingOptions
+) -> float:
+    """A pass of a sparse layer, of which experts are this part, on the rank with most tokens."""
+    experts = seconds * part
+    return seconds - experts + max(experts * imbalance(stage, options), at_least / stage.experts)
+
+
+def imbalance(stage: StageShape, options: TrainingOptions) -> float:
+    """Tokens of the stage's busiest expert-parallel rank, in parts of the mean."""
+    return options.expert_imbalance if stage.experts > 1 else 1.0
+
+
+def exchange_seconds(
+    cluster: Cluster, stage: StageShape, *, model: ModelShape, options: TrainingOptions
+) -> float:
+    """Seconds of sending a micro-batch's tokens to their experts and back, in one pass."""
+    rows = _rows(stage, model) * model.hidden * options.activation_bytes
+    if options.expert_dispatcher == "allgather":
+        ranks = stage.ranks_of_experts
+        return 2 * gather_seconds(cluster, stage, ranks=ranks, size=ranks * rows)
+    chosen = rows * model.experts_per_token * imbalance(stage, options)
+    width = stage.ranks_per_expert
+    seconds = all_to_all_seconds(cluster, stage, chosen)
+    return 2 * (seconds + gather_seconds(cluster, stage, ranks=width, size=width * chosen))
+
+
+def costs_of_memory(
+    costs: PartCosts, stage: StageShape, *, model: ModelShape, options: TrainingOptions
+) -> PartCosts:
+    """`costs` with the bytes that experts of this stage add; seconds are as they were.
+
+    The point's ranks gather the tokens of each expert over the whole tensor-parallel group.
+    """
+    factor = imbalance(stage, options)
+    rows = _rows(stage, model) * options.activation_bytes
+    chosen = rows * model.experts_per_token
+    inputs = (stage.ranks_per_expert * factor - stage.tensor) * model.hidden
+    widths = (3 if model.gated else 2) * model.expert_ffn
+    kept = chosen * (inputs + (factor - 1) * widths)
+    temporary = chosen * (2 * inputs + (factor - 1) * widths)
+    if options.expert_dispatcher == "allgather" and stage.ranks_of_experts > 1:
+        temporary += 2 * stage.ranks_of_experts * rows * model.hidden
+    elif stage.ranks_of_experts > 1:
+        temporary += 2 * chosen * model.hidden
+    if stage.recompute == "full":
+        kept, temporary = 0.0, kept + temporary
+    return replace(
+        costs,
+        sparse_layer_activation_bytes=costs.sparse_layer_activation_bytes + kept,
+        sparse_layer_working_bytes=costs.sparse_layer_working_bytes + temporary,
+    )
+
+
+def _rows(stage: StageShape, model: ModelShape) -> float:
+    """Tokens of a micro-batch that a rank routes: sequence parallelism divides them."""
+    return stage.micro_batch * model.seq_length / stage.context / stage.tensor

@@ -1,0 +1,41 @@
+"""Costs of one rank of a stage: a profile's point, and what ranks add that share its work."""
+
+from __future__ import annotations
+
+from hetero.planner.cluster_shape import Cluster
+from hetero.planner.context_costs import shared_costs, with_ring
+from hetero.planner.expert_costs import costs_of_memory, with_experts
+from hetero.planner.layer_profile import PartCosts, Profile, ProfileError
+from hetero.planner.model_shape import ModelShape
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.training_options import TrainingOptions
+
+
+def stage_costs(
+    cluster: Cluster,
+    stage: StageShape,
+    *,
+    model: ModelShape,
+    profile: Profile,
+    options: TrainingOptions,
+) -> PartCosts:
+    """The costs of one rank of a stage. Raises ProfileError where the profile lacks its point."""
+    point, name = stage.point(model), cluster.kind(stage.kind).accelerator.name
+    costs = profile.costs(name, point)
+    if stage.context > 1:
+        costs = with_ring(costs, stage, cluster=cluster, model=model, options=options)
+    if not model.num_experts:
+        return costs
+    if not costs.sparse_layer.forward + costs.sparse_layer.backward:
+        raise ProfileError(f"the profile of {name} has no layer with experts at {point}")
+    return with_experts(costs, stage, cluster=cluster, model=model, options=options)
+
+
+def memory_costs(
+    costs: PartCosts, stage: StageShape, *, model: ModelShape, options: TrainingOptions
+) -> PartCosts:
+    """A rank's part of a point's costs, of which the bytes alone are what the rank has."""
+    shared = shared_costs(costs, stage, model=model, element_bytes=options.activation_bytes)
+    if not model.num_experts:
+        return shared
+    return costs_of_memory(shared, stage, model=model, options=options)
