@@ -1,4 +1,4 @@
-"""Train twelve public Megatron-LM commands on the CPU, as they are and with three flags more.
+"""Train eighteen public Megatron-LM commands on the CPU, as they are and with three flags more.
 
     python -m bench.train_public_commands --out runs/public_scripts
     python -m bench.train_public_commands --out runs/two --only aws-gpt3 rocm-llama3

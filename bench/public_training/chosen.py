@@ -1,6 +1,7 @@
-"""Twelve public commands, of as many sources as have one that trains a dense model here.
+"""Public commands, of as many sources as have one that trains a dense model here.
 
-Two of them share sequences among ranks, one of each source that has such a command.
+Two of them share sequences among ranks, one of each source that has such a command; the last ones
+train mixtures of experts and latent attention, of each source that has such a command.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _OVERLAPPED = (
     "gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather_overlap_optimizer"
 )
 
+_EXPERTS = "tests/functional_tests/test_cases/moe"
+_MANY = "gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed"
+_SINKHORN = "gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"
 _SHARED = "gpt3_mcore_te_tp2_pp2_cp2_calculate_per_token_loss_nondeterministic"
 
 CHOSEN = (
@@ -93,5 +97,36 @@ CHOSEN = (
         "lumi-fineweb",
         "spyysalo/lumi-fineweb-replication@a7cd020f4630:train-gpt.sh",
         "1.7B on LUMI: schedule in samples, RoPE, SwiGLU, tied embeddings, distributed optimizer",
+    ),
+    Chosen(
+        "nvidia-latent",
+        f"NVIDIA/Megatron-LM@core_v0.16.1:{_EXPERTS}/{_MANY}/model_config.yaml",
+        "DeepSeek-V3's layers: latent attention, an MTP layer, expert bias, groups, a shared "
+        "expert; TP2 with sequence parallelism, EP with whole experts, interleaved PP",
+    ),
+    Chosen(
+        "nvidia-sinkhorn",
+        f"NVIDIA/Megatron-LM@core_v0.16.1:{_EXPERTS}/{_SINKHORN}/model_config.yaml",
+        "4 experts, sinkhorn; TP2 with sequence parallelism, EP, PP, deterministic",
+    ),
+    Chosen(
+        "primus-deepseek",
+        "AMD-AGI/Primus@v26.2:examples/megatron/configs/MI355X/deepseek_v2_lite-BF16-pretrain.yaml",
+        "DeepSeek-V2-Lite: latent attention, 2 shared experts, routed at random; EP, overlap",
+    ),
+    Chosen(
+        "primus-qwen3",
+        "AMD-AGI/Primus@v26.2:examples/megatron/configs/MI300X/qwen3_30B_A3B-BF16-pretrain.yaml",
+        "Qwen3-30B-A3B: 128 experts, normalized queries and keys; EP, overlap",
+    ),
+    Chosen(
+        "mindspeed-experts",
+        "Ascend/MindSpeed@028de58ca629:tests_extend/system_tests/pretrain_base.sh",
+        "8 experts, aux loss; TP2 with sequence parallelism, EP, PP",
+    ),
+    Chosen(
+        "hygon-567b",
+        "HYGON-AI/Megatron-LM-das@0685d1f55031:examples/gpt3/train_gpt_567B_4nodes.sh",
+        "16 experts with capacity 1 and padding, aux loss; TP2, EP, ETP2, distributed optimizer",
     ),
 )

@@ -17,6 +17,15 @@ RUN, TEXT = "RUN", "TEXT"
 """Where folders of one run and the shared text stand in the words until a run names them."""
 
 LAYERS, HIDDEN, HEADS, SEQUENCE = 4, 64, 4, 64
+EXPERTS, TOP, GROUPS = 8, 2, 4
+"""Most experts of a layer, of a token, and groups of experts."""
+LATENT = {
+    "--q-lora-rank": 32,
+    "--kv-lora-rank": 16,
+    "--qk-head-dim": 16,
+    "--qk-pos-emb-head-dim": 8,
+    "--v-head-dim": 16,
+}
 FFN_MULTIPLE = 16
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 ITERATIONS, FP16_ITERATIONS = 10, 30
@@ -149,6 +158,7 @@ def shrink(command: Command) -> Shrunk:
     used = {
         **_parallel(shape),
         **_model(written, shape),
+        **_experts(written, shape),
         **_amount(written, shape),
         **TOKENIZER_FILES[tokenizer],
         **{flag: f"{RUN}/{flag.removeprefix('--')}" for flag in _FOLDERS},
@@ -218,6 +228,7 @@ def _model(written: _Words, shape: _Shape) -> dict[str, str]:
     layers = max(LAYERS, written.integer(_CHUNK_LAYERS, 0) * 2 * shape.pipeline)
     # The embedding and the loss take a layer's place in the division.
     places = shape.pipeline * written.integer("--num-virtual-stages-per-pipeline-rank", 1)
+    layers = max(layers, places)
     layers += -sum(flag in written for flag in _COUNTED_AS_LAYERS) % places
     hidden, heads = written.integer("--hidden-size", 0), written.integer("--num-attention-heads", 0)
     ffn = written.integer("--ffn-hidden-size", 4 * hidden)
@@ -230,6 +241,40 @@ def _model(written: _Words, shape: _Shape) -> dict[str, str]:
         "--ffn-hidden-size": str(FFN_MULTIPLE * round(HIDDEN * ffn / hidden / FFN_MULTIPLE)),
         "--seq-length": str(min(SEQUENCE, written.integer("--seq-length", SEQUENCE))),
     }
+
+
+def _experts(written: _Words, shape: _Shape) -> dict[str, str]:
+    """Experts, and the ranks that share them; widths in the proportions of the model's own."""
+    used = {flag: str(width) for flag, width in LATENT.items()}
+    experts = min(written.integer("--num-experts", 1), EXPERTS)
+    groups = min(written.integer("--moe-router-num-groups", 1), GROUPS)
+    chosen = min(written.integer("--moe-router-group-topk", 1), TOP, groups)
+    hidden = written.integer("--hidden-size", 1)
+    for flag in ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"):
+        width = FFN_MULTIPLE * round(HIDDEN * written.integer(flag, 0) / hidden / FFN_MULTIPLE)
+        used[flag] = str(max(width, FFN_MULTIPLE))
+    width = min(written.integer("--expert-tensor-parallel-size", shape.tensor), shape.tensor)
+    ranks = shape.tensor * shape.context * shape.data // width
+    return used | {
+        "--num-experts": str(experts),
+        "--moe-router-topk": str(max(min(written.integer("--moe-router-topk", TOP), TOP), chosen)),
+        "--moe-router-num-groups": str(groups),
+        "--moe-router-group-topk": str(chosen),
+        "--moe-layer-freq": _pattern(written, shape),
+        "--expert-tensor-parallel-size": str(width),
+        "--expert-model-parallel-size": str(
+            min(written.integer("--expert-model-parallel-size", 1), PARALLEL, ranks)
+        ),
+    }
+
+
+def _pattern(written: _Words, shape: _Shape) -> str:
+    """Which layers have experts: a dense first layer stays one."""
+    pattern = written.text("--moe-layer-freq")
+    if "[" not in pattern:
+        return pattern
+    layers = int(_model(written, shape)["--num-layers"])
+    return f"([0]*1+[1]*{layers - 1})" if "[0]" in pattern else f"([1]*{layers})"
 
 
 def _amount(written: _Words, shape: _Shape) -> dict[str, str]:
