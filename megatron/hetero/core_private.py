@@ -372,6 +372,26 @@ def install_token_dispatcher(
     token_dispatcher.sort_chunks_by_idxs = sort_chunks_by_idxs
 
 
+def set_experts(mixture: Any, experts: type[torch.nn.Module]) -> None:
+    """Replace the experts of megatron-core's spec of a layer's mixture, in place.
+
+    It is a ModuleSpec, and from 0.18 on a partial call.
+    """
+    parts = mixture.submodules if hasattr(mixture, "submodules") else mixture.keywords["submodules"]
+    parts.experts = experts
+
+
+def permute_outcome(
+    tokens: torch.Tensor, probs: torch.Tensor | None, order: object
+) -> tuple[Any, ...]:
+    """What a replacement for `permute` returns: from 0.17 on, offsets and counts of padding too."""
+    padding = (None, None) if "align_size" in _PERMUTE_PARAMETERS else ()
+    return tokens, probs, order, *padding
+
+
+_PERMUTE_PARAMETERS = inspect.signature(moe_utils.permute).parameters
+
+
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """megatron-core's latent attention of the modules that its spec names, in every release.
 

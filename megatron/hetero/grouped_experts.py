@@ -114,6 +114,7 @@ class GroupedExperts(MegatronModule):
         config: TransformerConfig,
         submodules: MLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         assert pg_collection is not None

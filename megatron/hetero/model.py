@@ -39,7 +39,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
 from megatron.hetero import experts, latent_attention, weights
-from megatron.hetero.core_private import group_collection, reduced_grad_range, rescale_gradients
+from megatron.hetero.core_private import (
+    group_collection,
+    reduced_grad_range,
+    rescale_gradients,
+    set_experts,
+)
 from megatron.hetero.grouped_experts import GroupedExperts
 from megatron.hetero.kernels import (
     AccumulatingWgrad,
@@ -253,7 +258,7 @@ def _layer(
     norm = norm_class(config)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if mixes:
-        layer.mlp.submodules.experts = GroupedExperts
+        set_experts(layer.mlp, GroupedExperts)
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.reordered_norm else norm
     if args.multi_latent_attention:
         layer.self_attention = latent_attention.attention_spec(args, config)

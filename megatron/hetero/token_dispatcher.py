@@ -14,6 +14,8 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron.hetero import core_private
+
 
 class _Spread(torch.autograd.Function):
     """Rows of `tokens` (tokens, h) at `rows` (n,); `places` (tokens, k) are those of each token."""
@@ -66,15 +68,15 @@ def permute(
     num_out_tokens: Any = None,
     fused: bool = False,
     drop_and_pad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Replacement for megatron-core's: (permuted tokens, their probabilities, the order of them).
+) -> tuple[Any, ...]:
+    """Replacement for megatron-core's: permuted tokens, their probabilities, the order of them.
 
     `num_out_tokens` is a number where every token has as many experts; else megatron-core's own is
     used, with the order as it has it.
     """
     count = routing_map.shape[0]
     if drop_and_pad or not isinstance(num_out_tokens, int) or num_out_tokens % count:
-        given: tuple[torch.Tensor, torch.Tensor | None, Any] = moe_utils.permute(
+        given: tuple[Any, ...] = moe_utils.permute(
             tokens,
             routing_map,
             probs=probs,
@@ -89,7 +91,7 @@ def permute(
     places = rows.argsort(stable=True).view(count, -1)
     permuted: torch.Tensor = _Spread.apply(tokens, rows, places)
     permuted_probs = None if probs is None else probs.t().reshape(-1).gather(0, flat)
-    return permuted, permuted_probs, _Order(rows, places)
+    return core_private.permute_outcome(permuted, permuted_probs, _Order(rows, places))
 
 
 def unpermute(

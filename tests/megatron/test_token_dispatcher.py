@@ -41,7 +41,7 @@ def test_order_sums_and_gradients_are_megatron_cores(
     outcomes = []
     for module in (token_dispatcher, moe_utils):
         rows, probs = values.clone().requires_grad_(), scores.clone().requires_grad_()
-        permuted, permuted_probs, order = module.permute(
+        permuted, permuted_probs, order, *_ = module.permute(
             rows, chosen, probs=probs, num_out_tokens=tokens * topk
         )
         assert permuted_probs is not None
@@ -77,7 +77,9 @@ def test_chunks_change_places_as_megatron_cores(device: str, sizes: list[int], s
 def test_tokens_with_different_numbers_of_experts_take_megatron_cores_way() -> None:
     chosen = torch.tensor([[True, False], [True, True], [False, False]])
     values = torch.randn(3, HIDDEN)
-    permuted, _, order = token_dispatcher.permute(values, chosen, num_out_tokens=torch.tensor(3))
+    permuted, _, order, *_ = token_dispatcher.permute(
+        values, chosen, num_out_tokens=torch.tensor(3)
+    )
     assert torch.equal(permuted, values[[0, 1, 1]])
     back = token_dispatcher.unpermute(permuted, order, values.shape, routing_map=chosen)
     torch.testing.assert_close(back, values * torch.tensor([[1.0], [2.0], [0.0]]))
@@ -91,7 +93,7 @@ def test_the_host_waits_for_nothing_and_sums_are_the_same_each_time() -> None:
 
     def there_and_back() -> tuple[torch.Tensor, torch.Tensor]:
         rows = values.clone().requires_grad_()
-        permuted, _, order = token_dispatcher.permute(rows, chosen, num_out_tokens=512 * 6)
+        permuted, _, order, *_ = token_dispatcher.permute(rows, chosen, num_out_tokens=512 * 6)
         back = token_dispatcher.unpermute(permuted, order, rows.shape)
         (gradient,) = torch.autograd.grad(back, rows, values)
         return back, gradient
