@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,6 +208,23 @@ class RouterLosses:
         return dict(zip(self._parts, summed, strict=True))
 
 
+_MTP_LAYER = re.compile(r"\bmtp\.layers\.(\d+)\.")
+
+
+def _routers_by_layer(
+    chunks: Iterable[torch.nn.Module], layers: int
+) -> Iterator[tuple[int, TopKRouter]]:
+    """Each router with the number of its layer, as `layers_with_experts` counts.
+
+    Releases of megatron-core number those of MTP layers differently.
+    """
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, TopKRouter):
+                found = _MTP_LAYER.search(name)
+                yield layers + int(found[1]) if found else module.layer_number - 1, module
+
+
 _LARGEST, _LARGEST_OF_ANY = "expert_load_max", "expert_load_max_of_any_layer"
 _DROPPED = "dropped_token_fraction"
 
@@ -230,12 +249,16 @@ class ExpertLoads:
         self._chosen = 0
         """Tokens times the experts that each chose, over all layers of this rank."""
         if self.size:
-            for router in routers(chunks):
-                router.register_forward_hook(self._count)
+            for layer, router in _routers_by_layer(chunks, args.num_layers):
+                router.register_forward_hook(partial(self._count, self._rows[layer]))
 
     @torch.no_grad()
     def _count(
-        self, router: TopKRouter, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]
+        self,
+        row: int,
+        router: TopKRouter,
+        _inputs: Any,
+        output: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         # Not in evaluations, and of recomputed layers once; `no_grad` is of this function alone.
         if not router.training or not output[0].requires_grad:
@@ -245,7 +268,7 @@ class ExpertLoads:
             # The tokens that fill an expert up are marked as well; they have no weight.
             chosen = chosen & (probabilities != 0)
         self._loads = self._loads.to(chosen.device)
-        self._loads[self._rows[router.layer_number - 1]] += chosen.sum(dim=0)
+        self._loads[row] += chosen.sum(dim=0)
         self._chosen += chosen.shape[0] * self._topk
 
     def take(self, micro_batches: int, device: torch.device) -> torch.Tensor:

@@ -93,6 +93,13 @@ class PredictionLayer(MultiTokenPredictionLayer):
         # Newer releases shift a mask of padding as well, which no run here has.
         return input_ids, position_ids, *further.values(), decoder_input, hidden_states
 
+    def _checkpointed_forward(self, *inputs: Any, **options: Any) -> torch.Tensor:
+        # Release 0.18 gives its own function a mask that this does not take.
+        if "padding_mask" in options and options["padding_mask"] is None:
+            del options["padding_mask"]
+        output: torch.Tensor = super()._checkpointed_forward(*inputs, **options)
+        return output
+
 
 def block_spec(
     transformer_layer: ModuleSpec, norm: type[torch.nn.Module], layers: int
