@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -122,7 +122,7 @@ def _seconds_per_micro_batch(job: Job, model: StageModel) -> float:
     repeated: list[Iterator[Any]] = [itertools.repeat(next(one)) for one in batches]
     schedule = Schedule(job, model, Timers(level=0, clock=clock_of(job.device)))
     measured = []
-    with _preserved_state(job, model):
+    with closing(schedule), _preserved_state(job, model):
         for _ in range(_WARMUP_STEPS + _MEASURED_STEPS):
             _synchronize(job.device)
             began = time.perf_counter()

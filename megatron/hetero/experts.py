@@ -237,7 +237,7 @@ class ExpertLoads:
     """
 
     def __init__(self, args: argparse.Namespace, chunks: Iterable[torch.nn.Module]) -> None:
-        """Counts in every forward pass of training from here on. Make one for a model."""
+        """Counts in every forward pass of training, from here on until it is closed."""
         self._rows = {layer: row for row, layer in enumerate(layers_with_experts(args))}
         self._experts: int = args.num_experts or 0
         self._topk: int = args.moe_router_topk
@@ -248,9 +248,15 @@ class ExpertLoads:
         self._loads = torch.zeros(len(self._rows), self._experts, dtype=torch.float64)
         self._chosen = 0
         """Tokens times the experts that each chose, over all layers of this rank."""
-        if self.size:
-            for layer, router in _routers_by_layer(chunks, args.num_layers):
-                router.register_forward_hook(partial(self._count, self._rows[layer]))
+        self._hooks = [
+            router.register_forward_hook(partial(self._count, self._rows[layer]))
+            for layer, router in _routers_by_layer(chunks, args.num_layers)
+            if self.size
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def _count(

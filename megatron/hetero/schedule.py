@@ -127,9 +127,10 @@ class Schedule:
         if job.args.calculate_per_token_loss:
             # Gradients are divided once, by the tokens of all replicas.
             weight = 1.0
+        self._loads = experts.ExpertLoads(job.args, model.chunks)
         self._summed = (
             experts.RouterLosses(job.args, plan, job.coordinate),
-            experts.ExpertLoads(job.args, model.chunks),
+            self._loads,
             PredictionLosses(job.args, model.chunks),
         )
         self._micro_batches = 0
@@ -164,6 +165,10 @@ class Schedule:
         self._is_interleaved = plan.chunks > 1
         self._is_first, self._is_last = job.coordinate.stage == 0, job.is_last_stage
         self._counts_loss = job.is_last_stage and job.coordinate.tensor == 0
+
+    def close(self) -> None:
+        """Stop counting the loads of experts, which another schedule of the model counts itself."""
+        self._loads.close()
 
     def run(
         self,
