@@ -57,11 +57,11 @@ import os, time
 import torch.distributed as dist
 from hetero.observe.record import recorder
 from megatron.hetero import optimizer
-gather = optimizer.RankStatistics.gather
+gather = optimizer.RankStatistics.gather_rows
 def missed(self, *args, **more):
     {STALL}time.sleep(600)
     return gather(self, *args, **more)
-optimizer.RankStatistics.gather = missed
+optimizer.RankStatistics.gather_rows = missed
 """
 TWO_SENDS = """
 import os
