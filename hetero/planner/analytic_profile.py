@@ -26,8 +26,13 @@ weight and two moments read and written, the bf16 weight written."""
 _GRADIENT_BYTES = 8
 """Memory traffic of adding to a parameter's fp32 gradient: it is read and written."""
 _EXPERT_SECONDS = 1e-4
-"""Of a host, to start the kernels of one expert in one pass. A core of a server took 1.3e-4 to
-2.7e-4 seconds; no GPU's host was measured."""
+"""Of a host, to start the kernels of one expert in one pass, where they are computed one after the
+other. A core of a server took 1.3e-4 to 2.7e-4 seconds; no GPU's host was measured."""
+_SPARSE_LAYER_HOST = PassTimes(4.4e-3, 4.8e-3)
+"""Of a host, to start all kernels of a layer with experts, for which a GPU waits where they are
+short. Fitted to two runs of Qwen3-30B-A3B's layers on an H200 machine with 16 cores, torch 2.11:
+6 layers on one GPU, of which the kernels took 0.34 of 0.53 seconds, and 20 layers on two
+(docs/planner.md, "Mixtures of experts")."""
 _SCORE_BYTES = 9
 """Of a token and an expert: the router's score and probability in fp32, and whether it is chosen.
 """
@@ -208,19 +213,27 @@ class _PointModel:
             sparse_layer_working_bytes=working_bytes,
             sparse_layer_delayed_bytes=delayed,
             experts_at_least=self._experts_at_least(),
+            sparse_layer_at_least=self._recomputed(_SPARSE_LAYER_HOST),
         )
 
     def _experts_at_least(self) -> PassTimes:
-        """Of all experts, one after the other: their weights from memory, or the host that starts
-        them, which a GPU waits for where its kernels are short."""
+        """Of all experts: their weights from memory, or the host that starts one after the other
+        where the accelerator does not compute all at once."""
         weights = self.model.expert_parameters / self.point.tensor
         seconds = weights / self.accelerator.memory_bandwidth
-        passes = 2 if self.point.recompute == "full" else 1
-        start = self.model.num_experts * _EXPERT_SECONDS
-        return PassTimes(
-            max(seconds * self.element_bytes, start),
-            max(seconds * (passes * self.element_bytes + _GRADIENT_BYTES), passes * start),
-        )
+        read, added = seconds * self.element_bytes, seconds * _GRADIENT_BYTES
+        memory = self._recomputed(PassTimes(read, read + added))
+        if self.accelerator.has_grouped_mm:
+            return memory
+        each = self.model.num_experts * _EXPERT_SECONDS
+        start = self._recomputed(PassTimes(each, each))
+        return PassTimes(max(memory.forward, start.forward), max(memory.backward, start.backward))
+
+    def _recomputed(self, passes: PassTimes) -> PassTimes:
+        """With the forward pass once more in the backward pass, where layers are recomputed."""
+        if self.point.recompute != "full":
+            return passes
+        return PassTimes(passes.forward, passes.backward + passes.forward)
 
     @property
     def _mlp_widths(self) -> int:

@@ -83,6 +83,8 @@ def shared_costs(
         else cost / stage.context
         for name, cost in vars(costs).items()
     }
+    # Neither weights nor the starts of kernels become fewer with the rows.
+    values |= {name: getattr(costs, name) for name in ("experts_at_least", "sparse_layer_at_least")}
     ring = _Ring.of(stage, model).buffer_bytes(element_bytes)
     for part in ("layer", "sparse_layer", "embedding", "head"):
         values[f"{part}_working_bytes"] += ring
