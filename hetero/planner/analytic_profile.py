@@ -33,6 +33,10 @@ _SPARSE_LAYER_HOST = PassTimes(4.4e-3, 4.8e-3)
 short. Fitted to two runs of Qwen3-30B-A3B's layers on an H200 machine with 16 cores, torch 2.11:
 6 layers on one GPU, of which the kernels took 0.34 of 0.53 seconds, and 20 layers on two
 (docs/planner.md, "Mixtures of experts")."""
+_SPARSE_TRAFFIC = 3.0
+"""Of a layer with experts, what norms, activation functions and the order of tokens take of the
+memory's time, in parts of what their inputs and outputs do: they are many kernels, some in fp32.
+Fitted to the kernels of the same 6 layers, of which these took 1.8 ms a layer and micro-batch."""
 _SCORE_BYTES = 9
 """Of a token and an expert: the router's score and probability in fp32, and whether it is chosen.
 """
@@ -195,6 +199,7 @@ class _PointModel:
         moved = self.memory_bound_seconds
         more = rows + self.tokens * (widths - self._mlp_width) / tensor
         moved += more * element / self.accelerator.memory_bandwidth
+        moved *= _SPARSE_TRAFFIC
         # Of the two all-reduces of a dense layer, attention's and the shared experts'.
         all_reduces = self.all_reduce_seconds * (1.0 if model.shared_ffn else 0.5)
         activation_bytes, working_bytes = self._activations(
