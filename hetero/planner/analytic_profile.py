@@ -135,7 +135,7 @@ class _PointModel:
 
     @property
     def _attention_flops(self) -> float:
-        per_sample = 2.0 * self.point.seq_length**2 * self.model.attention_width
+        per_sample = self.model.attention_flops_of(self.point.seq_length)
         return self.point.micro_batch * per_sample / self.point.tensor
 
     @property
@@ -149,7 +149,7 @@ class _PointModel:
         model, tensor = self.model, self.point.tensor
         unsharded = 10 * model.hidden / (tensor if self.point.sequence_parallel else 1)
         mlp = (3 if model.gated else 2) * model.ffn
-        rotary = 2 * (model.attention_width + model.key_value_width)
+        rotary = 2 * (model.attention_width + model.key_width)
         moved_bytes = self.tokens * (unsharded + (mlp + rotary) / tensor) * self.element_bytes
         return moved_bytes / self.accelerator.memory_bandwidth
 
@@ -282,8 +282,8 @@ class _PointModel:
         Those of hidden size are counted whole: with sequence parallelism they are gathered.
         """
         model = self.model
-        inputs = model.attention_width + ffn
-        outputs = model.attention_width + 2 * model.key_value_width
+        inputs = model.output_width + model.latent_width + ffn
+        outputs = model.attention_width + model.projected_width + model.latent_width
         outputs += (2 if model.gated else 1) * ffn
         return (
             self.tokens
@@ -302,7 +302,10 @@ class _PointModel:
         saves nothing.
         """
         model, tensor = self.model, self.point.tensor
-        attention = 2 * model.attention_width + 2 * model.key_value_width
+        attention = model.attention_width + model.output_width + model.projected_width
+        if model.latent is not None:
+            # Latent vectors before and after their norms, and keys put together of two parts.
+            attention += 2 * model.latent_width + model.key_width
         sharded = self.tokens * (attention + mlp) / tensor * self.element_bytes
         statistics = self.tokens * model.heads / tensor * 4
         kept = 4 * self._hidden_bytes + sharded + statistics

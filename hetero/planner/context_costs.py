@@ -103,7 +103,8 @@ class _Ring:
     @classmethod
     def of(cls, stage: StageShape, model: ModelShape) -> _Ring:
         rows = stage.micro_batch * model.seq_length / stage.context / stage.tensor
-        return cls(rows * model.attention_width, rows * 2 * model.key_value_width)
+        # Values narrower than keys are padded to their width.
+        return cls(rows * model.attention_width, rows * 2 * model.key_width)
 
     def buffer_bytes(self, element_bytes: int) -> float:
         """In the backward pass, which needs more: keys and values held and received, their sums
