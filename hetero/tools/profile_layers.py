@@ -146,7 +146,7 @@ def _require_possible(options: argparse.Namespace, model: ModelShape, *, positio
     faults = Faults()
     if model.latent is not None:
         faults.sentences.append(
-            "layers with --multi-latent-attention are not measured; plan without --profile"
+            "layers with latent attention are not measured; plan without a profile"
         )
     faults.sentences += [
         f"--tensor {tensor} does not divide {model.divided_sizes()}; leave it out"

@@ -227,4 +227,4 @@ def test_layers_with_latent_attention_are_not_measured(tmp_path: Path, refused: 
     words = ["--out", tmp_path / "here.json", "--accelerator", "MI300X", *LLAMA]
     words = [word for word in words if word != "--group-query-attention"]
     told = refused(main, [*words, "--multi-latent-attention"])
-    assert "--multi-latent-attention are not measured" in told
+    assert "layers with latent attention are not measured" in told
