@@ -45,6 +45,8 @@ class Accelerator:
     """GPUs that have a link of their own each; None where a switch joins all GPUs of the node."""
     measured_matmul_flops: float | None = None
     matmul_source: str = ""
+    has_grouped_mm: bool = False
+    """Whether torch's grouped_mm has a kernel; else it computes one expert after the other."""
 
     @property
     def matmul_flops(self) -> float:
@@ -55,7 +57,7 @@ class Accelerator:
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")
 _SOURCES = ("source", "matmul_source", "link_source", "nic_source")
 _OPTIONAL = ("link_latency_us", "link_peers", "matmul_tflops")
-_KEYS = frozenset({"vendor", *_NUMBERS, *_OPTIONAL, *_SOURCES})
+_KEYS = frozenset({"vendor", "grouped_mm", *_NUMBERS, *_OPTIONAL, *_SOURCES})
 
 
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
@@ -70,6 +72,10 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
     if data.get("vendor", VENDORS[0]) not in VENDORS:
         faults.sentences.append(
             f"{label} names the vendor {data['vendor']!r}; the vendors are {', '.join(VENDORS)}"
+        )
+    if not isinstance(data.get("grouped_mm", False), bool):
+        faults.sentences.append(
+            f"{label}: grouped_mm is {data['grouped_mm']!r}; it must be true or false"
         )
     figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
@@ -96,6 +102,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         nic_bandwidth=numbers["nic"] * 1e9 / 8,
         link_peers=int(numbers["link_peers"]) if "link_peers" in data else None,
         measured_matmul_flops=numbers["matmul_tflops"] * 1e12 if "matmul_tflops" in data else None,
+        has_grouped_mm=data.get("grouped_mm", False),
         **{key: str(data.get(key, where)) for key in _SOURCES},
     )
 

@@ -26,8 +26,17 @@ weight and two moments read and written, the bf16 weight written."""
 _GRADIENT_BYTES = 8
 """Memory traffic of adding to a parameter's fp32 gradient: it is read and written."""
 _EXPERT_SECONDS = 1e-4
-"""Of a host, to start the kernels of one expert in one pass. A core of a server took 1.3e-4 to
-2.7e-4 seconds; no GPU's host was measured."""
+"""Of a host, to start the kernels of one expert in one pass, where they are computed one after the
+other. A core of a server took 1.3e-4 to 2.7e-4 seconds; no GPU's host was measured."""
+_SPARSE_LAYER_HOST = PassTimes(4.4e-3, 4.8e-3)
+"""Of a host, to start all kernels of a layer with experts, for which a GPU waits where they are
+short. Fitted to two runs of Qwen3-30B-A3B's layers on an H200 machine with 16 cores, torch 2.11:
+6 layers on one GPU, of which the kernels took 0.34 of 0.53 seconds, and 20 layers on two
+(docs/planner.md, "Mixtures of experts")."""
+_SPARSE_TRAFFIC = 3.0
+"""Of a layer with experts, what norms, activation functions and the order of tokens take of the
+memory's time, in parts of what their inputs and outputs do: they are many kernels, some in fp32.
+Fitted to the kernels of the same 6 layers, of which these took 1.8 ms a layer and micro-batch."""
 _SCORE_BYTES = 9
 """Of a token and an expert: the router's score and probability in fp32, and whether it is chosen.
 """
@@ -126,7 +135,7 @@ class _PointModel:
 
     @property
     def _attention_flops(self) -> float:
-        per_sample = 2.0 * self.point.seq_length**2 * self.model.attention_width
+        per_sample = self.model.attention_flops_of(self.point.seq_length)
         return self.point.micro_batch * per_sample / self.point.tensor
 
     @property
@@ -140,7 +149,7 @@ class _PointModel:
         model, tensor = self.model, self.point.tensor
         unsharded = 10 * model.hidden / (tensor if self.point.sequence_parallel else 1)
         mlp = (3 if model.gated else 2) * model.ffn
-        rotary = 2 * (model.attention_width + model.key_value_width)
+        rotary = 2 * (model.attention_width + model.key_width)
         moved_bytes = self.tokens * (unsharded + (mlp + rotary) / tensor) * self.element_bytes
         return moved_bytes / self.accelerator.memory_bandwidth
 
@@ -190,6 +199,7 @@ class _PointModel:
         moved = self.memory_bound_seconds
         more = rows + self.tokens * (widths - self._mlp_width) / tensor
         moved += more * element / self.accelerator.memory_bandwidth
+        moved *= _SPARSE_TRAFFIC
         # Of the two all-reduces of a dense layer, attention's and the shared experts'.
         all_reduces = self.all_reduce_seconds * (1.0 if model.shared_ffn else 0.5)
         activation_bytes, working_bytes = self._activations(
@@ -208,19 +218,27 @@ class _PointModel:
             sparse_layer_working_bytes=working_bytes,
             sparse_layer_delayed_bytes=delayed,
             experts_at_least=self._experts_at_least(),
+            sparse_layer_at_least=self._recomputed(_SPARSE_LAYER_HOST),
         )
 
     def _experts_at_least(self) -> PassTimes:
-        """Of all experts, one after the other: their weights from memory, or the host that starts
-        them, which a GPU waits for where its kernels are short."""
+        """Of all experts: their weights from memory, or the host that starts one after the other
+        where the accelerator does not compute all at once."""
         weights = self.model.expert_parameters / self.point.tensor
         seconds = weights / self.accelerator.memory_bandwidth
-        passes = 2 if self.point.recompute == "full" else 1
-        start = self.model.num_experts * _EXPERT_SECONDS
-        return PassTimes(
-            max(seconds * self.element_bytes, start),
-            max(seconds * (passes * self.element_bytes + _GRADIENT_BYTES), passes * start),
-        )
+        read, added = seconds * self.element_bytes, seconds * _GRADIENT_BYTES
+        memory = self._recomputed(PassTimes(read, read + added))
+        if self.accelerator.has_grouped_mm:
+            return memory
+        each = self.model.num_experts * _EXPERT_SECONDS
+        start = self._recomputed(PassTimes(each, each))
+        return PassTimes(max(memory.forward, start.forward), max(memory.backward, start.backward))
+
+    def _recomputed(self, passes: PassTimes) -> PassTimes:
+        """With the forward pass once more in the backward pass, where layers are recomputed."""
+        if self.point.recompute != "full":
+            return passes
+        return PassTimes(passes.forward, passes.backward + passes.forward)
 
     @property
     def _mlp_widths(self) -> int:
@@ -264,8 +282,8 @@ class _PointModel:
         Those of hidden size are counted whole: with sequence parallelism they are gathered.
         """
         model = self.model
-        inputs = model.attention_width + ffn
-        outputs = model.attention_width + 2 * model.key_value_width
+        inputs = model.output_width + model.latent_width + ffn
+        outputs = model.attention_width + model.projected_width + model.latent_width
         outputs += (2 if model.gated else 1) * ffn
         return (
             self.tokens
@@ -284,7 +302,10 @@ class _PointModel:
         saves nothing.
         """
         model, tensor = self.model, self.point.tensor
-        attention = 2 * model.attention_width + 2 * model.key_value_width
+        attention = model.attention_width + model.output_width + model.projected_width
+        if model.latent is not None:
+            # Latent vectors before and after their norms, and keys put together of two parts.
+            attention += 2 * model.latent_width + model.key_width
         sharded = self.tokens * (attention + mlp) / tensor * self.element_bytes
         statistics = self.tokens * model.heads / tensor * 4
         kept = 4 * self._hidden_bytes + sharded + statistics

@@ -83,6 +83,8 @@ def shared_costs(
         else cost / stage.context
         for name, cost in vars(costs).items()
     }
+    # Neither weights nor the starts of kernels become fewer with the rows.
+    values |= {name: getattr(costs, name) for name in ("experts_at_least", "sparse_layer_at_least")}
     ring = _Ring.of(stage, model).buffer_bytes(element_bytes)
     for part in ("layer", "sparse_layer", "embedding", "head"):
         values[f"{part}_working_bytes"] += ring
@@ -101,7 +103,8 @@ class _Ring:
     @classmethod
     def of(cls, stage: StageShape, model: ModelShape) -> _Ring:
         rows = stage.micro_batch * model.seq_length / stage.context / stage.tensor
-        return cls(rows * model.attention_width, rows * 2 * model.key_value_width)
+        # Values narrower than keys are padded to their width.
+        return cls(rows * model.attention_width, rows * 2 * model.key_width)
 
     def buffer_bytes(self, element_bytes: int) -> float:
         """In the backward pass, which needs more: keys and values held and received, their sums

@@ -12,8 +12,11 @@ EP-th of the experts. On top come:
   the last rank is: what experts compute, receive and keep is multiplied by `expert_imbalance`
   where EP is above 1. A rank that holds all experts has all tokens, whichever they choose.
 - What experts take whatever their tokens. With few tokens for each of them a rank waits for
-  weights out of its memory, or for its host to start one expert after the other, rather than for
-  products. A rank with an EP-th of the experts waits for an EP-th.
+  weights out of its memory, or where the accelerator computes one expert after the other for its
+  host to start them, rather than for products. A rank with an EP-th of the experts waits for an
+  EP-th.
+- What the host takes to start the kernels of the layer, however few its experts and tokens are.
+  An exchange adds to it: the host waits for the sizes, and so does not run ahead of the GPU.
 
 How long experts compute is their part of the layer's FLOPs. Not modelled: capacities, which drop
 tokens; groups of experts; that products with few rows are less efficient beyond that; shared
@@ -31,6 +34,11 @@ from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
 from hetero.planner.training_options import TrainingOptions
 
+EXCHANGE_HOST_SECONDS = 2.8e-3
+"""Of a host, in one pass of a layer, where ranks exchange tokens: to start the exchange, and to
+wait for the GPU and the other ranks. Fitted to one run of 20 of Qwen3-30B-A3B's layers with EP 2 on
+two H200 (docs/planner.md, "Mixtures of experts")."""
+
 
 def with_experts(
     costs: PartCosts,
@@ -42,6 +50,8 @@ def with_experts(
 ) -> PartCosts:
     """`costs` of a rank of `stage`, its part of the sequences, with all that experts add."""
     exchange = exchange_seconds(cluster, stage, model=model, options=options)
+    if stage.ranks_of_experts > 1:
+        exchange = max(exchange, EXCHANGE_HOST_SECONDS)
     computing = model.expert_flops / model.sparse_layer_flops
     layer = costs.sparse_layer
     forward = _busiest_seconds(
@@ -50,6 +60,8 @@ def with_experts(
     backward = _busiest_seconds(
         layer.backward, costs.experts_at_least.backward, stage, computing, options
     )
+    forward = max(forward, costs.sparse_layer_at_least.forward)
+    backward = max(backward, costs.sparse_layer_at_least.backward)
     again = 2 if stage.recompute == "full" else 1
     return replace(
         costs_of_memory(costs, stage, model=model, options=options),

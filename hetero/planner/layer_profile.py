@@ -81,7 +81,11 @@ class PartCosts:
     sparse_layer_delayed_bytes: float = 0.0
     experts_at_least: PassTimes = PassTimes(0.0, 0.0)
     """What a pass of all experts takes whatever their tokens: their weights out of memory, and
-    starting one after the other. 0 where `sparse_layer` was measured, which then has it."""
+    starting one after the other where an accelerator does. Ranks share it as they share experts.
+    0 where `sparse_layer` was measured, which then has it."""
+    sparse_layer_at_least: PassTimes = PassTimes(0.0, 0.0)
+    """What the host takes to start the kernels of a sparse layer, whatever ranks share of it. 0
+    where `sparse_layer` was measured."""
 
     def working_bytes(
         self, *, embedding: bool, head: bool, dense: bool = True, sparse: bool = False
@@ -319,7 +323,7 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     try:
         values = dict(listed)
         costs = dict(values.pop("costs"))
-        for part in ("layer", "embedding", "head", "sparse_layer", "experts_at_least"):
+        for part in ("layer", "embedding", "head", *_OF_EXPERTS):
             if part in costs or part not in _OF_EXPERTS:
                 costs[part] = PassTimes(**costs[part])
         point = Point(**values)
@@ -341,7 +345,7 @@ def _point_from_mapping(listed: Mapping[str, Any], where: str) -> tuple[Point, P
     return point, measured
 
 
-_OF_EXPERTS = ("sparse_layer", "experts_at_least")
+_OF_EXPERTS = ("sparse_layer", "experts_at_least", "sparse_layer_at_least")
 """Costs that a profile of a dense model need not have."""
 _MOST = 1e15
 """Above it a cost is none, and sums of it are no numbers any more."""

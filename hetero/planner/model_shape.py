@@ -11,6 +11,7 @@ from typing import Any
 from hetero.errors import UserError
 from hetero.plan.expert_layers import has_experts, layer_pattern
 from hetero.plan.plan import context_problems
+from hetero.planner.latent_attention import LatentAttention
 from hetero.presets import model_file
 from hetero.text import counted
 from hetero.yaml_file import load_yaml
@@ -73,6 +74,9 @@ class ModelShape:
     """Whether a gate weighs their output."""
     sparse_pattern: tuple[int, ...] = ()
     """1 for each sparse layer and 0 for each dense one; empty where all are dense."""
+    latent: LatentAttention | None = None
+    """Multi-latent attention, whose heads are `head_size` wide in queries and keys; None: keys and
+    values are projected directly."""
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
@@ -103,6 +107,12 @@ class ModelShape:
                 f"{self.num_experts} of num-experts"
             )
         return problems
+
+    @property
+    def needs_sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks have to divide the sequence: otherwise each would compute
+        every token in the experts, and count the gradients of latent vectors once more."""
+        return self.num_experts > 0 or self.latent is not None
 
     def divides(self, tensor: int, *, sequence_parallel: bool) -> bool:
         """Whether the model can be split evenly over `tensor` tensor-parallel ranks."""
@@ -162,13 +172,37 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Width of the queries and of the attention output."""
+        """Width of the queries."""
         return self.heads * self.head_size
 
     @property
-    def key_value_width(self) -> int:
-        """Width of the keys, and of the values."""
+    def output_width(self) -> int:
+        """Width of the attention output."""
+        return self.heads * self._value_size
+
+    @property
+    def key_width(self) -> int:
         return self.query_groups * self.head_size
+
+    @property
+    def value_width(self) -> int:
+        return self.query_groups * self._value_size
+
+    @property
+    def _value_size(self) -> int:
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def latent_width(self) -> int:
+        """Width of the latent vectors of a token; 0 without multi-latent attention."""
+        return 0 if self.latent is None else self.latent.latent_width
+
+    @property
+    def projected_width(self) -> int:
+        """What the projection to keys and values gives of a token."""
+        if self.latent is None:
+            return self.key_width + self.value_width
+        return self.heads * self.latent.projected_size
 
     @property
     def mlp_matrices(self) -> int:
@@ -177,7 +211,11 @@ class ModelShape:
     @property
     def layer_matrix_parameters(self) -> int:
         """Parameters of a dense layer's weight matrices."""
-        attention = self.hidden * (2 * self.attention_width + 2 * self.key_value_width)
+        if self.latent is None:
+            inputs = self.attention_width + self.projected_width
+            attention = self.hidden * (inputs + self.output_width)
+        else:
+            attention = self.latent.matrix_parameters(self.hidden, self.heads)
         return attention + self.mlp_matrices * self.hidden * self.ffn
 
     @property
@@ -186,11 +224,13 @@ class ModelShape:
         biases = 0
         if self.linear_bias:
             biases += 2 * self.hidden + (self.mlp_matrices - 1) * self.ffn
-        if self.linear_bias or self.qkv_bias:
-            biases += self.attention_width + 2 * self.key_value_width
+        if (self.linear_bias or self.qkv_bias) and self.latent is None:
+            biases += self.attention_width + self.projected_width
         normed = 2 * self.hidden
-        if self.qk_norm_across_heads:
-            normed += self.attention_width + self.key_value_width
+        if self.latent is not None:
+            normed += (self.latent.query_rank + self.latent.key_value_rank) * self.qk_norm
+        elif self.qk_norm_across_heads:
+            normed += self.attention_width + self.key_width
         elif self.qk_norm:
             normed += 2 * self.head_size
         return self.layer_matrix_parameters + biases + self.norm_weights * normed
@@ -235,7 +275,11 @@ class ModelShape:
     @property
     def attention_flops(self) -> float:
         """Forward FLOPs of one sample's causal attention in one layer, without the projections."""
-        return 2.0 * self.seq_length**2 * self.attention_width
+        return self.attention_flops_of(self.seq_length)
+
+    def attention_flops_of(self, seq_length: int) -> float:
+        """The same of a sample of so many tokens."""
+        return 1.0 * seq_length**2 * (self.attention_width + self.output_width)
 
     @property
     def layer_flops(self) -> float:
@@ -321,13 +365,16 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     linear_bias = bool(given.get("add-bias-linear", not given.get("disable-bias-linear")))
     ffn = numbers.get("ffn-hidden-size", hidden * 4 * 2 // 3 // 64 * 64 if gated else hidden * 4)
     try:
+        latent = _latent_attention(numbers) if given.get("multi-latent-attention") else None
         return ModelShape(
             layers=numbers["num-layers"],
             hidden=hidden,
             ffn=ffn,
             heads=heads,
             query_groups=numbers.get("num-query-groups", 1) if grouped else heads,
-            head_size=numbers.get("kv-channels", hidden // max(heads, 1)),
+            head_size=latent.head_size
+            if latent
+            else numbers.get("kv-channels", hidden // max(heads, 1)),
             vocabulary=numbers.get("padded-vocab-size", -(-tokens // multiple) * multiple),
             seq_length=numbers["seq-length"],
             gated=gated,
@@ -338,10 +385,22 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             qk_norm_across_heads=bool(given.get("qk-layernorm-across-heads")),
             norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
             learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
+            latent=latent,
             **_of_experts(given, numbers, ffn=ffn),
         )
     except UserError as error:
         raise UserError(*(f"{source}: {sentence}" for sentence in error.sentences)) from error
+
+
+def _latent_attention(numbers: Mapping[str, int]) -> LatentAttention:
+    """What the flags say of its widths, with Megatron's defaults. Raises UserError."""
+    return LatentAttention(
+        key_value_rank=numbers.get("kv-lora-rank", 32),
+        query_rank=numbers.get("q-lora-rank", 0),
+        plain_size=numbers.get("qk-head-dim", 128),
+        rotated_size=numbers.get("qk-pos-emb-head-dim", 64),
+        value_size=numbers.get("v-head-dim", 128),
+    )
 
 
 def _of_experts(
@@ -394,16 +453,22 @@ _OPTIONAL = (
     "moe-ffn-hidden-size",
     "moe-router-topk",
     "moe-shared-expert-intermediate-size",
+    "kv-lora-rank",
+    "q-lora-rank",
+    "qk-head-dim",
+    "qk-pos-emb-head-dim",
+    "v-head-dim",
 )
-_UNKNOWN_COSTS = ("multi-latent-attention", "mtp-num-layers")
-OF_EXPERTS: Mapping[str, Any] = {
+_UNKNOWN_COSTS = ("mtp-num-layers",)
+UNSAID: Mapping[str, Any] = {
     "num_experts": 0,
     "expert_ffn": 0,
     "experts_per_token": 0,
     "shared_ffn": 0,
     "shared_gate": False,
+    "latent": None,
 }
-"""What a dense model has of these fields, which a profile from before them does not name."""
+"""What a dense model has of fields that a profile from before them does not name."""
 
 
 def load_model(name: str, **overrides: Any) -> ModelShape:

@@ -365,11 +365,11 @@ def layer_sizes(problem: Problem) -> Iterator[LayerSizes]:
             continue
         if not model.shares_sequences(context, tensor, sequence_parallel=is_shared):
             continue
+        if tensor > 1 and model.needs_sequence_parallel and not is_shared:
+            continue
         if not model.num_experts:
             yield LayerSizes(tensor, context)
             continue
-        if tensor > 1 and not is_shared:
-            continue  # each tensor-parallel rank would compute every token
         for experts in space.experts:
             widths = {tensor} if experts == 1 else {1, tensor}
             for width in sorted(widths):

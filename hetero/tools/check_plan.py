@@ -231,6 +231,11 @@ def _tensor_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShap
         }
         if _is_sequence_parallel(mesh, run):
             counts["with sequence parallelism, --seq-length"] = model.seq_length
+        elif mesh.tensor > 1 and model.latent is not None:
+            yield (
+                f"{name}: latent attention with tensor-parallel size {mesh.tensor} needs "
+                "sequence_parallel: true"
+            )
         yield from tensor_problems(counts, mesh.tensor, name=f"the tensor-parallel size of {name},")
 
 

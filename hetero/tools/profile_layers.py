@@ -33,7 +33,7 @@ from hetero.planner.layer_profile import (
     PassTimes,
     load_profile,
 )
-from hetero.planner.model_shape import OF_EXPERTS, ModelShape, model_shape
+from hetero.planner.model_shape import UNSAID, ModelShape, model_shape
 from hetero.text import counted, integer, number, size_text
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
@@ -123,7 +123,7 @@ def _measure(options: argparse.Namespace) -> str:
     dtype = next(name for name, torch_name in DTYPES.items() if torch_name == args.params_dtype)
     described = {**asdict(model), "dtype": dtype}
     # A profile of an earlier version does not say its dtype.
-    known = {} if before is None else {"dtype": dtype, **OF_EXPERTS, **before.model}
+    known = {} if before is None else {"dtype": dtype, **UNSAID, **before.model}
     if before is not None and _size_free(known) != _size_free(described):
         raise UserError(
             f"--out {options.out} is the profile of another model or dtype; name another file"
@@ -144,6 +144,10 @@ def _measure(options: argparse.Namespace) -> str:
 def _require_possible(options: argparse.Namespace, model: ModelShape, *, positions: int) -> None:
     """Refuse sizes that a run would refuse, all at once and before anything is measured."""
     faults = Faults()
+    if model.latent is not None:
+        faults.sentences.append(
+            "layers with latent attention are not measured; plan without a profile"
+        )
     faults.sentences += [
         f"--tensor {tensor} does not divide {model.divided_sizes()}; leave it out"
         for tensor in options.tensor

@@ -13,7 +13,7 @@ from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import MIXED, train
 from tests.distributed.test_context_parallelism import Mesh, mesh, stored
 from tests.distributed.test_context_parallelism import flags as grouped_flags
-from tests.distributed.test_experts import DEEPSEEK
+from tests.distributed.test_experts import DEEPSEEK, require_counted_to_the_byte
 from tests.distributed.test_meshes import ranks, write_plan
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -191,3 +191,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Pa
     )
     resumed = train([*words, "--load", str(saved), "--ckpt-step", "2"], 2, tmp_path / "resumed")
     assert resumed.numbers() == straight.numbers(since=2)
+
+
+def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:
+    require_counted_to_the_byte(flags(corpus, f"{DEEPSEEK} {V3} --bf16 {DISTRIBUTED}"), tmp_path)

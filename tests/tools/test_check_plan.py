@@ -14,7 +14,7 @@ from hetero.plan import Mesh, Plan
 from hetero.plan.show import draw_stage, nodes_of, notes
 from hetero.presets import model_file
 from hetero.tools import check_plan
-from tests.hetero.planner.expert_models import DEEPSEEK_LIKE
+from tests.hetero.planner.expert_models import DEEPSEEK_LIKE, LATENT
 
 UNEQUAL = """
 meshes:
@@ -207,6 +207,16 @@ def test_experts_that_the_ranks_of_a_mesh_cannot_share_are_refused(
     model.write_text(model_file("llama3-8b").read_text())
     told = "\n".join(refused(capsys, plan, "--model", str(model)))
     assert "mesh 0 (nvidia): expert-parallel size 3, and the model has no experts" in told
+
+
+def test_latent_attention_over_tensor_parallel_ranks_asks_for_sequence_parallelism(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text("meshes:\n- {vendor: nvidia, layers: [27], tensor: 2}\n")
+    model.write_text(yaml.safe_dump({**DEEPSEEK_LIKE, **LATENT, "num-experts": None}))
+    told = "\n".join(refused(capsys, plan, "--model", str(model)))
+    assert "latent attention with tensor-parallel size 2 needs sequence_parallel: true" in told
 
 
 def test_a_mistyped_size_is_refused_rather_than_drawn(

@@ -221,3 +221,10 @@ def test_tensor_parallel_ranks_are_not_measured_alone_with_experts(
 ) -> None:
     words = ["--out", tmp_path / "here.json", "--accelerator", "MI300X", *EXPERTS, *LLAMA]
     assert "--tensor 2: the tokens that tensor-" in refused(main, [*words, "--tensor", "2"])
+
+
+def test_layers_with_latent_attention_are_not_measured(tmp_path: Path, refused: Refused) -> None:
+    words = ["--out", tmp_path / "here.json", "--accelerator", "MI300X", *LLAMA]
+    words = [word for word in words if word != "--group-query-attention"]
+    told = refused(main, [*words, "--multi-latent-attention"])
+    assert "layers with latent attention are not measured" in told

@@ -49,13 +49,13 @@ class _IdenticalRanks(RankStatistics):
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
-    def gather(
+    def gather_rows(
         self,
         values: torch.Tensor | Sequence[float],
         *,
         check: Callable[[], None] | None = None,
-    ) -> list[list[float]]:
-        return [torch.as_tensor(values).tolist()] * self._ranks
+    ) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.float64).cpu().expand(self._ranks, -1)
 
 
 def measure_update(

@@ -23,7 +23,7 @@ from hetero.planner.layer_profile import (
     ProfileError,
     load_profile,
 )
-from hetero.planner.model_shape import OF_EXPERTS, ModelShape, load_model, read_flags
+from hetero.planner.model_shape import UNSAID, ModelShape, load_model, read_flags
 from hetero.planner.search_space import Problem, SearchSpace, context_sizes, expert_sizes
 from hetero.planner.solution import find_best_plans
 from hetero.planner.training_options import TrainingOptions, dispatcher_of
@@ -131,7 +131,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         replicas=not options.no_replicas,
         distributed_optimizer=shares_state,
         # Else each tensor-parallel rank would compute every token of the experts.
-        sequence_parallel=options.sequence_parallel or bool(model.num_experts),
+        sequence_parallel=options.sequence_parallel or model.needs_sequence_parallel,
     )
     problem = Problem(cluster, model, joined, space, training)
     notes = _require_points(problem)
@@ -197,7 +197,7 @@ def _model_mismatches(
     path: Path, profile: MeasuredProfile, model: ModelShape, dtype: str
 ) -> list[str]:
     planned = {**vars(model), "dtype": dtype}
-    measured = {**OF_EXPERTS, **profile.model} if profile.model else {}
+    measured = {**UNSAID, **profile.model} if profile.model else {}
     differing = {
         name: value
         for name, value in measured.items()

@@ -59,6 +59,13 @@ DEEPSEEK_V3_LIKE: dict[str, Any] = DEEPSEEK_LIKE | {
     "moe-layer-freq": "[0]*3+[1]*58",
     "moe-shared-expert-intermediate-size": 2048,
 }
+# DeepSeek-V2-Lite's and DeepSeek-V3's, without latent queries.
+LATENT: dict[str, Any] = {
+    "group-query-attention": False,
+    "multi-latent-attention": True,
+    "qk-layernorm": True,
+    "kv-lora-rank": 512,
+}
 
 
 def model(flags: dict[str, Any], **changed: Any) -> ModelShape:

@@ -77,7 +77,7 @@ def test_a_slow_ring_takes_what_attention_does_not_hide() -> None:
     """Keys and values go round once, and back with gradients of twice their bytes."""
     link = 1e8
     rows = LONG.seq_length / 4
-    sent = rows * 2 * LONG.key_value_width * 2 / link
+    sent = rows * 2 * LONG.key_width * 2 / link
     fast, slow = (costs_of(stage(context=4), nodes(link=each)) for each in (1e15, link))
     attention = LONG.attention_flops / LONG.layer_flops * costs_of(stage()).layer.forward
     hidden = 3 / 4 * attention / 4
@@ -122,7 +122,7 @@ def test_activations_are_shared_and_weights_are_not() -> None:
     assert shared.gradients == alone.gradients
     assert shared.optimizer == pytest.approx(alone.optimizer / 8)
     # Two pairs of keys and values, in bf16 and float32, and float32 gradients of the queries.
-    ring = LONG.seq_length / 8 * (4 * LONG.key_value_width * 6 + LONG.attention_width * 4)
+    ring = LONG.seq_length / 8 * (4 * LONG.key_width * 6 + LONG.attention_width * 4)
     assert shared.activations == pytest.approx(alone.activations / 8 + ring)
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.planner.model_shape import load_model, model_from_flags
-from tests.hetero.planner.expert_models import DEEPSEEK_LIKE, QWEN3_30B, model
+from tests.hetero.planner.expert_models import (
+    DEEPSEEK_LIKE,
+    DEEPSEEK_V3_LIKE,
+    LATENT,
+    QWEN3_30B,
+    model,
+)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +165,44 @@ def test_what_is_wrong_with_experts_is_told_at_once() -> None:
         model(DEEPSEEK_LIKE, moe_layer_freq="[0]*[1]")
 
 
-@pytest.mark.parametrize("name", ["multi-latent-attention", "mtp-num-layers"])
-def test_a_model_whose_cost_is_not_known_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UserError, match=f"says {name}, whose cost"):
-        model({**DEEPSEEK_LIKE, name: 1})
+def test_a_model_whose_cost_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="says mtp-num-layers, whose cost"):
+        model({**DEEPSEEK_LIKE, "mtp-num-layers": 1})
+
+
+def test_latent_attention_has_the_parameters_that_its_publisher_counts() -> None:
+    shape = load_model("deepseek-v2-lite")
+    assert shape.parameters == 15_706_484_224
+    assert (shape.attention_width, shape.output_width) == (16 * 192, 16 * 128)
+    assert shape.latent_width == 512 + 64
+
+
+def test_latent_queries_are_projected_twice() -> None:
+    """DeepSeek-V3's layer, of which its publisher counts 671 billion parameters in all."""
+    v3 = DEEPSEEK_V3_LIKE | LATENT | {"q-lora-rank": 1536}
+    direct, latent = model(DEEPSEEK_V3_LIKE | LATENT), model(v3)
+    assert latent.parameters == pytest.approx(671.0e9, rel=1e-3)
+    wide = 128 * 192
+    projected = 1536 * (7168 + wide) + 1536
+    assert latent.layer_parameters - direct.layer_parameters == projected - 7168 * wide
+
+
+def test_operations_of_latent_attention_count_narrow_values() -> None:
+    shape = load_model("deepseek-v2-lite")
+    assert shape.attention_flops == 4096**2 * 16 * (192 + 128)
+
+
+def test_wrong_widths_of_latent_attention_are_told_at_once() -> None:
+    with pytest.raises(UserError) as refusal:
+        model(DEEPSEEK_LIKE | LATENT, kv_lora_rank=0, v_head_dim=-1)
+    said = "\n".join(refusal.value.sentences)
+    assert "kv-lora-rank is 0; give at least 1" in said
+    assert "v-head-dim is -1; give at least 1" in said
+
+
+def test_tensor_parallel_ranks_divide_sequences_where_experts_or_latent_vectors_ask_for_it() -> (
+    None
+):
+    assert model(DEEPSEEK_LIKE).needs_sequence_parallel
+    assert load_model("deepseek-v2-lite", num_experts=None).needs_sequence_parallel
+    assert not load_model("llama3-8b").needs_sequence_parallel

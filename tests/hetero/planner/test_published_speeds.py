@@ -19,10 +19,14 @@ from hetero.planner.placement import Placement
 from hetero.planner.prediction import simulate
 from hetero.planner.step_costs import step_costs
 from hetero.planner.training_options import TrainingOptions
+from tests.hetero.planner.expert_models import QWEN3_30B, model
 
 LLAMA_8B = load_model("llama3-8b", seq_length=4096)
 QWEN2_7B = load_model("qwen2-7b", seq_length=4096)
 OVERLAPPED = TrainingOptions(overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+H200_WITH_EXPERTS = TrainingOptions(expert_dispatcher="alltoall")
 
 
 def gpt(layers: int, hidden: int, heads: int, *, vocabulary: int, seq_length: int) -> ModelShape:
@@ -95,6 +99,23 @@ def test_our_own_runs_of_eight_gpus(micro_batch: int, batch: int, measured: floa
 
 
 @pytest.mark.parametrize(
+    ("layers", "mesh", "seconds"),
+    [
+        (6, Mesh("nvidia", 1), 0.534),
+        (20, Mesh("nvidia", 2), 0.874),
+        (20, Mesh("nvidia", 1, data=2, experts=2), 1.268),
+    ],
+)
+def test_our_own_runs_of_layers_with_experts(layers: int, mesh: Mesh, seconds: float) -> None:
+    """Eight sequences of 4096 tokens a step."""
+    of = model(QWEN3_30B, num_layers=layers, padded_vocab_size=32000)
+    mesh = replace(mesh, micro_batch_size=1, distributed_optimizer=True)
+    predicted = speed("H200", of, mesh, 8, options=H200_WITH_EXPERTS)
+    measured = of.flops * 8 / seconds / mesh.world_size / 1e12
+    assert predicted == pytest.approx(measured, rel=0.07)
+
+
+@pytest.mark.parametrize(
     ("layers", "hidden", "heads", "stages", "chunks", "batch", "seconds"),
     [
         (96, 12288, 96, 8, 3, 64, 13.75),
@@ -130,6 +151,16 @@ def test_a_part_whose_products_were_not_measured_reaches_as_much_of_its_peak_as_
     part = known["H100-SXM"].matmul_flops / known["H100-SXM"].flops
     assert known["L40S"].matmul_flops == pytest.approx(part * known["L40S"].flops)
     assert known["MI300X"].matmul_flops < known["H100-SXM"].matmul_flops
+
+
+def test_experts_are_computed_at_once_where_torch_has_a_kernel_for_it() -> None:
+    grouped = {name for name, part in built_in_accelerators().items() if part.has_grouped_mm}
+    assert grouped == {"H100-SXM", "H100-PCIe", "H200", "GH200-96GB", "B200"}
+    figures = {"memory": 1, "tflops": 900, "memory_bandwidth": 1, "link": 1, "nic": 1}
+    entry = {"vendor": "nvidia", **figures, "grouped_mm": True}
+    assert accelerator_from_mapping("X", entry, where="here").has_grouped_mm
+    with pytest.raises(UserError, match="grouped_mm is 'yes'; it must be true or false"):
+        accelerator_from_mapping("X", entry | {"grouped_mm": "yes"}, where="here")
 
 
 def test_products_faster_than_the_peak_are_refused() -> None:

@@ -72,6 +72,13 @@ def test_tensor_parallel_ranks_that_would_compute_every_token_are_not_tried() ->
     assert {one.tensor for one in sizes} == {1}
 
 
+def test_latent_vectors_are_divided_with_the_sequence_or_not_at_all() -> None:
+    latent = load_model("deepseek-v2-lite", num_experts=None)
+    for is_shared, sizes in ((False, {1}), (True, {1, 2})):
+        found = layer_sizes(problem(latent, nodes("H200"), sequence_parallel=is_shared))
+        assert {one.tensor for one in found} == sizes
+
+
 def test_ranks_of_experts_are_on_one_node_or_on_all_gpus_of_several() -> None:
     for size, fits in ((4, True), (8, True), (16, True), (12, False), (6, False)):
         of = replace(QWEN, num_experts=96)
@@ -83,7 +90,11 @@ def test_ranks_of_experts_are_on_one_node_or_on_all_gpus_of_several() -> None:
         assert any(True for _ in shapes) is fits
 
 
-@pytest.mark.parametrize("of", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
+@pytest.mark.parametrize(
+    "of",
+    [QWEN, DEEPSEEK, load_model("deepseek-v2-lite")],
+    ids=["qwen", "deepseek", "latent attention"],
+)
 def test_plans_share_experts_as_training_lets_them_and_fit(of: ModelShape) -> None:
     best = find_best_plans(problem(of, nodes("H100-SXM", "MI300X")), runners_up=10)
     assert best is not None
