@@ -191,7 +191,7 @@ class RouterLosses:
             return
         types = zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=True)
         for kind, coefficient in types:
-            if coefficient:
+            if coefficient and kind in _TRACKED:
                 # Ranks that share sequences have a part each, of the global loss all replicas.
                 self._parts[_TRACKED[kind]] = (
                     1.0 if kind != "global_aux_loss" else 1.0 / len(plan.shares(coordinate.stage))
