@@ -451,6 +451,12 @@ def scales_router_losses_by_whole_tokens() -> bool:
     return "tp_cp_group.size()" in source
 
 
+def scales_sequence_loss_by_all_sequences() -> bool:
+    """Whether, where gradients are divided by all tokens, a router's `seq_aux_loss` counts the
+    tokens of a whole micro-batch; releases before 0.19 count those of one of its sequences."""
+    return "local_num_tokens * bsz" in inspect.getsource(TopKRouter._apply_seq_aux_loss)
+
+
 def reduced_grad_range(
     chunk: DistributedDataParallel, parameter: torch.nn.Parameter
 ) -> tuple[int, int]:

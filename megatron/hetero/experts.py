@@ -26,7 +26,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from hetero.pipeline.groups import joins_meshes
 from hetero.plan import Coordinate, Plan, expert_layers
 from megatron.hetero import core_private, token_dispatcher
-from megatron.hetero.core_private import scales_router_losses_by_whole_tokens
+from megatron.hetero.core_private import (
+    scales_router_losses_by_whole_tokens,
+    scales_sequence_loss_by_all_sequences,
+)
 
 _TRACKED = {
     "aux_loss": "load_balancing_loss",
@@ -142,20 +145,31 @@ def loss_factor(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) ->
     return mesh.share * len(shares) / sum(shares)
 
 
-def weigh_losses(chunks: Iterable[torch.nn.Module], factor: float) -> None:
+def sequence_loss_factor(args: argparse.Namespace, plan: Plan, coordinate: Coordinate) -> int:
+    """What this rank's routers have to multiply `seq_aux_loss` by besides `loss_factor`."""
+    if not args.calculate_per_token_loss or scales_sequence_loss_by_all_sequences():
+        return 1
+    return plan.meshes[coordinate.mesh].micro_batch_size or 1
+
+
+def weigh_losses(
+    chunks: Iterable[torch.nn.Module], factor: float, *, sequence_factor: float = 1.0
+) -> None:
     """Multiply the coefficients of the routers' losses, what is told of them apart. Call it once.
 
-    megatron-core divides what it tells by the same coefficients.
+    `sequence_factor` is a further one of `seq_aux_loss`. megatron-core divides what it tells by the
+    same coefficients.
     """
-    if factor == 1.0:
+    if factor == sequence_factor == 1.0:
         return
+    own = {"seq_aux_loss": factor * sequence_factor}
     for router in routers(chunks):
         config = router.config = copy.copy(router.config)
-        coefficients = config.moe_aux_loss_coeff
+        types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         config.moe_aux_loss_coeff = (
-            [each * factor for each in coefficients]
+            [each * own.get(kind, factor) for kind, each in zip(types, coefficients, strict=True)]
             if isinstance(coefficients, list)
-            else coefficients * factor
+            else coefficients * own.get(types, factor)
         )
         if config.moe_z_loss_coeff is not None:
             config.moe_z_loss_coeff *= factor
@@ -179,7 +193,7 @@ class RouterLosses:
             return
         types = zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=True)
         for kind, coefficient in types:
-            if coefficient:
+            if coefficient and kind in _TRACKED:
                 # Ranks that share sequences have a part each, of the global loss all replicas.
                 self._parts[_TRACKED[kind]] = (
                     1.0 if kind != "global_aux_loss" else 1.0 / len(plan.shares(coordinate.stage))

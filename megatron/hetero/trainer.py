@@ -28,7 +28,7 @@ from megatron.hetero.checkpoint.tensor_names import is_split
 from megatron.hetero.console import Console
 from megatron.hetero.core_private import gather_parameters
 from megatron.hetero.data import MicroBatches, build_data_iterators
-from megatron.hetero.experts import loss_factor, weigh_losses
+from megatron.hetero.experts import loss_factor, sequence_loss_factor, weigh_losses
 from megatron.hetero.goodput import GoodputMeter
 from megatron.hetero.job import Job
 from megatron.hetero.metrics import (
@@ -94,8 +94,11 @@ class Trainer:
                 self.console.line(measured)
             self.job = job
             # The measurement has a schedule of its own, and they must be weighed once.
-            factor = loss_factor(job.args, job.plan, job.coordinate)
-            weigh_losses(self.model.chunks, factor)
+            weigh_losses(
+                self.model.chunks,
+                loss_factor(job.args, job.plan, job.coordinate),
+                sequence_factor=sequence_loss_factor(job.args, job.plan, job.coordinate),
+            )
             self._telemetry = open_telemetry(job, warn=self.console.warning)
             if self._telemetry is not None:
                 on_close.callback(self._telemetry.close)

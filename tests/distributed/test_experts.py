@@ -125,6 +125,8 @@ CASES = [
         f"{QWEN} {PER_TOKEN}",
         f"{EP2} --context-parallel-size 2 {ALLTOALL}",
     ),
+    # Micro-batches of one sequence in front of those of two.
+    across("more-replicas-first-per-token-loss", f"{QWEN} {PER_TOKEN}", mesh(2, data=2), mesh(2)),
     across(
         "experts-and-sequences-shared-on-different-meshes",
         QWEN,

@@ -1,12 +1,13 @@
-"""Loads of experts are what counting by hand gives."""
+"""Loads of experts are what counting by hand gives; only losses that there are are told."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from hetero.plan import Mesh, Plan
 from hetero.tools.operators.recording import built_model
-from megatron.hetero.experts import ExpertLoads, layers_with_experts, routers
+from megatron.hetero.experts import ExpertLoads, RouterLosses, layers_with_experts, routers
 from tests.megatron.launches import parsed
 
 SEQUENCE, BATCH, EXPERTS = 16, 2, 4
@@ -94,3 +95,17 @@ def test_a_dense_model_tells_no_loads() -> None:
     assert counted.size == 0
     assert counted.take(1, torch.device("cpu")).shape == (0,)
     assert counted.read([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("types", "told"),
+    [("none", set()), ("none aux_loss", {"load_balancing_loss"}), ("sinkhorn", set())],
+)
+def test_a_balance_without_a_loss_tells_none_whatever_its_coefficient(
+    types: str, told: set[str]
+) -> None:
+    coefficients = {"none": "0.1", "none aux_loss": "0.1 0.2", "sinkhorn": "0"}[types]
+    flags = f"--moe-router-load-balancing-type {types} --moe-aux-loss-coeff {coefficients}"
+    plan = Plan(meshes=(Mesh("cpu", stages=1),), layers=((2,),))
+    losses = RouterLosses(parsed(f"{MODEL} {flags}"), plan, plan.coordinate(0))
+    assert set(losses.read([1.0] * losses.size)) == told

@@ -106,6 +106,8 @@ def _balancing(args: Namespace) -> Verdict:
     if len(set(types)) < len(types):
         yield "--moe-router-load-balancing-type names a type twice; name each once"
         return {}
+    if any(coefficients[place] for place, kind in enumerate(types) if kind == "none"):
+        yield Note("--moe-aux-loss-coeff: --moe-router-load-balancing-type none has no loss")
     if "sinkhorn" in types:
         against = {
             "another type": len(types) > 1,
@@ -169,11 +171,22 @@ def _capacity(args: Namespace) -> Values:
     return {"moe_expert_capacity_factor": None if factor is None or factor < 0 else factor}
 
 
-@rule("num_experts moe_expert_capacity_factor", flags="moe_pad_expert_input_to_capacity")
+@rule(
+    "num_experts moe_router_topk moe_expert_capacity_factor",
+    flags="moe_pad_expert_input_to_capacity",
+)
 def _padding(args: Namespace) -> Iterator[str]:
-    padded = args.num_experts is not None and args.moe_pad_expert_input_to_capacity
-    if padded and args.moe_expert_capacity_factor is None:
+    if args.num_experts is None or not args.moe_pad_expert_input_to_capacity:
+        return
+    factor, most = args.moe_expert_capacity_factor, args.num_experts / args.moe_router_topk
+    if factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; add it"
+    elif factor > most >= 1:
+        yield (
+            f"--moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor {factor:g} "
+            "would fill an expert up with more tokens than there are; the factor can be at most "
+            f"--num-experts {args.num_experts} / --moe-router-topk {args.moe_router_topk}"
+        )
 
 
 @rule("num_experts", sets="moe_token_dispatcher_type")

@@ -23,6 +23,7 @@ class ConfigReader:
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self._source = source
         self._given = config
+        self._wrong: set[str] = set()
         self.problems: list[str] = []
         self.family = self._family()
 
@@ -52,12 +53,28 @@ class ConfigReader:
         value = self.first(names)
         if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
             return value
-        problem = (
-            f"{names[0]} {value!r} instead of a whole number; take the model's own config.json"
+        if names[0] not in self._wrong:
+            self._wrong.add(names[0])
+            self.problems.append(
+                f"{names[0]} {value!r} instead of a whole number of at least {minimum}; take the "
+                "model's own config.json"
+            )
+        return max(minimum, 1)
+
+    def has_sizes(self, *names: str) -> bool:
+        """Whether `size` found whole numbers for all of these keys: only then do they compare."""
+        return not self._wrong & set(names)
+
+    def layers(self, name: str) -> set[int]:
+        """A list of layers, counted from 0; a negative or later one is none."""
+        layers = self.typed(name, list)
+        if all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+            return set(layers)
+        self.problems.append(
+            f"{name} {layers!r} instead of a list of whole numbers; take the model's own "
+            "config.json"
         )
-        if problem not in self.problems:
-            self.problems.append(problem)
-        return 1
+        return set()
 
     def typed(self, name: str, kind: type[T]) -> T:
         """The value of a key, which must be of a type; an empty one if it is missing or null."""

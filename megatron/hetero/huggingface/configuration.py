@@ -128,6 +128,9 @@ def _require_supported(config: ConfigReader) -> None:
         # Older releases wrote null for a switch that is off.
         is_default = value is None and supported is not True
         config.require(name, supported if is_default else value, supported)
+    further = config.family.further_tokens
+    if further is not None and config.value(further) is not None:
+        config.size(further, minimum=0)
     config.require("quantization_config", config.value("quantization_config") or None, None)
     code = config.typed("auto_map", dict).get("AutoModelForCausalLM")
     # The model may come with code for the family's class, from before transformers had it.

@@ -20,6 +20,7 @@ _UNUSED: Mapping[str, Any] = {
 }
 """Arguments that no config.json has a key for, as they are by default."""
 _FIRST_DENSE = "first_k_dense_replace"
+_CHOSEN = "num_experts_per_tok"
 
 
 def expert_args(config: ConfigReader) -> dict[str, Any]:
@@ -27,8 +28,8 @@ def expert_args(config: ConfigReader) -> dict[str, Any]:
     experts = config.family.experts
     if experts is None:
         return {}
-    count, chosen = config.size(*experts.counts), config.size("num_experts_per_tok")
-    if chosen > count:
+    count, chosen = config.size(*experts.counts), config.size(_CHOSEN)
+    if chosen > count and config.has_sizes(experts.counts[0], _CHOSEN):
         config.problems.append(f"num_experts_per_tok {chosen} of {counted(count, 'expert')}")
     width = config.size(experts.width)
     return {
@@ -57,7 +58,7 @@ def _pattern(config: ConfigReader, experts: Experts) -> int | list[int]:
     if experts.dense_layers == "mlp_only_layers":
         step = config.size("decoder_sparse_step")
         dense = {layer for layer in range(layers) if (layer + 1) % step}
-        dense |= set(config.typed("mlp_only_layers", list))
+        dense |= config.layers("mlp_only_layers")
     elif experts.dense_layers is not None:
         dense = set(range(config.size(experts.dense_layers, minimum=0)))
     pattern = [int(layer not in dense) for layer in range(layers)]
@@ -75,11 +76,12 @@ def _is_normalized(config: ConfigReader, experts: Experts, chosen: int) -> bool:
     normalized = bool(config.value(key)) if experts.normalized is None else experts.normalized
     if experts.scores == "sigmoid":
         # megatron-core normalizes several and leaves a single one as it is.
-        config.require(key, bool(config.value(key)), chosen > 1)
+        if config.has_sizes(_CHOSEN):
+            config.require(key, bool(config.value(key)), chosen > 1)
         return True
     if experts.normalized is False:
         config.require(key, bool(config.value(key)), False)
-    if normalized and chosen == 1:
+    if normalized and chosen == 1 and config.has_sizes(_CHOSEN):
         config.problems.append(
             "num_experts_per_tok 1 with a score that is normalized to 1, which has no gradient; "
             "only several, or a score that is not normalized, can be converted"
@@ -102,6 +104,8 @@ def _groups(config: ConfigReader, experts: Experts, count: int, chosen: int) -> 
         if method != experts.methods[-1]:
             return none
     groups, best = config.size("n_group"), config.size("topk_group")
+    if not config.has_sizes("n_group", "topk_group", experts.counts[0], _CHOSEN):
+        return none
     if count % groups or best > groups:
         config.problems.append(
             f"{counted(count, 'expert')} in {counted(groups, 'group')}, of which {best} are chosen"

@@ -60,7 +60,7 @@ def rope_args(config: ConfigReader) -> dict[str, Any]:
     if kind not in config.family.scalings:
         known = " and ".join(repr(name) for name in config.family.scalings if name != "default")
         config.problems.append(
-            f"the rope scaling {_OLD_SCALINGS.get(kind, kind)!r}, for which this program has "
+            f"the rope scaling {_OLD_SCALINGS.get(str(kind), kind)!r}, for which this program has "
             f"no flag; only {known or 'a model without one'} can be converted"
         )
         return args

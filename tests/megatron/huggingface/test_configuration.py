@@ -156,6 +156,7 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
         ({"model_type": ["llama"]}, "DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "instead of a list"),
         ({"rope_parameters": "default"}, "instead of a mapping"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope scaling ['yarn']"),
         ({"rope_theta": "1e6"}, "rope_theta '1e6' instead of a number"),
         ({"rms_norm_eps": None}, "rms_norm_eps None instead of a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0 instead of a number above 0"),
@@ -279,6 +280,8 @@ def _yarn(**changes: Any) -> dict[str, Any]:
         ("qwen3_30b_a3b", {"decoder_sparse_step": 49}, "no layer with experts"),
         ("qwen3_30b_a3b", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
         ("qwen3_30b_a3b", {"mlp_only_layers": 3}, "mlp_only_layers 3 instead of a list"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": [[3]]}, "mlp_only_layers [[3]] instead of a list of"),
+        ("qwen3_30b_a3b", {"mlp_only_layers": ["3"]}, "mlp_only_layers ['3'] instead of a list"),
         ("qwen3_30b_a3b", {"moe_intermediate_size": None}, "moe_intermediate_size None instead"),
         ("qwen3_30b_a3b", {"router_aux_loss_coef": "x"}, "router_aux_loss_coef 'x' instead of"),
         ("mixtral_8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
@@ -311,6 +314,9 @@ def _yarn(**changes: Any) -> dict[str, Any]:
         ("deepseek_v3_bf16", {"rope_interleave": None}, "rope_interleave None"),
         ("deepseek_v3_bf16", {"norm_topk_prob": False}, "norm_topk_prob False"),
         ("deepseek_v3_bf16", {"num_experts_per_tok": 1} | _ONE_GROUP, "norm_topk_prob True"),
+        ("deepseek_v3_bf16", {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers '1'"),
+        ("deepseek_v3_bf16", {"num_nextn_predict_layers": -1}, "a whole number of at least 0"),
+        ("deepseek_v3_bf16", {"n_shared_experts": 0}, "0 instead of a whole number of at least 1"),
         ("deepseek_v3_bf16", {"topk_group": 3}, "only topk_group 4 or all groups"),
         ("deepseek_v3_bf16", {"n_group": 7}, "256 experts in 7 groups"),
         ("deepseek_v3_bf16", {"topk_group": 9}, "256 experts in 8 groups, of which 9"),
@@ -322,6 +328,21 @@ def test_what_another_family_cannot_express_is_refused(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
     assert said in sentence_of(_args, _real(name), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(("qwen3_30b_a3b", key) for key in ("num_experts", "num_experts_per_tok")),
+        *(("deepseek_v3_bf16", key) for key in ("n_routed_experts", "num_experts_per_tok")),
+        *(("deepseek_v3_bf16", key) for key in ("n_group", "topk_group")),
+    ],
+)
+def test_a_size_of_experts_that_is_no_number_is_all_that_is_said(name: str, key: str) -> None:
+    """Nothing is said of what would follow from another number in its place."""
+    with pytest.raises(UserError) as raised:
+        _args(_real(name), **{key: "many"})
+    assert [f"{key} 'many'" in sentence for sentence in raised.value.sentences] == [True]
 
 
 @pytest.mark.parametrize("window", [None, 32768, 40000])
