@@ -205,7 +205,9 @@ def test_a_run_can_change_its_precision_at_a_checkpoint(
     before: str, after: str, corpus, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    train([*flags(corpus, f"{before} --exit-interval 2 --save"), str(saved)], 1, tmp_path / "before")
+    train(
+        [*flags(corpus, f"{before} --exit-interval 2 --save"), str(saved)], 1, tmp_path / "before"
+    )
     run = train([*flags(corpus, f"{after} --load"), str(saved)], 1, tmp_path / "after")
     assert len(run.losses) == 2
     assert counted(run, "forward") == [2 * EVERY_STEP // 3 if after else 0]

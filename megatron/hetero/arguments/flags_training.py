@@ -137,7 +137,7 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
         "--fp8-margin",
         type=integer(0),
         default=0,
-        help="delayed: powers of two left free above the maximum; default: 0",
+        help="delayed: number of powers of two left free above the maximum; default: 0",
     )
     group.add_argument(
         "--no-fp8-wgrad",
