@@ -40,8 +40,8 @@ DENSE, MIXED = "dense", "experts and latent attention"
 MODELS = {"dense": DENSE, "mixture of experts": MIXED, "multi-latent attention": MIXED}
 """The kinds of commands.json that this program could be expected to accept."""
 # What a command can ask for that this program does not offer, in the words of commands.json.
-LEFT_OUT = ("FP8 or FP4", "FSDP")
-MUON, LINEAR_ATTENTION = "Muon", "linear attention"
+LEFT_OUT = ("FSDP",)
+MUON, LINEAR_ATTENTION, BLOCKS = "Muon", "linear attention", "FP8 or FP4 in blocks"
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class Command:
             asked.add(MUON)
         if "--experimental-attention-variant" in self.flags:
             asked.add(LINEAR_ATTENTION)
+        if "--fp4-format" in self.flags or self.value("--fp8-recipe") in ("blockwise", "mxfp8"):
+            asked.add(BLOCKS)
         return frozenset(asked)
 
     @property
@@ -175,7 +177,7 @@ def shares() -> dict[str, tuple[int, int]]:
     for model in (DENSE, MIXED):
         own = [v for v in verdicts() if MODELS[v.command.kind] == model]
         parts[f"{model}, and accepted by Megatron-LM"] = own
-        without = ", ".join((*LEFT_OUT, MUON, LINEAR_ATTENTION))
+        without = ", ".join((*LEFT_OUT, MUON, LINEAR_ATTENTION, BLOCKS))
         parts[f"{model}, of these without {without}"] = [v for v in own if not v.command.asks_for]
     return {name: (sum(v.refusal is None for v in part), len(part)) for name, part in parts.items()}
 

@@ -81,6 +81,8 @@ def _run(state: Mapping[str, Any], incidents: Mapping[str, int]) -> Iterator[Met
         ("expert_load_max", "Largest load of an expert over the mean, mean over layers."),
         ("expert_load_max_of_any_layer", "Largest load of an expert over the mean of its layer."),
         ("dropped_token_fraction", "Share of tokens that experts dropped for lack of capacity."),
+        ("fp8_products", "Products in fp8 of the last complete iteration, of all ranks."),
+        ("fp8_clipped_tensors", "Tensors that a delayed fp8 scale did not reach."),
     ):
         if (value := progress["values"].get(name)) is not None:
             yield _gauge(f"hetero_{name}", text, value)

@@ -36,6 +36,8 @@ VENDOR_VARIABLE = "HETERO_VENDOR"
 RECOMPUTE = ("none", "selective", "full")
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
+FP8_FORMATS = ("e4m3", "hybrid")
+NO_FP8 = "none"
 
 _COUNTS = ("stages", "tensor", "context", "data", "experts", "share", "micro_batch_size")
 _SWITCHES = ("sequence_parallel", "distributed_optimizer")
@@ -43,6 +45,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": RECOMPUTE,
     "attention_backend": ATTENTION_BACKENDS,
     "transformer_impl": TRANSFORMER_IMPLS,
+    "fp8": (NO_FP8, *FP8_FORMATS),
 }
 OPTIONS = ("micro_batch_size", *_SWITCHES, *_CHOICES)
 """Fields of a mesh that default to the run's global flags."""
@@ -78,6 +81,8 @@ class Mesh:
     distributed_optimizer: bool | None = None
     attention_backend: str | None = None
     transformer_impl: str | None = None
+    fp8: str | None = None
+    """The format of fp8 products, "none" for none. Which types those are depends on the GPU."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):

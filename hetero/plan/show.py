@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetero.plan.plan import Mesh, Plan, layout_of, slabs
+from hetero.plan.plan import NO_FP8, Mesh, Plan, layout_of, slabs
 from hetero.text import counted, size_text
 
 # With more rows than this, those in the middle are abbreviated.
@@ -71,6 +71,8 @@ def _options(mesh: Mesh) -> Iterator[str]:
         yield f"{mesh.attention_backend} attention"
     if mesh.transformer_impl is not None:
         yield f"layers {mesh.transformer_impl}"
+    if mesh.fp8 not in (None, NO_FP8):
+        yield f"fp8 {mesh.fp8}"
 
 
 def draw_stage(plan: Plan, stage: int, nodes: Sequence[Node], detail: str = "") -> Iterator[str]:

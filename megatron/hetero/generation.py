@@ -24,7 +24,7 @@ from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.model import build_chunk, transformer_config
 from megatron.hetero.tokenizer.files import own_tokenizer
-from megatron.hetero.weights import named_expert_biases, named_parameters
+from megatron.hetero.weights import named_buffers, named_parameters
 
 _MIN_CACHE_TOKENS = 256
 """Initial capacity of the KV cache."""
@@ -115,7 +115,7 @@ def whole_model(
 
 
 def _load_weights(model: GPTModel, reader: CheckpointReader) -> None:
-    for name, parameter in (*named_parameters([model], [0]), *named_expert_biases([model], [0])):
+    for name, parameter in (*named_parameters([model], [0]), *named_buffers([model], [0])):
         stored = stored_name(name)
         if stored not in reader.index.tensors or reader.shape(stored) != tuple(parameter.shape):
             raise UserError(

@@ -234,6 +234,13 @@ class AccumulatingWgrad:
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
     @staticmethod
+    def add_product(
+        compute: Callable[[torch.dtype], torch.Tensor], main_grad: torch.Tensor
+    ) -> None:
+        """Add what `compute` gives in the buffer's dtype."""
+        main_grad.add_(compute(main_grad.dtype))
+
+    @staticmethod
     def grouped(
         input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor, weight: Any
     ) -> torch.Tensor:
@@ -276,6 +283,11 @@ class DelayedWgrad:
         )
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+    def add_product(
+        self, compute: Callable[[torch.dtype], torch.Tensor], main_grad: torch.Tensor
+    ) -> None:
+        self._waiting.append(partial(AccumulatingWgrad.add_product, compute, main_grad))
 
     def grouped(
         self, input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor, weight: Any

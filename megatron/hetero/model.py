@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
-from megatron.hetero import experts, latent_attention, weights
+from megatron.hetero import experts, fp8, latent_attention, weights
 from megatron.hetero.core_private import (
     group_collection,
     reduced_grad_range,
@@ -75,15 +75,16 @@ class StageModel:
     kernels: Kernels
     delayed_wgrad: DelayedWgrad | None
     """Computes weight gradients after the input gradient has been sent (--delay-wgrad-compute)."""
+    fp8: fp8.Fp8Layers
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank under its name in the whole model."""
         return list(weights.named_parameters(self.chunks, self.first_layers, self.first_expert))
 
     def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """All that training changes: parameters, and the routers' expert biases."""
-        biases = weights.named_expert_biases(self.chunks, self.first_layers)
-        return [*self.named_parameters(), *biases]
+        """All that training changes: parameters, and what it changes without gradients."""
+        buffers = weights.named_buffers(self.chunks, self.first_layers)
+        return [*self.named_parameters(), *buffers]
 
     def train(self, mode: bool = True) -> None:
         for chunk in self.chunks:
@@ -436,6 +437,14 @@ def build_model(
     half = args.bf16 or args.fp16
     wrapped = [Float16Module(config, chunk) if half else chunk for chunk in unwrapped]
     experts.keep_counts_in_float32(wrapped)
+    fp8_layers = fp8.install(
+        args,
+        wrapped,
+        first_layers,
+        vendor=mesh.vendor,
+        group=groups.tensor_data_context,
+        device=device,
+    )
     ddp = ddp_config(
         args, sum(parameter.numel() for chunk in unwrapped for parameter in chunk.parameters())
     )
@@ -464,6 +473,7 @@ def build_model(
         tied_copy=tied_copy(args, plan, coordinate),
         kernels=kernels,
         delayed_wgrad=delayed_wgrad if kernels.weight_gradient else None,
+        fp8=fp8_layers,
     )
 
 

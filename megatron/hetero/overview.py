@@ -81,6 +81,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     states = _all_gather(own)
     lacks = job.args.lacks_transformer_engine
     built = _all_gather(f"{job.args.transformer_impl}{FALLBACK if lacks else ''}")
+    in_fp8 = _all_gather(model.fp8.describe())
     edges = {edge.source: edge for edge in plan.edges()}
     downstream = job.links.downstream if job.links is not None else None
     opened = _all_gather(downstream.transport if downstream is not None else "")
@@ -104,6 +105,7 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
                 "data_parallel": mesh.data,
                 "expert_parallel": mesh.experts,
                 "transformer_impl": built[ranks.start],
+                "fp8": in_fp8[ranks.start],
                 "parameters": sum(counts[r][0] for r in ranks[: mesh.tensor])
                 + sum(counts[r][1] for r in ranks[: mesh.ranks_of_experts]),
                 "state_bytes_per_rank": states[ranks.start],
@@ -164,8 +166,27 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
             f"--transformer-impl transformer_engine: it is not installed for pipeline stage "
             f"{stages}; megatron-core's local layers are built there (pip install '.[te]')"
         )
+    if any(row["fp8"] for row in rows):
+        console.line(_describe_fp8(job, rows))
     for ignored in _ignored_flags(job):
         console.line(f"flag without effect here: {ignored}")
+
+
+def _describe_fp8(job: Job, rows: list[dict[str, Any]]) -> str:
+    """What is computed in fp8, and what is not."""
+    args = job.args
+    stages = ", ".join(
+        f"stage {row['stage']} ({row['vendor']}) {row['fp8'] or 'nothing'}" for row in rows
+    )
+    rest = ["the output layer"]
+    if args.num_experts is not None:
+        rest.append("the grouped products of experts")
+    if not args.fp8_wgrad:
+        rest.append("weight gradients")
+    if any(mesh.sequence_parallel for mesh in job.plan.meshes):
+        rest.append("what tensor-parallel ranks gather")
+    last = f" and {rest.pop()}" if len(rest) > 1 else ""
+    return f"fp8 with {args.fp8_recipe} scaling: {stages}; {', '.join(rest)}{last} in bf16"
 
 
 def _ignored_flags(job: Job) -> list[str]:
@@ -266,6 +287,7 @@ def write_report(job: Job, result: RunResult, rows: list[dict[str, Any]], consol
     costs = _all_gather(
         {
             "peak_memory_bytes": measured_peak_bytes(job.device),
+            "fp8_products": result.model.fp8.products(),
             "data_wait": result.data_wait_times.as_json(),
             **result.save_timings.as_json(),
         }

@@ -22,6 +22,7 @@ from hetero.observe.trace import Neighbour
 from hetero.pipeline.communicator import PipelineCommunicator
 from hetero.pipeline.links import links_of
 from megatron.hetero import experts
+from megatron.hetero.fp8 import Fp8Counts
 from megatron.hetero.job import Job
 from megatron.hetero.model import StageModel
 from megatron.hetero.multi_token_prediction import Ahead, PredictionLosses
@@ -132,6 +133,7 @@ class Schedule:
             experts.RouterLosses(job.args, plan, job.coordinate),
             self._loads,
             PredictionLosses(job.args, model.chunks),
+            Fp8Counts(job.args, plan, model.fp8),
         )
         self._micro_batches = 0
         self._forward_step = partial(
@@ -220,7 +222,8 @@ class Schedule:
         return torch.cat([each.take(self._micro_batches, self._device) for each in self._summed])
 
     def read_sums(self, summed: Sequence[float]) -> dict[str, float]:
-        """Further losses of a step and loads of experts, by name, from the sums over all ranks."""
+        """Further losses of a step, loads of experts and counts of fp8, by name, from the sums over
+        all ranks."""
         values = iter(summed)
         told: dict[str, float] = {}
         for each in self._summed:

@@ -150,6 +150,7 @@ class Trainer:
             load_began = time.monotonic()
             with self._recorder.during(Phase.LOAD):
                 progress = self.checkpointer.resume()
+                self.model.fp8.restart()
             self._goodput = GoodputMeter(
                 self._recorder,
                 checkpoint=job.checkpoint,
@@ -233,6 +234,7 @@ class Trainer:
             self.train_step(batches)
             self._profiler.after_step(self.iteration)
             if self.steps == 1:
+                self._require_fp8()
                 _freeze_gc()
             if self.steps == 1 or self._is_multiple(self.args.log_memory_interval):
                 print_peak_memory(self.job, self.console, iteration=self.iteration)
@@ -280,6 +282,7 @@ class Trainer:
         self.data_wait_times.add(data_wait)
         self._recorder.data_wait_seconds += data_wait
         self.checkpointer.before_optimizer_step()
+        self.model.fp8.end_step()
         with self._timers("optimizer"):
             outcome = self.optimizer.step(
                 loss_sum=loss_sum,
@@ -289,6 +292,7 @@ class Trainer:
                 check_links=self.job.check_links,
                 stop_signal=self._stop.own_signal,
             )
+        self.model.fp8.weights_changed()
         self._stop.accept_signal(outcome.stop_signal)
         self.iteration += 1
         self.consumed_samples += batch_size
@@ -442,6 +446,10 @@ class Trainer:
                 "no evaluation: the validation split is too small for one step over all ranks; "
                 "give --split a larger second number"
             )
+
+    def _require_fp8(self) -> None:
+        names = rank_names(self.job.plan, self.job.identities)
+        self.model.fp8.require_products(rank=names[self.job.rank])
 
     def _release_cache(self) -> None:
         if self.args.empty_unused_memory_level and self.job.device.type == "cuda":

@@ -17,11 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from hetero.plan import Coordinate
-from megatron.hetero.checkpoint.tensor_names import EMBEDDING, EXPERT_BIAS, OUTPUT_LAYER
+from megatron.hetero.checkpoint.tensor_names import (
+    AMAX_HISTORY,
+    EMBEDDING,
+    EXPERT_BIAS,
+    OUTPUT_LAYER,
+)
 from megatron.hetero.core_private import same_in_all_releases
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_MTP = "mtp."
+MTP = "mtp."
+"""Begins the names of what belongs to layers of multi-token prediction."""
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 STACKED_EXPERTS = "is_stack_of_experts"
 """Attribute of a parameter that holds all experts of its layer on a rank, along dimension 0."""
@@ -123,9 +129,16 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
     """
     bare = name.removeprefix("module.").removeprefix("module.")
     bare = _EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", bare)
-    if bare.startswith(_MTP):
+    if bare.startswith(MTP):
         return same_in_all_releases(bare)
     return _LAYER.sub(lambda m: f".layers.{int(m[1]) + first_layer}.", bare)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer of the model, from 0 on, that a parameter of this global name belongs to; None for
+    MTP layers and what is outside of layers."""
+    found = None if name.startswith(MTP) else _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 def named_parameters(
@@ -164,13 +177,14 @@ def part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return held
 
 
-def named_expert_biases(
+def named_buffers(
     chunks: Sequence[torch.nn.Module], first_layers: Sequence[int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The routers' expert biases, which are trained without gradients."""
+    """What is trained without gradients: the routers' expert biases, and maxima of delayed fp8
+    scales."""
     for chunk, first_layer in zip(chunks, first_layers, strict=True):
         for name, buffer in chunk.named_buffers():
-            if name.endswith(EXPERT_BIAS):
+            if name.endswith((EXPERT_BIAS, AMAX_HISTORY)):
                 yield global_name(name, first_layer), buffer
 
 

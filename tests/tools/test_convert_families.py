@@ -16,7 +16,7 @@ from megatron.hetero.checkpoint.model_flags import spellings
 from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.tensor_names import stored_name
 from megatron.hetero.generation import next_logits, whole_model
-from megatron.hetero.weights import named_expert_biases, named_parameters
+from megatron.hetero.weights import named_buffers, named_parameters
 from tests.megatron.huggingface.tiny_huggingface import FAMILIES, VOCABULARY, tiny_model
 
 TOKENS = torch.randint(0, VOCABULARY, (60,), generator=torch.Generator().manual_seed(2))
@@ -74,7 +74,7 @@ def test_every_family_goes_in_and_out_with_its_bits_and_logits(
         whole_model(reader) as model,
     ):
         found = next_logits(model, TOKENS.tolist())
-        tensors = (*named_parameters([model], [0]), *named_expert_biases([model], [0]))
+        tensors = (*named_parameters([model], [0]), *named_buffers([model], [0]))
         assert sorted(stored_name(tensor) for tensor, _ in tensors) == sorted(reader.index.tensors)
         assert _own_flags(reader.args) == _words(OWN_FLAGS[name])
     assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6

@@ -143,7 +143,7 @@ STARTS = {
     },
     "bench.run_versions": {"--junitxml"},
     "bench.expert_speed": {"--nproc-per-node", "--standalone"},
-    "bench.public_commands": {"--experimental-attention-variant"},
+    "bench.public_commands": {"--experimental-attention-variant", "--fp4-format"},
     "bench.record_cost": {"--nproc-per-node"},
     "bench.operator_watch_cost": {"--nproc-per-node"},
     "bench.memory_checkpoint_cost": {"--nproc-per-node"},

@@ -59,6 +59,8 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
             "compare_ops.py compares those of --transformer-impl local"
         )
     unknown = [said.partition(":")[0] for said in local_only_problems(args)]
+    if args.fp8_format is not None:
+        unknown.append("--fp8-format")
     if args.softmax_scale is not None:
         unknown.append("--softmax-scale")
     if unknown:

@@ -2,17 +2,22 @@
 
 import argparse
 
+from hetero.plan.plan import FP8_FORMATS
 from hetero.text import integer, interval, number
 from megatron.hetero.arguments.batch import step_schedule
 
 MOST_SEED = 2**32 - 2**20
 """numpy's seeds have 32 bits, and each pipeline stage adds 100 times its number."""
 
+FP8_RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "custom")
+"""Megatron-LM's, and rowwise."""
+
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
     _add_batch_flags(parser.add_argument_group("batch"))
     _add_length_flags(parser.add_argument_group("length of the run"))
     _add_precision_flags(parser.add_argument_group("precision"))
+    _add_fp8_flags(parser.add_argument_group("8-bit floating point"))
     _add_recompute_flags(parser.add_argument_group("recomputation"))
     _add_evaluation_flags(parser.add_argument_group("evaluation"))
     _add_care_flags(parser.add_argument_group("reproducibility and memory"))
@@ -101,6 +106,63 @@ def _add_precision_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fp16-lm-cross-entropy", action="store_true", help="loss in float16; needs --fp16"
     )
+
+
+def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--fp8-format",
+        choices=FP8_FORMATS,
+        help="compute linear layers in fp8: e4m3, or hybrid, whose gradients are e5m2; default: "
+        "bf16",
+    )
+    group.add_argument(
+        "--fp8-recipe",
+        choices=FP8_RECIPES,
+        default="delayed",
+        help="what is scaled at a time, see docs/fp8.md; default: delayed",
+    )
+    group.add_argument(
+        "--fp8-amax-history-len",
+        type=integer(1),
+        default=1,
+        help="delayed: steps whose maxima are kept; default: 1",
+    )
+    group.add_argument(
+        "--fp8-amax-compute-algo",
+        choices=("most_recent", "max"),
+        default="most_recent",
+        help="delayed: the last step's maximum, or the largest of those kept; default: most_recent",
+    )
+    group.add_argument(
+        "--fp8-margin",
+        type=integer(0),
+        default=0,
+        help="delayed: number of powers of two left free above the maximum; default: 0",
+    )
+    group.add_argument(
+        "--no-fp8-wgrad",
+        "--disable-fp8-wgrad",
+        dest="fp8_wgrad",
+        action="store_false",
+        help="weight gradients in bf16",
+    )
+    group.add_argument(
+        "--fp8-param-gather",
+        action="store_true",
+        help="without effect: weights are gathered in bf16, and cast then",
+    )
+    group.add_argument(
+        "--first-last-layers-bf16",
+        action="store_true",
+        help="leave the first and last layers of the model in bf16",
+    )
+    for end in ("start", "end"):
+        group.add_argument(
+            f"--num-layers-at-{end}-in-bf16",
+            type=integer(0),
+            default=1,
+            help=f"how many at the {end}; default: 1",
+        )
 
 
 def _add_recompute_flags(group: argparse._ArgumentGroup) -> None:

@@ -26,6 +26,7 @@ from megatron.hetero.arguments.flags_model import add_model_flags
 from megatron.hetero.arguments.flags_optimizer import add_optimizer_flags
 from megatron.hetero.arguments.flags_parallel import add_parallel_flags
 from megatron.hetero.arguments.flags_training import add_training_flags
+from megatron.hetero.arguments.fp8 import FP8_RULES
 from megatron.hetero.arguments.latent_attention import LATENT_ATTENTION_RULES
 from megatron.hetero.arguments.model import MODEL_RULES
 from megatron.hetero.arguments.multi_token_prediction import MTP_RULES
@@ -174,12 +175,12 @@ def parse_args(
 
 
 RULES = (
-    *(*MODEL_RULES, *LATENT_ATTENTION_RULES, *MTP_RULES, *EXPERT_RULES, *PARALLEL_RULES),
-    *(*BATCH_RULES, *TRAINING_RULES, *DATA_RULES, *PLAN_RULES),
+    *(*MODEL_RULES, *LATENT_ATTENTION_RULES, *MTP_RULES, *EXPERT_RULES, *FP8_RULES),
+    *(*PARALLEL_RULES, *BATCH_RULES, *TRAINING_RULES, *DATA_RULES, *PLAN_RULES),
 )
 _NOT_FLAGS = (
     *("plan", "plan_file", "meshes", "stage_layers", "tensor_sizes", "context_sizes"),
-    *("expert_sizes", "expert_tensor_sizes"),
+    *("expert_sizes", "expert_tensor_sizes", "uses_fp8"),
 )
 """Derived values that are not handed on as flags."""
 _AT_START = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from hetero.plan import Mesh, Plan, split_over_chunks
-from hetero.plan.plan import stage_problems
+from hetero.plan.plan import NO_FP8, stage_problems
 from hetero.text import counted
 from megatron.hetero.arguments.model import fall_back
 from megatron.hetero.arguments.parallel import counted_layers, parse_layout
@@ -114,11 +114,12 @@ def _recompute_units(args: Namespace) -> Iterator[str]:
     "num_experts expert_sizes expert_tensor_sizes expert_model_parallel_size "
     "tensor_model_parallel_size context_parallel_size data_parallel_size tensor_sizes "
     "pipeline_model_parallel_size hetero_data_parallel data_shares micro_batch_size "
-    "sequence_parallel",
+    "sequence_parallel fp8_format",
     sets="plan",
 )
 def _plan(args: Namespace) -> Values:
-    """Micro-batch size and sequence parallelism are set for every mesh: neighbours need them.
+    """Micro-batch size and sequence parallelism are set for every mesh: neighbours need them. So is
+    fp8, of which all ranks tell.
 
     Other options of a mesh may be None: the rank's own flags apply.
     """
@@ -130,7 +131,9 @@ def _plan(args: Namespace) -> Values:
     plan.require_layers(args.num_layers)
     return {
         "plan": plan.resolved(
-            micro_batch_size=args.micro_batch_size, sequence_parallel=bool(args.sequence_parallel)
+            micro_batch_size=args.micro_batch_size,
+            sequence_parallel=bool(args.sequence_parallel),
+            fp8=args.fp8_format,
         )
     }
 
@@ -196,6 +199,8 @@ def apply_mesh(args: argparse.Namespace, mesh: Mesh) -> None:
         args.attention_backend = mesh.attention_backend
     if mesh.transformer_impl is not None:
         args.transformer_impl, args.lacks_transformer_engine = fall_back(mesh.transformer_impl)
+    if mesh.fp8 is not None:
+        args.fp8_format = None if mesh.fp8 == NO_FP8 else mesh.fp8
     if mesh.recompute is not None:
         _apply_recompute(args, mesh.recompute)
     # Requires activations that are replicated over the tensor-parallel ranks.

@@ -46,6 +46,7 @@ from megatron.hetero.checkpoint.snapshot import DeviceToHostCopier, Snapshot
 from megatron.hetero.checkpoint.state_in_memory import StateInMemory
 from megatron.hetero.checkpoint.tensor_names import (
     ADAM_MOMENTS,
+    AMAX_HISTORY,
     EMBEDDING,
     MAIN_COPY,
     VOCABULARY,
@@ -412,11 +413,25 @@ def load_weights(
     """
     for p in placed:
         name = _source(p)
+        if name.endswith(AMAX_HISTORY):
+            _load_maxima(reader, p)
+            continue
         copy = optimizer_name(MAIN_COPY, name)
         wider = p.parameter.dtype == torch.float32 and copy in reader.index.tensors
         source = copy if exact and wider and reader.dtype(name) != torch.float32 else name
         values = _read(reader, source, p.shard, fill=p.parameter)
         p.parameter.data.copy_(values.view(p.parameter.shape))
+
+
+def _load_maxima(reader: CheckpointReader, p: ShardedParameter) -> None:
+    """The last ones of a history of any length, zeros before them.
+
+    Without them scales start anew: a checkpoint in bf16 has none.
+    """
+    p.parameter.zero_()
+    if p.name in reader.index.tensors:
+        kept = reader.tensor(p.name)[-len(p.parameter) :]
+        p.parameter[len(p.parameter) - len(kept) :] = kept
 
 
 @torch.no_grad()

@@ -17,7 +17,12 @@ from typing import Any
 from hetero.errors import HeteroError
 from hetero.recover.stored_files import INDEX_FILE, StoredFile
 from megatron.hetero.checkpoint.regions import Region
-from megatron.hetero.checkpoint.tensor_names import EMBEDDING, EXPERT_BIAS, OUTPUT_LAYER
+from megatron.hetero.checkpoint.tensor_names import (
+    AMAX_HISTORY,
+    EMBEDDING,
+    EXPERT_BIAS,
+    OUTPUT_LAYER,
+)
 
 FORMAT_VERSION = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "int32", "int64")
@@ -189,9 +194,13 @@ def require_complete_model(
     """Raise DamagedCheckpoint if a layer is missing, or a tensor that other layers have.
 
     Layers with experts are compared with each other, those without, and those of multi-token
-    prediction.
+    prediction. Maxima of fp8 tensors are not asked for: not all layers have them.
     """
-    weights = {name for name in index.tensors if not name.startswith(("optimizer.", "rng."))}
+    weights = {
+        name
+        for name in index.tensors
+        if not name.startswith(("optimizer.", "rng.")) and not name.endswith(AMAX_HISTORY)
+    }
     layers = _names_of_layers(weights, "decoder", num_layers)
     mixing = {layer for layer, names in layers.items() if any(map(_is_of_mixture, names))}
     dense = {layer: names for layer, names in layers.items() if layer not in mixing}

@@ -199,6 +199,9 @@ MODEL_FLAGS: Mapping[str, ModelFlag] = {
         _PRECISION,
         *("bf16", "fp16", "fp32_residual_connection", "accumulate_allreduce_grads_in_fp32"),
         *("grad_reduce_in_bf16", "fp16_lm_cross_entropy", "moe_router_dtype"),
+        *("fp8_format", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+        *("fp8_margin", "fp8_wgrad", "fp8_param_gather", "first_last_layers_bf16"),
+        *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     ),
     **_flags(
         Kind.NONE,
@@ -223,7 +226,7 @@ GROUPS = (
         "layers of the block",
         "initial weights",
     ),
-    *("precision", "samples", "tokenizer"),
+    *("precision", "8-bit floating point", "samples", "tokenizer"),
 )
 """The parser's groups whose flags, and no others, are in `MODEL_FLAGS`."""
 

@@ -18,6 +18,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 EXPERT_BIAS = ".router.expert_bias"
 """The end of the name of a router's bias, which is trained without gradients."""
+AMAX_HISTORY = ".fp8_amax_history"
+"""The end of the name of the maxima that a layer's delayed fp8 scales follow from."""
 VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 """Tensors with a row for each token, and rows of padding that depend on the layout."""
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megatron.hetero import kernels, model
+from megatron.hetero import fp8, kernels, model
 from megatron.hetero.arguments import Configuration
 from megatron.hetero.data import (
     build_data_iterators,
@@ -60,6 +60,12 @@ def fused_kernels(launch: Configuration) -> dict[str, Any]:
     args = launch.args
     with mock.patch.object(kernels, "has_liger_swiglu", return_value=True):
         return dataclasses.asdict(kernels.select_kernels(args, torch.device("cuda")))
+
+
+def recipe(launch: Configuration) -> dict[str, Any]:
+    """How matrices are cast to fp8 on an NVIDIA GPU."""
+    found = fp8.Recipe.of(launch.args, fp8.Types.of(torch.device("cpu"), "nvidia"))
+    return {} if found is None else dataclasses.asdict(found)
 
 
 def ddp(launch: Configuration) -> dict[str, Any]:

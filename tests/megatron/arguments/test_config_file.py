@@ -230,7 +230,7 @@ def test_an_experiment_of_primus_is_read_with_all_that_it_names(parse, primus, m
 @pytest.mark.parametrize(
     "text",
     [
-        "fp8_amax_history_len: 1024",
+        "fp4_param_gather: true",
         "retro_num_neighbors: 2",
         "tp_comm_split_ag: true",
         "pin_cpu_grads: true",

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan
+from hetero.plan.show import draw_meshes
 from megatron.hetero.arguments import Configuration, read_command_line
 from megatron.hetero.arguments.plan import apply_mesh
 from tests.megatron.launches import command_line, configured, parsed
@@ -265,6 +267,36 @@ def test_a_ranks_flags_become_those_of_its_mesh() -> None:
         assert sum(own.data_shares) * own.micro_batch_size == 2
         assert own.use_distributed_optimizer is (mesh is amd)
         assert own.attention_backend == "flash"
+
+
+def _fp8_plan(folder: Path, *formats: str | None) -> str:
+    """Flags of a pipeline with a mesh of each fp8 format; None: the run's."""
+    meshes = [
+        {"vendor": vendor, "layers": [4]} | ({} if own is None else {"fp8": own})
+        for vendor, own in zip(("amd", "nvidia"), formats, strict=True)
+    ]
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump({"meshes": meshes}))
+    return f"--hetero-pipeline --hetero-plan {path} "
+
+
+def test_a_mesh_computes_in_its_own_fp8_format_or_in_the_runs(tmp_path: Path) -> None:
+    read = _read(f"{_fp8_plan(tmp_path, 'none', None)} --bf16 --fp8-format hybrid", ranks=2)
+    assert [mesh.fp8 for mesh in read.plan.meshes] == ["none", "hybrid"]
+    found = []
+    for mesh in read.plan.meshes:
+        own = deepcopy(read.args)
+        apply_mesh(own, mesh)
+        found.append(own.fp8_format)
+    assert found == [None, "hybrid"]
+    assert "fp8 hybrid" in "\n".join(draw_meshes(read.plan))
+
+
+def test_fp8_of_one_mesh_alone_needs_what_fp8_needs(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        _read(f"{_fp8_plan(tmp_path, None, 'e4m3')} --fp8-recipe mxfp8", ranks=2)
+    assert [said.split()[0] for said in refused.value.sentences] == ["--fp8-format", "--fp8-recipe"]
+    assert _read(f"{_fp8_plan(tmp_path, None, 'none')} --fp8-recipe mxfp8", ranks=2)
 
 
 def test_a_mesh_recomputes_as_the_global_flags_say_how() -> None:

@@ -1,0 +1,473 @@
+"""Linear layers in fp8: how close their products are, what becomes of edge values, how delayed
+scales follow from maxima, and which layers are chosen."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.errors import HeteroError, UserError
+from hetero.tools.operators.recording import built_model
+from megatron.hetero import fp8
+from megatron.hetero.fp8 import GRADIENT, INPUT, WEIGHT, LayerScaling, Recipe, Types
+from megatron.hetero.kernels import AccumulatingWgrad, DelayedWgrad
+from tests.gpus import NEEDS_A_GPU
+from tests.megatron.launches import parsed
+
+CPU = torch.device("cpu")
+TOKENS, WIDTH, OUTPUTS = 64, 128, 96
+TYPES = {"fn": Types.of(CPU, "nvidia"), "fnuz": Types.of(CPU, "amd")}
+SCALINGS = (fp8.DELAYED, fp8.TENSORWISE, fp8.ROWWISE)
+
+
+def recipe(types: Types, scaling: str = fp8.TENSORWISE, **more: Any) -> Recipe:
+    return Recipe(scaling=scaling, forward=types.e4m3, gradient=types.e5m2, **more)
+
+
+def decibels(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The ratio of signal to noise."""
+    noise = (found.detach().double() - exact.detach().double()).norm()
+    return 20 * math.log10(float(exact.detach().double().norm() / noise))
+
+
+def matrices(device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input, weight and output gradient, bf16."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((TOKENS, WIDTH), (OUTPUTS, WIDTH), (TOKENS, OUTPUTS))
+    drawn = (torch.randn(shape, generator=generator) for shape in shapes)
+    x, weight, grad = (each.to(device, torch.bfloat16) for each in drawn)
+    return x.requires_grad_(), (weight * 0.02).detach().requires_grad_(), grad * 1e-5
+
+
+def backward(
+    layer: LayerScaling, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    output = fp8.linear(layer, x, weight, None, training=True, **how)
+    output.backward(grad)
+    return output.detach()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_products_are_close_to_those_in_float64(types: Types, scaling: str) -> None:
+    """Of e4m3 25 dB and more, of gradients in e5m2, which has a bit less, 22 dB."""
+    x, weight, grad = matrices()
+    layer = LayerScaling("fc1", recipe(types, scaling))
+    output = backward(layer, grad, x, weight)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert output.dtype == x.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert decibels(output, x.double() @ weight.double().t()) > 25
+    assert decibels(x.grad, grad.double() @ weight.double()) > 22
+    assert decibels(weight.grad, grad.double().t() @ x.double()) > 22
+    assert layer.products == {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_gradients_in_e4m3_are_as_close_as_outputs(types: Types) -> None:
+    x, weight, grad = matrices()
+    layer = LayerScaling("fc1", Recipe(fp8.TENSORWISE, types.e4m3, types.e4m3))
+    backward(layer, grad, x, weight)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert decibels(x.grad, grad.double() @ weight.double()) > 25
+    assert decibels(weight.grad, grad.double().t() @ x.double()) > 25
+
+
+def test_weight_gradients_in_bf16_are_those_of_matmul_and_not_counted() -> None:
+    x, weight, grad = matrices()
+    layer = LayerScaling("fc1", recipe(TYPES["fn"], weight_gradient=False))
+    backward(layer, grad, x, weight)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, grad.t().matmul(x.detach()))
+    assert layer.products == {"forward": 1, "input_gradient": 1, "weight_gradient": 0}
+
+
+def test_a_bias_is_added_and_has_the_sum_of_the_gradients() -> None:
+    x, weight, grad = matrices()
+    bias = torch.full((OUTPUTS,), 8.0, dtype=torch.bfloat16, requires_grad=True)
+    layer = LayerScaling("fc1", recipe(TYPES["fn"]))
+    output = fp8.linear(layer, x.view(8, 8, WIDTH), weight, bias, training=True)
+    output.backward(grad.view(8, 8, OUTPUTS))
+    assert output.shape == (8, 8, OUTPUTS)
+    plain = fp8.linear(layer, x, weight, None, training=True)
+    assert torch.equal(output.detach().view(TOKENS, OUTPUTS), (plain + 8.0).detach())
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, grad.sum(dim=0))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at-once", "after-the-input-gradient"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_weight_gradients_are_added_to_float32_buffers(scaling: str, later: bool) -> None:
+    x, weight, grad = matrices()
+    buffer = torch.ones(OUTPUTS, WIDTH)
+    weight.main_grad = buffer  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    wgrad = DelayedWgrad(copies_inputs=False) if later else AccumulatingWgrad()
+    layer = LayerScaling("fc1", recipe(TYPES["fn"], scaling))
+    with mock.patch.object(fp8, "installed_weight_gradient", return_value=wgrad):
+        backward(layer, grad * 1e5, x, weight, gradient_accumulation_fusion=True)
+    if isinstance(wgrad, DelayedWgrad):
+        assert torch.equal(buffer, torch.ones_like(buffer))
+        assert layer.products["weight_gradient"] == 0
+        wgrad.compute()
+    assert decibels(buffer - 1, (grad * 1e5).double().t() @ x.double()) > 22
+    assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert layer.products["weight_gradient"] == 1
+
+
+# What a tensor may hold.
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_zeros_have_zeros(types: Types, scaling: str) -> None:
+    _, weight, grad = matrices()
+    x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    output = backward(LayerScaling("fc1", recipe(types, scaling)), grad, x, weight)
+    assert not output.any()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_what_is_not_finite_stays_so_in_its_row_as_in_bf16(
+    types: Types, scaling: str, value: float
+) -> None:
+    x, weight, _ = matrices()
+    x = x.detach()
+    x[3, 5] = value
+    layer = LayerScaling("fc1", recipe(types, scaling))
+    output = fp8.linear(layer, x, weight.detach(), None, training=True)
+    assert output[3].isnan().all()
+    assert output[torch.arange(TOKENS) != 3].isfinite().all()
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("factor", [2.0**-120, 2.0**100], ids=["tiny", "large"])
+def test_tensors_of_any_magnitude_are_as_close(types: Types, factor: float) -> None:
+    x, weight, _ = matrices()
+    scaled = (x.detach().double() * factor).to(torch.bfloat16)
+    layer = LayerScaling("fc1", recipe(types))
+    output = fp8.linear(layer, scaled, weight.detach(), None, training=True)
+    assert decibels(output, scaled.double() @ weight.detach().double().t()) > 25
+
+
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_one_huge_value_costs_the_others_their_bits_unless_rows_are_scaled(types: Types) -> None:
+    x, weight, _ = matrices()
+    x, weight = x.detach(), weight.detach()
+    x[0, 0] = 1e8
+    others = x.double()[1:] @ weight.double().t()
+    found = {}
+    for scaling in (fp8.TENSORWISE, fp8.ROWWISE):
+        output = fp8.linear(
+            LayerScaling("fc1", recipe(types, scaling)), x, weight, None, training=True
+        )
+        assert output.isfinite().all()
+        found[scaling] = output[1:]
+    assert not found[fp8.TENSORWISE].any()
+    assert decibels(found[fp8.ROWWISE], others) > 25
+
+
+@given(st.floats(min_value=0, width=32), st.sampled_from([*TYPES.values()]), st.integers(0, 4))
+def test_scales_and_their_inverses_are_finite_numbers(
+    amax: float, types: Types, margin: int
+) -> None:
+    for dtype in (types.e4m3, types.e5m2):
+        scale = fp8.scale_of(torch.tensor(amax), dtype, margin=margin)
+        assert scale > 0
+        assert scale.isfinite()
+        assert (1 / scale).isfinite()
+        if math.isfinite(amax):
+            assert amax * float(scale) <= torch.finfo(dtype).max / 2**margin * (1 + 1e-6)
+
+
+# Types.
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [("gfx942:sramecc+:xnack-", "fnuz"), ("gfx950", "fn"), (None, "fn")],
+    ids=["MI300X", "MI350", "NVIDIA"],
+)
+def test_a_gpu_has_its_own_types_whatever_vendor_it_simulates(
+    architecture: str | None, expected: str
+) -> None:
+    properties = SimpleNamespace(**({"gcnArchName": architecture} if architecture else {}))
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
+        for vendor in ("nvidia", "amd"):
+            assert Types.of(torch.device("cuda"), vendor) == TYPES[expected]
+
+
+def test_a_device_that_cannot_multiply_is_named() -> None:
+    refusal = RuntimeError("needs sm_89\nmore")
+    with (
+        mock.patch.object(torch, "_scaled_mm", side_effect=refusal),
+        pytest.raises(HeteroError, match=r"this CPU .* e4m3fn and e5m2 .*: needs sm_89;"),
+    ):
+        fp8.require_device(CPU, recipe(TYPES["fn"]))
+
+
+def test_a_device_whose_products_are_wrong_is_named() -> None:
+    wrong = torch.zeros(32, 32, dtype=torch.bfloat16)
+    with (
+        mock.patch.object(torch, "_scaled_mm", return_value=wrong),
+        pytest.raises(HeteroError, match="its products are wrong"),
+    ):
+        fp8.require_device(CPU, recipe(TYPES["fnuz"], fp8.ROWWISE))
+
+
+# Layers of a model.
+
+
+class Delayed:
+    """One layer with delayed scales, and what it is given step by step."""
+
+    def __init__(self, **more: Any) -> None:
+        module = torch.nn.Module()
+        alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        with mock.patch.dict(fp8._CLASSES, {torch.nn.Module: torch.nn.Module}):
+            self.layers = fp8.Fp8Layers(
+                [("decoder.layers.0.mlp.linear_fc1", module)],
+                recipe(TYPES["fn"], fp8.DELAYED, **more),
+                group=alone,  # type: ignore[arg-type]
+                device=CPU,
+            )
+        self.layer: LayerScaling = module.fp8  # type: ignore[assignment]
+        self.maxima: torch.Tensor = module.fp8_amax_history  # type: ignore[assignment]
+
+    def see(self, *values: float, role: int = INPUT) -> fp8.Operand:
+        x = torch.tensor([values], dtype=torch.bfloat16)
+        return self.layer.operands(role, x)[0]
+
+    def step(self, *values: float, role: int = INPUT) -> fp8.Operand:
+        operand = self.see(*values, role=role)
+        self.layers.end_step()
+        return operand
+
+
+def test_the_first_step_is_scaled_by_its_own_maxima() -> None:
+    operand = Delayed().step(2.0, -4.0)
+    assert operand.values.float().tolist() == [[224.0, -448.0]]
+    assert float(operand.inverse) == pytest.approx(4 / 448)
+
+
+def test_later_steps_are_scaled_by_the_maximum_of_the_last_one() -> None:
+    delayed = Delayed()
+    delayed.step(4.0)
+    assert delayed.step(2.0).values.float().tolist() == [[224.0]]
+    assert delayed.step(2.0).values.float().tolist() == [[448.0]]
+
+
+def test_the_largest_of_the_maxima_that_are_kept_counts() -> None:
+    delayed = Delayed(history=3, takes_most_recent=False)
+    found = [float(delayed.step(value).inverse) * 448 for value in (4.0, 8.0, 1.0, 1.0, 1.0, 2.0)]
+    assert found == pytest.approx([4, 4, 8, 8, 8, 1])
+    assert delayed.maxima[:, INPUT].tolist() == [1.0, 1.0, 2.0]
+
+
+def test_the_margin_leaves_powers_of_two_free() -> None:
+    delayed = Delayed(margin=2)
+    delayed.step(1.0)
+    assert delayed.step(1.0).values.float().tolist() == [[448 / 4]]
+
+
+def test_each_matrix_of_a_layer_has_a_scale_of_its_own_in_its_own_type() -> None:
+    delayed = Delayed()
+    delayed.see(1.0, role=INPUT)
+    delayed.see(2.0, role=WEIGHT)
+    delayed.step(4.0, role=GRADIENT)
+    assert delayed.maxima.tolist() == [[1.0, 2.0, 4.0]]
+    assert delayed.see(4.0, role=GRADIENT).values.dtype == torch.float8_e5m2
+    assert float(delayed.see(4.0, role=GRADIENT).values) == torch.finfo(torch.float8_e5m2).max
+
+
+def test_the_maximum_of_a_step_is_that_of_all_its_micro_batches() -> None:
+    delayed = Delayed()
+    for value in (1.0, 16.0, 2.0):
+        delayed.see(value)
+    delayed.layers.end_step()
+    assert delayed.maxima[:, INPUT].tolist() == [16.0]
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan], ids=str)
+def test_zeros_and_what_is_not_finite_leave_the_last_maximum(value: float) -> None:
+    delayed = Delayed(history=2)
+    delayed.step(4.0)
+    delayed.step(value)
+    assert delayed.maxima[:, INPUT].tolist() == [4.0, 4.0]
+    assert float(delayed.layers.take_clipped()) == 0
+
+
+def test_what_a_scale_does_not_reach_is_clipped_and_counted_once() -> None:
+    delayed = Delayed(margin=1)
+    delayed.step(1.0)
+    assert delayed.step(2.0).values.float().tolist() == [[448.0]]
+    assert float(delayed.layers.take_clipped()) == 0
+    assert delayed.step(-64.0, 1.0).values.float().tolist() == [[-448.0, 112.0]]
+    assert float(delayed.layers.take_clipped()) == 1
+    assert float(delayed.layers.take_clipped()) == 0
+
+
+def test_evaluation_leaves_no_maximum_of_inputs() -> None:
+    delayed = Delayed()
+    x, weight, _ = matrices()
+    fp8.linear(delayed.layer, x, weight, None, training=False)
+    delayed.layers.end_step()
+    assert delayed.maxima[0, INPUT] == 0
+    assert delayed.maxima[0, WEIGHT] == weight.abs().max()
+
+
+def test_maxima_that_are_loaded_scale_the_first_step() -> None:
+    delayed = Delayed()
+    delayed.see(1000.0)
+    delayed.maxima.copy_(torch.tensor([[8.0, 0.0, 0.0]]))
+    delayed.layers.restart()
+    assert float(delayed.see(1.0).values) == 56.0
+    delayed.layers.end_step()
+    assert delayed.maxima[:, INPUT].tolist() == [1.0]
+
+
+def test_a_weight_is_cast_once_until_it_has_changed() -> None:
+    x, weight, grad = matrices()
+    layer = LayerScaling("fc1", recipe(TYPES["fn"]))
+    before = backward(layer, grad, x, weight)
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(backward(layer, grad, x, weight), before)
+    layer.forget_weight()
+    assert torch.equal(backward(layer, grad, x, weight), 2 * before)
+
+
+def chosen(flags: str) -> list[str]:
+    """The names of the layers that a model with these flags has in fp8."""
+    args = parsed(f"--bf16 --fp8-format hybrid --padded-vocab-size 128 {flags}")
+    with built_model(args, CPU) as (chunk, _):
+        layers = fp8.install(args, [chunk], [0], vendor="amd", group=None, device=CPU)  # type: ignore[arg-type]
+        outside = [n for n, m in chunk.named_modules() if "output_layer" in n and hasattr(m, "fp8")]
+        assert not outside
+        return [layer.name for layer in layers._layers]
+
+
+LINEAR = (
+    *("self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+)
+
+
+def test_attention_and_mlp_of_every_layer_are_chosen() -> None:
+    names = chosen("--num-layers 3 --fp8-recipe tensorwise")
+    expected = {f"decoder.layers.{n}.{part}" for n in range(3) for part in LINEAR}
+    assert sorted(names) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", [1, 2, 3, 4, 5, 6]),
+        ("--num-layers-at-start-in-bf16 3", [3, 4, 5, 6]),
+        ("--num-layers-at-end-in-bf16 0", [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_the_first_and_last_layers_can_stay_in_bf16(flags: str, expected: list[int]) -> None:
+    names = chosen(f"--fp8-recipe tensorwise --first-last-layers-bf16 {flags}")
+    assert sorted({int(name.split(".")[2]) for name in names}) == expected
+
+
+def test_shared_experts_are_chosen_and_routers_and_grouped_products_are_not() -> None:
+    names = chosen(
+        "--num-layers 1 --fp8-recipe tensorwise --num-experts 4 --disable-bias-linear "
+        "--moe-shared-expert-intermediate-size 32"
+    )
+    mlp = {name.removeprefix("decoder.layers.0.mlp.") for name in names if ".mlp." in name}
+    assert mlp == {"shared_experts.linear_fc1", "shared_experts.linear_fc2"}
+
+
+def test_latent_attention_and_mtp_layers_are_chosen() -> None:
+    names = chosen(
+        "--num-layers 1 --fp8-recipe tensorwise --multi-latent-attention --q-lora-rank 32 "
+        "--qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 --mtp-num-layers 1 "
+        "--position-embedding-type rope"
+    )
+    parts = {name.rsplit(".", 1)[1] for name in names if name.startswith("mtp.")}
+    down = {"linear_q_down_proj", "linear_kv_down_proj"}
+    up = {"linear_q_up_proj", "linear_kv_up_proj", "linear_proj"}
+    assert parts == {*down, *up, "linear_fc1", "linear_fc2", "eh_proj"}
+    assert {name.rsplit(".", 1)[1] for name in names if "decoder" in name} == parts - {"eh_proj"}
+
+
+def test_sizes_that_gpus_do_not_take_are_refused_all_at_once() -> None:
+    with pytest.raises(UserError) as refused:
+        chosen("--ffn-hidden-size 40 --micro-batch-size 1 --seq-length 24")
+    first, second, third = refused.value.sentences
+    assert "linear_fc1 is 40 x 64 on a rank" in first
+    assert "linear_fc2 is 64 x 40" in second
+    assert "24 tokens on a rank" in third
+
+
+def test_a_layer_that_has_computed_in_bf16_ends_the_run() -> None:
+    delayed = Delayed()
+    layer = delayed.layer
+    layer.products.update(forward=1, input_gradient=1)
+    with pytest.raises(
+        HeteroError, match=r"rank 3: decoder\.layers\.0\.mlp\.linear_fc1 has computed"
+    ):
+        delayed.layers.require_products(rank="rank 3")
+    layer.products["weight_gradient"] = 1
+    delayed.layers.require_products(rank="rank 3")
+
+
+# Kernels of GPUs.
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("shape", [(96, 160), (1, 16), (130, 4112)])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_gpu_casts_to_the_same_bits(shape: tuple[int, int], transposed: bool) -> None:
+    from megatron.hetero.fp8_cast import cast_both, largest_magnitude
+
+    device = torch.device("cuda")
+    types = Types.of(device, "nvidia")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    x[0, 0], x[0, 1], x[-1, -1] = math.nan, -math.inf, 1000.0
+    for dtype in (types.e4m3, types.e5m2):
+        scale = torch.tensor(3.0)
+        seen = torch.zeros((), device=device)
+        cast, turned = cast_both(
+            x.to(device), scale.to(device), dtype, transposed=transposed, seen=seen
+        )
+        expected = fp8.cast(x, scale, dtype).float()
+        assert torch.equal(cast.cpu().float().nan_to_num(7), expected.nan_to_num(7))
+        assert (turned is not None) == transposed
+        if turned is not None:
+            assert torch.equal(turned.cpu().float().t().nan_to_num(7), expected.nan_to_num(7))
+        assert seen.isinf()
+        assert largest_magnitude(x.to(device)).isinf()
+        assert float(largest_magnitude(x.nan_to_num(0, 0, 0).to(device))) == 1000.0
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_of_a_gpu_are_close_to_those_in_float64(scaling: str) -> None:
+    device = torch.device("cuda")
+    own = recipe(Types.of(device, "nvidia"), scaling)
+    fp8.require_device(device, own)
+    x, weight, grad = matrices(device)
+    output = backward(LayerScaling("fc1", own), grad, x, weight)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert decibels(output, x.double() @ weight.double().t()) > 25
+    assert decibels(x.grad, grad.double() @ weight.double()) > 22
+    assert decibels(weight.grad, grad.double().t() @ x.double()) > 22
