@@ -724,6 +724,18 @@ def _problems(
         )
 
 
+def _casts_alike(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a device's own kernel casts x, and what is too large or not finite, as `cast`."""
+    x = x.clone()
+    x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 3e38], device=x.device)
+    scale = torch.tensor(0.37, device=x.device)
+    expected = cast(x, scale, dtype).float().nan_to_num(7.0)
+    values, turned = _cast_both(x, scale, dtype, transposed=True, seen=None)
+    assert turned is not None
+    both = (values.float(), turned.float().t())
+    return all(torch.equal(each.nan_to_num(7.0), expected) for each in both)
+
+
 def require_device(device: torch.device, recipe: Recipe) -> None:
     """Raise HeteroError if a device, or its build of torch, does not multiply by this recipe."""
     counting = torch.arange(32 * 32, device=device).remainder(5).view(32, 32).to(torch.bfloat16)
@@ -737,6 +749,8 @@ def require_device(device: torch.device, recipe: Recipe) -> None:
                 found.float(), counting.float() @ counting.float().t(), rtol=1e-2
             )
             reason = "its products are wrong"
+            if is_right and recipe.scaling != ROWWISE and not _casts_alike(counting, left_dtype):
+                is_right, reason = False, "its kernel casts otherwise than torch"
         except (RuntimeError, NotImplementedError, ValueError) as error:
             is_right, reason = False, str(error).splitlines()[0]
         if not is_right:

@@ -427,6 +427,19 @@ def test_a_layer_that_has_computed_in_bf16_ends_the_run() -> None:
     delayed.layers.require_products(rank="rank 3")
 
 
+def test_a_device_whose_kernel_casts_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = recipe(Types(torch.float8_e4m3fn, torch.float8_e5m2), "tensorwise")
+    fp8.require_device(torch.device("cpu"), own)
+
+    def clips_nothing(x, scale, dtype, **_):
+        values = (x.float() * scale).to(dtype)
+        return values, values.t().contiguous()
+
+    monkeypatch.setattr(fp8, "_cast_both", clips_nothing)
+    with pytest.raises(HeteroError, match="its kernel casts otherwise than torch"):
+        fp8.require_device(torch.device("cpu"), own)
+
+
 # Kernels of GPUs.
 
 
