@@ -261,8 +261,8 @@ class Spelling:
         """`value` as a word of a message about the flag."""
         if self.const is not None:
             return "on" if value == self.const else "off"
-        if isinstance(value, list) and not self.takes_several:
-            return _repetitions(value)
+        if isinstance(value, list):
+            return " ".join(map(str, value)) if self.takes_several else _repetitions(value)
         return "not given" if value is None else str(value)
 
 

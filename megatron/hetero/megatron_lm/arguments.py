@@ -183,7 +183,7 @@ def require_expressible(args: Mapping[str, Any], *, source: str) -> None:
     if foreign:
         raise UserError(
             f"{source} is of a model that is not written for Megatron-LM, because of "
-            f"{', '.join(foreign)}; megatron-to-hf writes it for transformers"
+            f"{', '.join(foreign)}; megatron-to-hf writes models of transformers' families"
         )
 
 

@@ -655,7 +655,7 @@ def test_transformers_names_the_number_of_experts_in_two_ways() -> None:
     ("changes", "said"),
     [
         ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor (1.0)"),
-        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "--moe-router-load-balancing-type"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "-load-balancing-type (sinkhorn)"),
         ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function (sigmoid)"),
         ({"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor (2.5)"),
         (

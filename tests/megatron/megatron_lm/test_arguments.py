@@ -102,4 +102,4 @@ def test_what_is_not_written_for_megatron_lm_is_named_with_what_to_do_instead() 
     said = sentence_of(require_expressible, {**LLAMA, **foreign}, source="the checkpoint")
     for flag in ("--num-experts (8)", "--multi-latent-attention (on)", "--logits-scaling (3.0)"):
         assert flag in said
-    assert "megatron-to-hf writes it" in said
+    assert "megatron-to-hf writes models of transformers' families" in said
