@@ -17,7 +17,7 @@ from bench.public_commands import (
 )
 
 # Raise these with what they have reached; they never fall.
-LEAST = (0.93, 0.99, 0.78, 0.9)
+LEAST = (0.93, 0.99, 0.79, 0.92)
 """Of dense models, all and without what is left out; of experts and latent attention likewise."""
 
 
