@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from hetero.planner.training_options import TrainingOptions
 from hetero.tools.runs import SIMULATED
 from megatron.hetero.arguments import read_command_line
 from tests.distributed.harness import MIXED, changed_entry, read_rows, train
-from tests.distributed.test_context_parallelism import Mesh, flags, mesh, stored
+from tests.distributed.plan_cases import Case, across
+from tests.distributed.test_context_parallelism import flags, mesh, stored
 from tests.distributed.test_meshes import ranks, write_plan
 
 STEP, GLOBAL_BATCH = 2, 8
@@ -38,28 +38,10 @@ DEEPSEEK = (
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """`shared` are the flags that the run of one process has too."""
-
-    name: str
-    nproc: int
-    shared: str
-    own: str = ""
-    meshes: tuple[Mesh, ...] = ()
-    biases: bool = False
-
-    def words(self, corpus, flags_of_run: str) -> list[str]:
-        """Of a run."""
-        words = flags(corpus, flags_of_run)
-        return [word for word in words if not (self.biases and word == "--disable-bias-linear")]
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def across(name: str, shared: str, *meshes: Mesh, own: str = "") -> Case:
-    return Case(name, ranks(list(meshes)), shared, own, meshes)
+def words_of(case: Case, corpus, flags_of_run: str) -> list[str]:
+    """Of a run of the case."""
+    words = flags(corpus, flags_of_run)
+    return [word for word in words if not (case.biases and word == "--disable-bias-linear")]
 
 
 CASES = [
@@ -154,12 +136,12 @@ def loads(folder: Path, *more: str) -> list[float]:
 def test_ranks_that_share_experts_compute_what_one_process_does(
     case: Case, of_one_process, corpus, tmp_path: Path
 ) -> None:
-    one, reference = of_one_process(case.words(corpus, case.shared))
+    one, reference = of_one_process(words_of(case, corpus, case.shared))
     plan = write_plan(list(case.meshes), tmp_path) if case.meshes else []
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "1"]
     checks = "--check-weight-hash-across-dp-replicas-interval 1"
     shared = train(
-        [*case.words(corpus, f"{case.shared} {case.own} {checks}"), *plan, *saving],
+        [*words_of(case, corpus, f"{case.shared} {case.own} {checks}"), *plan, *saving],
         case.nproc,
         tmp_path / "shared",
         environ=SIMULATED,

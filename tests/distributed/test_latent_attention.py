@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import MIXED, train
-from tests.distributed.test_context_parallelism import Mesh, mesh, stored
+from tests.distributed.plan_cases import Case, across
 from tests.distributed.test_context_parallelism import flags as grouped_flags
+from tests.distributed.test_context_parallelism import mesh, stored
 from tests.distributed.test_experts import DEEPSEEK, require_counted_to_the_byte
-from tests.distributed.test_meshes import ranks, write_plan
+from tests.distributed.test_meshes import write_plan
 
 DISTRIBUTED = "--use-distributed-optimizer"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -44,24 +44,6 @@ def flags(corpus, more: str) -> list[str]:
     at = words.index("--group-query-attention")
     assert words[at + 1] == "--num-query-groups"
     return words[:at] + words[at + 3 :]
-
-
-@dataclass(frozen=True)
-class Case:
-    """`shared` are the flags that the run of one process has too."""
-
-    name: str
-    nproc: int
-    shared: str
-    own: str = ""
-    meshes: tuple[Mesh, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def across(name: str, shared: str, *meshes: Mesh, own: str = "") -> Case:
-    return Case(name, ranks(list(meshes)), shared, own, meshes)
 
 
 CASES = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from hetero.tools.runs import SIMULATED
 from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.generation import whole_model
 from tests.distributed.harness import MIXED, read_rows, train
-from tests.distributed.test_context_parallelism import Mesh, flags, mesh, stored
+from tests.distributed.plan_cases import Case, across
+from tests.distributed.test_context_parallelism import flags, mesh, stored
 from tests.distributed.test_experts import DEEPSEEK
-from tests.distributed.test_meshes import ranks, write_plan
+from tests.distributed.test_meshes import write_plan
 
 # A large weight, so that a wrong factor of these losses shows.
 WEIGHT = "--mtp-loss-scaling-factor 0.7"
@@ -27,24 +27,6 @@ MASKED_LOSS = "--eod-mask-loss"
 PER_TOKEN = f"--calculate-per-token-loss {MASKED_LOSS}"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-
-
-@dataclass(frozen=True)
-class Case:
-    """`shared` are the flags that the run of one process has too."""
-
-    name: str
-    nproc: int
-    shared: str
-    own: str = ""
-    meshes: tuple[Mesh, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def across(name: str, shared: str, *meshes: Mesh, own: str = "") -> Case:
-    return Case(name, ranks(list(meshes)), shared, own, meshes)
 
 
 CASES = [

@@ -33,8 +33,8 @@ def _add_layer_flags(group: argparse._ArgumentGroup) -> None:
         "--moe-layer-freq",
         type=layer_pattern,
         default=1,
-        help="which layers have experts: every so many from the first on, or a list with a 0 or 1 "
-        "for each layer, such as [0]*1+[1]*26; default: 1",
+        help="which layers have experts: a period N, for every N-th layer from the first on, or a "
+        "list of 0 and 1 for each layer, such as [0]*1+[1]*26; default: 1",
     )
     group.add_argument(
         "--moe-ffn-hidden-size",
@@ -132,7 +132,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--moe-expert-capacity-factor",
         type=number(),
-        help="drop tokens beyond so many times an equal share of an expert; default: drop none",
+        help="capacity of an expert, in times an equal share of tokens; default: drop none",
     )
     group.add_argument(
         "--moe-pad-expert-input-to-capacity",

@@ -104,7 +104,7 @@ def test_ranks_that_exchange_tokens_wait_for_the_host_once_more_in_each_pass() -
     assert eight == two
 
 
-def test_where_experts_are_computed_one_after_the_other_ranks_that_share_them_wait_less() -> None:
+def test_expert_parallelism_shortens_a_loop_over_experts() -> None:
     """torch has no grouped product on AMD."""
     many = model(QWEN3_30B, seq_length=256, num_experts=1024)
     one, two, four = (

@@ -200,9 +200,7 @@ def test_wrong_widths_of_latent_attention_are_told_at_once() -> None:
     assert "v-head-dim is -1; give at least 1" in said
 
 
-def test_tensor_parallel_ranks_divide_sequences_where_experts_or_latent_vectors_ask_for_it() -> (
-    None
-):
+def test_experts_and_latent_attention_need_sequence_parallelism() -> None:
     assert model(DEEPSEEK_LIKE).needs_sequence_parallel
     assert load_model("deepseek-v2-lite", num_experts=None).needs_sequence_parallel
     assert not load_model("llama3-8b").needs_sequence_parallel
