@@ -12,11 +12,9 @@ other, not with `one`. `profile` says which kernels a step of `one` consists of.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import re
-import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -34,14 +32,15 @@ if __name__ == "__main__":
 
 import torch
 
+from bench.timing.timed_runs import profiled_events, timed_peer, timed_run
 from hetero.errors import HeteroError
 from hetero.text import integer
 from hetero.tools import tool_command_line
-from hetero.tools.launching.processes import Step, run_step
-from hetero.tools.runs import SIMULATED, Launch, failure_text, run_to_end
+from hetero.tools.launching.processes import Step
+from hetero.tools.runs import SIMULATED, Launch
 
 PEER = Path(__file__).parent / "experts/core_peer.py"
-WARM_UP, SECONDS = 2, 400.0
+SECONDS = 400.0
 PIPELINE = "--pipeline-model-parallel-size 2"
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
 RANKS = {
@@ -107,14 +106,7 @@ def ours(args: argparse.Namespace, folder: Path, name: str, *more: str) -> dict[
         environ=SIMULATED if nproc > 1 else {},
         deadline=SECONDS,
     )
-    try:
-        found = run_to_end(launch)
-    except HeteroError as error:
-        return {"error": failure_text(error, launch)}
-    seconds = [record["elapsed_ms"] / 1e3 for record in found.iterations[WARM_UP:]]
-    peaks = [row["peak_memory_bytes"] for row in found.report["ranks"]]
-    losses = [record["loss"] for record in found.iterations]
-    return figures(args, seconds, max(peaks), losses)
+    return timed_run(launch, tokens=args.sequence * args.batch)
 
 
 def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -128,25 +120,7 @@ def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         directory=Path.cwd(),
         environment=dict(os.environ) | {"OUT": str(out)},
     )
-    try:
-        run_step(step, lambda: None)
-    except HeteroError as error:
-        return {"error": str(error)[:500]}
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    seconds = [row["seconds"] for row in rows[WARM_UP:]]
-    return figures(args, seconds, rows[-1]["peak"], [row["loss"] for row in rows])
-
-
-def figures(
-    args: argparse.Namespace, seconds: Sequence[float], peak: int, losses: Sequence[float]
-) -> dict[str, Any]:
-    tokens = args.sequence * args.batch
-    return {
-        "tokens_per_s": round(tokens / statistics.median(seconds), 1),
-        "seconds": [round(each, 4) for each in seconds],
-        "peak_gib": round(peak / 2**30, 2),
-        "losses": list(losses),
-    }
+    return timed_peer(step, out, tokens=args.sequence * args.batch)
 
 
 def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -157,12 +131,9 @@ def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found = ours(args, folder, "one", *flags)
     if "error" in found:
         return found
-    files = sorted(traces.rglob("*.json*"))
-    if not files:
+    events = profiled_events(traces)
+    if events is None:
         return {"error": "the profiler has written no trace"}
-    opened = gzip.open if files[-1].suffix == ".gz" else open
-    with opened(files[-1], "rt") as file:
-        events = json.load(file)["traceEvents"]
     return kernel_times(events)
 
 

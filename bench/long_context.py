@@ -13,7 +13,6 @@ time the GPU computed.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import statistics
@@ -38,15 +37,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.timing.timed_runs import profiled_events, timed_peer, timed_run
 from hetero.errors import HeteroError
 from hetero.text import counted, integer
 from hetero.tools import tool_command_line
-from hetero.tools.launching.processes import Step, run_step
-from hetero.tools.runs import Launch, failure_text, run_to_end
+from hetero.tools.launching.processes import Step
+from hetero.tools.runs import Launch
 from megatron.hetero import context_parallel
 
 PEER = Path(__file__).parent / "long_context/torch_peer.py"
-WARM_UP, SECONDS = 2, 300.0
+SECONDS = 300.0
 TYPES = ("p2p", "a2a", "all_gather")
 ALONE, PEER_RUN, TRACED, BLOCKS = "one", "torch", "ring", "blocks"
 RUNS = ("p2p", PEER_RUN, TRACED, ALONE, "a2a", "all_gather", BLOCKS)
@@ -88,14 +88,7 @@ def ours(args: argparse.Namespace, sequence: int, folder: Path, *more: str, npro
         environ={},
         deadline=SECONDS,
     )
-    try:
-        found = run_to_end(launch)
-    except HeteroError as error:
-        return {"error": failure_text(error, launch)}
-    seconds = [record["elapsed_ms"] / 1e3 for record in found.iterations[WARM_UP:]]
-    peaks = [row["peak_memory_bytes"] for row in found.report["ranks"]]
-    losses = [record["loss"] for record in found.iterations]
-    return figures(seconds, max(peaks), sequence, losses)
+    return timed_run(launch, tokens=sequence)
 
 
 def peer(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
@@ -110,24 +103,7 @@ def peer(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
         directory=Path.cwd(),
         environment=dict(os.environ) | {"OUT": str(out)},
     )
-    try:
-        run_step(step, lambda: None)
-    except HeteroError as error:
-        return {"error": str(error)[:500]}
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    seconds = [row["seconds"] for row in rows[WARM_UP:]]
-    return figures(seconds, rows[-1]["peak"], sequence, [row["loss"] for row in rows])
-
-
-def figures(
-    seconds: Sequence[float], peak: int, sequence: int, losses: Sequence[float]
-) -> dict[str, Any]:
-    return {
-        "tokens_per_s": round(sequence / statistics.median(seconds), 1),
-        "seconds": [round(each, 4) for each in seconds],
-        "peak_gib": round(peak / 2**30, 2),
-        "losses": list(losses),
-    }
+    return timed_peer(step, out, tokens=sequence)
 
 
 def overlap(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
@@ -138,12 +114,9 @@ def overlap(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
     found = ours(args, sequence, folder, *flags, "--tensorboard-dir", str(traces), nproc=2)
     if "error" in found:
         return found
-    files = sorted(traces.rglob("*.json*"))
-    if not files:
+    events = profiled_events(traces)
+    if events is None:
         return {"error": "the profiler has written no trace"}
-    opened = gzip.open if files[-1].suffix == ".gz" else open
-    with opened(files[-1], "rt") as file:  # type: ignore[operator]
-        events = json.load(file)["traceEvents"]
     return hidden_transfers(events)
 
 
