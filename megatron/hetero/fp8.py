@@ -206,11 +206,18 @@ class LayerScaling:
         self._weight = None
 
     def operands(
-        self, role: int, x: torch.Tensor, *, transposed: bool = True, records: bool = True
+        self,
+        role: int,
+        x: torch.Tensor,
+        *,
+        transposed: bool = True,
+        records: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> tuple[Operand, Operand | None]:
         """x (rows, width) and, if wanted, its transposed matrix in fp8.
 
-        `records`: whether delayed scaling takes its maximum into account.
+        `records`: whether delayed scaling takes its maximum into account. `group`: ranks whose x
+        are parts of one matrix, which has one factor; collective where no delayed scale is known.
         """
         dtype = self.recipe.dtype(role)
         x = x.contiguous()
@@ -224,6 +231,8 @@ class LayerScaling:
             scale, inverse = histories.scales[layer, role], histories.inverses[layer, role]
         else:
             amax = _magnitude(x)
+            if group is not None:
+                _agree_on_maximum(amax, group)
             scale = scale_of(amax, dtype)
             inverse = 1.0 / scale
             if seen is not None:
@@ -256,6 +265,24 @@ def _magnitude(x: torch.Tensor) -> torch.Tensor:
     return largest_magnitude(x)
 
 
+def _agree_on_maximum(amax: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace maxima by the largest of all ranks of a group. Collective."""
+    if group.size() == 1:
+        return
+    shared = amax.cpu() if dist.get_backend(group) == "gloo" else amax
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+    amax.copy_(shared)
+
+
+def _transposed(values: torch.Tensor) -> torch.Tensor:
+    """A matrix of an 8-bit type, transposed and row-major."""
+    if values.is_cuda:
+        from megatron.hetero.fp8_cast import transposed
+
+        return transposed(values)
+    return values.t().contiguous()
+
+
 def _cast_both(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -272,7 +299,7 @@ def _cast_both(
     if seen is not None:
         seen.copy_(torch.maximum(seen, largest_magnitude(x)))
     values = cast(x, scale, dtype)
-    return values, values.t().contiguous() if transposed else None
+    return values, _transposed(values) if transposed else None
 
 
 @dataclass(frozen=True)
@@ -287,6 +314,15 @@ class _Call:
     records: bool
     has_backward: bool
 
+    @property
+    def gathers_cast(self) -> bool:
+        """Whether ranks that share sequences gather what they have cast: half the bytes.
+
+        All ranks have one factor. With one for each row the transposed matrix has others, which
+        depend on the rows of all ranks.
+        """
+        return self.gathers_sequence and self.scaling.recipe.scaling != ROWWISE
+
 
 class _Linear(torch.autograd.Function):
     """megatron-core's LinearWithGradAccumulationAndAsyncCommunication with fp8 products."""
@@ -299,23 +335,32 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         call: _Call,
     ) -> torch.Tensor:
-        scaling = call.scaling
-        total = _gather(x, call)[0] if call.gathers_sequence else x
-        rows = total.reshape(-1, total.shape[-1])
-        # Where ranks share the sequence each keeps its part, and it is gathered and cast again.
-        keeps_cast = scaling.recipe.weight_gradient and not call.gathers_sequence
+        scaling, rows, shape = call.scaling, x.reshape(-1, x.shape[-1]), [*x.shape[:-1], -1]
+        if call.gathers_sequence:
+            assert call.group is not None
+            shape[0] *= call.group.size()
+            if not call.gathers_cast:
+                rows = _gather(rows, call)[0]
+        # Where ranks share the sequence each keeps its part, and it is gathered again.
+        keeps_transposed = scaling.recipe.weight_gradient and not call.gathers_sequence
         own, transposed = scaling.operands(
             INPUT,
             rows,
-            transposed=keeps_cast and call.has_backward and ctx.needs_input_grad[1],
+            transposed=keeps_transposed and call.has_backward and ctx.needs_input_grad[1],
             records=call.records,
+            group=call.group if call.gathers_cast else None,
         )
-        output = scaling.multiply(FORWARD, own, scaling.weight(weight)[0], x.dtype)
-        output = output.view(*total.shape[:-1], -1)
+        kept: tuple[torch.Tensor, ...] = (x,)
+        if transposed is not None:
+            kept = transposed.values, transposed.inverse
+        elif call.gathers_cast and scaling.recipe.weight_gradient:
+            kept = own.values, own.inverse
+        if call.gathers_cast:
+            own = Operand(_gather(own.values, call)[0], own.inverse)
+        output = scaling.multiply(FORWARD, own, scaling.weight(weight)[0], x.dtype).view(shape)
         if bias is not None:
             output = output + bias
         ctx.call, ctx.weight, ctx.has_bias, ctx.shape = call, weight, bias is not None, x.shape
-        kept = (x,) if transposed is None else (transposed.values, transposed.inverse)
         ctx.save_for_backward(*kept)
         return output
 
@@ -333,7 +378,8 @@ class _Linear(torch.autograd.Function):
         )
         gathered = None
         if wants_weight and call.gathers_sequence:
-            gathered = _gather(ctx.saved_tensors[0], call, in_background=True)
+            kept = ctx.saved_tensors[0]
+            gathered = _gather(kept.reshape(-1, kept.shape[-1]), call, in_background=True)
         grad_input = whole = pending = None
         if wants_input:
             grad_input = whole = scaling.multiply(
@@ -377,10 +423,10 @@ def _weight_gradient(
     else:
         if gathered is None:
             transposed = Operand(*saved)
+        elif call.gathers_cast:
+            transposed = Operand(_transposed(gathered[0]), saved[1])
         else:
-            rows = gathered[0].reshape(-1, gathered[0].shape[-1])
-            # Its maximum is known from the forward pass.
-            _, turned = scaling.operands(INPUT, rows, records=False)
+            _, turned = scaling.operands(INPUT, gathered[0], records=False)
             assert turned is not None
             transposed = turned
         compute = partial(scaling.multiply, WEIGHT_GRADIENT, transposed_grad, transposed)
@@ -394,16 +440,17 @@ def _weight_gradient(
 
 
 def _gather(
-    x: torch.Tensor, call: _Call, *, in_background: bool = False
+    rows: torch.Tensor, call: _Call, *, in_background: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """The rows (s, b, k) of all ranks of the group, in a buffer that other layers use as well."""
+    """The rows (n, k) of all ranks of the group, in a buffer that other layers use as well."""
     assert call.group is not None
-    shape = [x.shape[0] * call.group.size(), *x.shape[1:]]
-    buffer: torch.Tensor = get_global_memory_buffer().get_tensor(shape, x.dtype, "mpu")
-    pending = dist.all_gather_into_tensor(
-        buffer, x.contiguous(), group=call.group, async_op=in_background
-    )
-    return buffer, pending
+    dtype = rows.dtype
+    # Not every backend knows the 8-bit types, and all of them know bytes.
+    sent = rows.contiguous().view(torch.uint8) if dtype.itemsize == 1 else rows.contiguous()
+    shape = [len(rows) * call.group.size(), rows.shape[1]]
+    buffer: torch.Tensor = get_global_memory_buffer().get_tensor(shape, sent.dtype, "mpu")
+    pending = dist.all_gather_into_tensor(buffer, sent, group=call.group, async_op=in_background)
+    return buffer.view(dtype), pending
 
 
 def linear(
@@ -501,11 +548,7 @@ class _Histories:
         Collective over `group`. A tensor that was all zeros, or not finite, keeps its last maximum.
         """
         seen = self.seen
-        if group.size() > 1:
-            on_host = dist.get_backend(group) == "gloo"
-            shared = seen.cpu() if on_host else seen
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-            seen.copy_(shared)
+        _agree_on_maximum(seen, group)
         last = self.maxima[:, -1]
         if self.is_known:
             reach = self._amax() * 2.0**self._recipe.margin
@@ -732,7 +775,7 @@ def _casts_alike(x: torch.Tensor, dtype: torch.dtype) -> bool:
     expected = cast(x, scale, dtype).float().nan_to_num(7.0)
     values, turned = _cast_both(x, scale, dtype, transposed=True, seen=None)
     assert turned is not None
-    both = (values.float(), turned.float().t())
+    both = (values.float(), turned.float().t(), _transposed(turned).float())
     return all(torch.equal(each.nan_to_num(7.0), expected) for each in both)
 
 

@@ -64,6 +64,18 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         tl.store(turned_ptr + turned, tl.trans(cast), mask=fits)
 
 
+@triton.jit
+def _transpose_tile(x_ptr, turned_ptr, rows, columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One tile of x (rows, columns), contiguous, as bytes."""
+    column_tiles = tl.cdiv(columns, TILE)
+    row = (tl.program_id(0) // column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    x = tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0)
+    fits = (column[:, None] < columns) & (row[None, :] < rows)
+    tl.store(turned_ptr + column[:, None] * rows + row[None, :], tl.trans(x), mask=fits)
+
+
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
     """As `fp8.largest_magnitude`, of all elements."""
     found = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -101,3 +113,13 @@ def cast_both(
         num_warps=4,
     )
     return cast, turned
+
+
+def transposed(values: torch.Tensor) -> torch.Tensor:
+    """A contiguous matrix of an 8-bit type, transposed and row-major."""
+    rows, columns = values.shape
+    turned = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
+    _transpose_tile[(triton.cdiv(rows, _TILE) * triton.cdiv(columns, _TILE),)](
+        values.view(torch.uint8), turned, rows, columns, TILE=_TILE, num_warps=4
+    )
+    return turned.view(values.dtype)

@@ -4,12 +4,18 @@ scales follow from maxima, and which layers are chosen."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +24,7 @@ from hetero.tools.operators.recording import built_model
 from megatron.hetero import fp8
 from megatron.hetero.fp8 import GRADIENT, INPUT, WEIGHT, LayerScaling, Recipe, Types
 from megatron.hetero.kernels import AccumulatingWgrad, DelayedWgrad
+from tests.forked_ranks import run_forked, values
 from tests.gpus import NEEDS_A_GPU
 from tests.megatron.launches import parsed
 
@@ -121,6 +128,133 @@ def test_weight_gradients_are_added_to_float32_buffers(scaling: str, later: bool
     assert decibels(buffer - 1, (grad * 1e5).double().t() @ x.double()) > 22
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     assert layer.products["weight_gradient"] == 1
+
+
+# Ranks that share sequences.
+
+HETERO = "hetero"
+PATIENCE = 120.0
+KINDS = "output", "input_gradient", "weight_gradient"
+
+
+@contextmanager
+def joined(rank: int, size: int, folder: str, backend: str) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks, of gloo, NCCL or the backend across vendors."""
+    import hetero.collectives.process_group  # noqa: F401  registers its backend
+
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if backend == "nccl" else "gloo",
+        store=dist.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        group = dist.new_group(backend=backend)
+        assert group is not None
+        yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def layers_of(own: Recipe, group: Any, device: torch.device) -> tuple[fp8.Fp8Layers, LayerScaling]:
+    """The column-parallel layer of a rank, and those that agree on its scales."""
+    module = torch.nn.Module()
+    with mock.patch.dict(fp8._CLASSES, {torch.nn.Module: torch.nn.Module}):
+        layers = fp8.Fp8Layers([("fc1", module)], own, group=group, device=device)
+    return layers, module.fp8  # type: ignore[return-value]
+
+
+def shared_sequences(
+    rank: int, size: int, folder: str, backend: str, own: Recipe, steps: int, end: Connection
+) -> None:
+    """Sends what the ranks compute of parts of a sequence, the same of the gathered one, and the
+    bytes that each of them gathered."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else CPU
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    gathered: list[int] = []
+    gather = dist.all_gather_into_tensor
+
+    def watched(output: torch.Tensor, part: torch.Tensor, **how: Any) -> Any:
+        gathered.append(part.nbytes)
+        return gather(output, part, **how)
+
+    def buffer(shape: list[int], dtype: torch.dtype, _: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    memory = SimpleNamespace(get_tensor=buffer)
+    found = []
+    with (
+        joined(rank, size, folder, backend) as group,
+        mock.patch.object(fp8, "get_global_memory_buffer", return_value=memory),
+        mock.patch.object(dist, "all_gather_into_tensor", watched),
+    ):
+        layers, layer = layers_of(own, group, device)
+        alone, whole = layers_of(own, group, device)
+        for step in range(steps):
+            x, weight, _ = matrices(device)
+            # Each rank has rows of its own magnitude, and weights and gradients of its own.
+            factor = torch.logspace(-1, 1, TOKENS, base=2, device=device).unsqueeze(1) * (step + 1)
+            x = (x.detach() * factor).to(torch.bfloat16)
+            own_weight = (weight.detach() * (rank + 1)).requires_grad_()
+            grad = matrices(device)[2] * (rank + 2)
+            part = x.chunk(size)[rank].view(-1, 2, WIDTH).clone().requires_grad_()
+            ours = fp8.linear(
+                *(layer, part, own_weight, None),
+                training=True,
+                sequence_parallel=True,
+                tp_group=group,
+            )
+            ours.backward(grad.view(ours.shape))
+            total = x.clone().requires_grad_()
+            same_weight = own_weight.detach().clone().requires_grad_()
+            expected = backward(whole, grad, total, same_weight)
+            assert total.grad is not None
+            dist.all_reduce(total.grad, group=group)
+            pairs = (
+                (ours.detach().view(expected.shape), expected),
+                (part.grad, total.grad.chunk(size)[rank].view(part.shape)),
+                (own_weight.grad, same_weight.grad),
+            )
+            differing = zip(KINDS, pairs, strict=True)
+            found += [f"{kind} in {step}" for kind, two in differing if not torch.equal(*two)]
+            for each in (layers, alone):
+                each.end_step()
+                each.weights_changed()
+        if layers._histories is not None:
+            assert alone._histories is not None
+            if not torch.equal(layers._histories.maxima, alone._histories.maxima):
+                found.append("maxima")
+    end.send(((found, gathered), None))
+
+
+GATHERED = [
+    *((scaling, "gloo", name) for scaling in SCALINGS for name in TYPES),
+    *((scaling, HETERO, "fnuz") for scaling in SCALINGS),
+    *(
+        pytest.param(scaling, "nccl", "fn", marks=[pytest.mark.gpu, NEEDS_A_GPU])
+        for scaling in SCALINGS
+    ),
+]
+
+
+@pytest.mark.parametrize(("scaling", "backend", "name"), GATHERED)
+def test_ranks_gather_what_they_cast_and_compute_what_one_does_of_the_whole(
+    scaling: str, backend: str, name: str, tmp_path: Path
+) -> None:
+    """Half the bytes of bf16, forward and backward; with rows that are scaled, all of them."""
+    size, steps = 2, 3
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip("needs two GPUs")
+    own = recipe(TYPES[name], scaling, history=2)
+    arguments = [(rank, size, str(tmp_path), backend, own, steps) for rank in range(size)]
+    part = TOKENS // size * WIDTH
+    expected = [part * (2 if scaling == fp8.ROWWISE else 1)] * 2 * steps
+    for differing, gathered in values(run_forked(shared_sequences, arguments, patience=PATIENCE)):
+        assert differing == []
+        assert gathered == expected
 
 
 # What a tensor may hold.
