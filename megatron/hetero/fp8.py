@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,11 @@ class LayerScaling:
 
     def forget_weight(self) -> None:
         self._weight = None
+
+    def lacks(self) -> str | None:
+        """A kind of product that this layer has not computed in fp8, if there is any."""
+        kinds = PRODUCTS if self.recipe.weight_gradient else PRODUCTS[:2]
+        return next((kind for kind in kinds if not self.products[kind]), None)
 
     def operands(
         self,
@@ -582,6 +587,17 @@ class _Histories:
         self.inverses = 1.0 / self.scales
 
 
+class CountedLayer(Protocol):
+    """A linear layer that tells what it has computed in fp8."""
+
+    name: str
+    products: dict[str, int]
+
+    def forget_weight(self) -> None: ...
+
+    def lacks(self) -> str | None: ...
+
+
 class Fp8Layers:
     """The linear layers of a rank whose products are fp8; none where the flags ask for none."""
 
@@ -598,20 +614,31 @@ class Fp8Layers:
         `group`: the ranks of the stage, which agree on delayed scales.
         """
         self.recipe, self._group = recipe, group
-        self._layers: list[LayerScaling] = []
+        self._layers: list[CountedLayer] = []
         self._histories: _Histories | None = None
         self._told = 0
+        self._what = ""
         if recipe is None:
             return
+        layers = []
         for name, module in modules:
             module.__class__ = _CLASSES[type(module)]  # type: ignore[assignment]
             layer = LayerScaling(name, recipe)
             module.fp8 = layer  # type: ignore[assignment]
-            self._layers.append(layer)
-        if recipe.scaling == DELAYED and self._layers:
-            self._histories = _Histories(self._layers, recipe, device)
+            layers.append(layer)
+        self._layers += layers
+        if recipe.scaling == DELAYED and layers:
+            self._histories = _Histories(layers, recipe, device)
             for (_, module), maxima in zip(modules, self._histories.maxima, strict=True):
                 module.register_buffer(AMAX_HISTORY.removeprefix("."), maxima)
+
+    @classmethod
+    def watching(cls, layers: Sequence[CountedLayer], recipe: Recipe, *, what: str) -> Fp8Layers:
+        """Layers that are in fp8 by themselves, and `what` the log is to say of them."""
+        watched = cls(recipe=recipe)
+        watched._layers += layers
+        watched._what = what
+        return watched
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -649,15 +676,14 @@ class Fp8Layers:
 
     def require_products(self, *, rank: str) -> None:
         """Raise HeteroError if a layer has not computed in fp8 what it should have, in a step."""
-        kinds = PRODUCTS if self.recipe and self.recipe.weight_gradient else PRODUCTS[:2]
         for layer in self._layers:
-            for kind in kinds:
-                if not layer.products[kind]:
-                    raise HeteroError(
-                        f"{rank}: {layer.name} has computed no {kind.replace('_', ' ')} in fp8, "
-                        "which --fp8-format asks for; this is an error of the program: train "
-                        "without --fp8-format, and report it"
-                    )
+            kind = layer.lacks()
+            if kind is not None:
+                raise HeteroError(
+                    f"{rank}: {layer.name} has computed no {kind.replace('_', ' ')} in fp8, which "
+                    "--fp8-format asks for; this is an error of the program: train without "
+                    "--fp8-format, and report it"
+                )
 
     def take_clipped(self) -> torch.Tensor:
         """How many tensors of the stage delayed scales have not reached since the last call, ();
@@ -672,7 +698,8 @@ class Fp8Layers:
         """For the log."""
         if self.recipe is None:
             return ""
-        return f"{self.recipe.type_names()} in {counted(len(self), 'linear layer')}"
+        layers = f"{self.recipe.type_names()} in {counted(len(self), 'linear layer')}"
+        return f"{layers} {self._what}".rstrip()
 
 
 class Fp8Counts:
@@ -720,27 +747,36 @@ def install(
     if recipe is None:
         return Fp8Layers()
     modules = list(_linear_modules(args, chunks, first_layers))
-    if problems := list(_problems(args, modules)):
-        raise UserError(*problems)
+    require_sizes(args, modules)
     if modules:
         require_device(device, recipe)
     return Fp8Layers(modules, recipe, group=group, device=device)
 
 
+def layers_in_fp8(args: argparse.Namespace) -> range:
+    """Global indices of the layers that --first-last-layers-bf16 leaves to fp8."""
+    if not args.first_last_layers_bf16:
+        return range(args.num_layers)
+    end = args.num_layers - args.num_layers_at_end_in_bf16
+    return range(args.num_layers_at_start_in_bf16, end)
+
+
+def require_sizes(args: argparse.Namespace, modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
+    """Raise UserError for sizes of named linear layers that GPUs do not take."""
+    if problems := list(_problems(args, modules)):
+        raise UserError(*problems)
+
+
 def _linear_modules(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], first_layers: Sequence[int]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    begin, end = 0, args.num_layers
-    if args.first_last_layers_bf16:
-        begin += args.num_layers_at_start_in_bf16
-        end -= args.num_layers_at_end_in_bf16
     for chunk, first_layer in zip(chunks, first_layers, strict=True):
         for local, module in chunk.named_modules():
             if type(module) not in _CLASSES or getattr(module, "is_expert", False):
                 continue
             name = global_name(local, first_layer)
             layer = layer_of(name)
-            is_chosen = layer is not None and begin <= layer < end
+            is_chosen = layer is not None and layer in layers_in_fp8(args)
             if is_chosen or name.startswith(MTP):
                 yield name, module
 

@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hetero.pipeline.groups import Groups, joins_meshes
 from hetero.plan import Coordinate, Plan
-from megatron.hetero import experts, fp8, latent_attention, weights
+from megatron.hetero import experts, fp8, fp8_engine, latent_attention, weights
 from megatron.hetero.core_private import (
     group_collection,
     reduced_grad_range,
@@ -188,6 +188,7 @@ def transformer_config(
         mtp_num_layers=args.mtp_num_layers,
         mtp_loss_scaling_factor=args.mtp_loss_scaling_factor,
         **recompute,
+        **fp8_engine.engine_config(args, plan),
         **experts.expert_config(args),
         **latent_attention.latent_attention_config(args),
     )
@@ -437,14 +438,19 @@ def build_model(
     half = args.bf16 or args.fp16
     wrapped = [Float16Module(config, chunk) if half else chunk for chunk in unwrapped]
     experts.keep_counts_in_float32(wrapped)
-    fp8_layers = fp8.install(
-        args,
-        wrapped,
-        first_layers,
-        vendor=mesh.vendor,
-        group=groups.tensor_data_context,
-        device=device,
-    )
+    if args.transformer_impl == "local":
+        fp8_layers = fp8.install(
+            args,
+            wrapped,
+            first_layers,
+            vendor=mesh.vendor,
+            group=groups.tensor_data_context,
+            device=device,
+        )
+    else:
+        fp8_layers = fp8_engine.install(
+            args, wrapped, first_layers, vendor=mesh.vendor, device=device
+        )
     ddp = ddp_config(
         args, sum(parameter.numel() for chunk in unwrapped for parameter in chunk.parameters())
     )

@@ -80,14 +80,43 @@ def _gathered(args: Namespace) -> Iterator[str]:
         yield Note("--fp8-param-gather: weights are gathered in bf16, and cast once a step")
 
 
-@rule("uses_fp8 transformer_impl plan_file")
+@rule(
+    "plan transformer_impl fp8_recipe fp8_wgrad num_layers first_last_layers_bf16 " + _ENDS,
+)
 def _engine(args: Namespace) -> Iterator[str]:
-    meshes = () if args.plan_file is None else args.plan_file.meshes
-    if args.uses_fp8 and ENGINE in (args.transformer_impl, *(m.transformer_impl for m in meshes)):
+    """What TransformerEngine and megatron-core do not do with its layers."""
+    meshes = args.plan.meshes
+    formats = [
+        mesh.fp8 for mesh in meshes if (mesh.transformer_impl or args.transformer_impl) == ENGINE
+    ]
+    if all(own in (None, NO_FP8) for own in formats):
+        return
+    remedy = "or --transformer-impl local, which needs no TransformerEngine"
+    if args.fp8_recipe == "rowwise":
         yield (
-            "--fp8-format: fp8 is computed in the layers of --transformer-impl local alone; use "
-            "them"
+            "--fp8-recipe rowwise is unknown to TransformerEngine; use tensorwise or delayed, "
+            f"{remedy}"
         )
+    if not args.fp8_wgrad and args.fp8_recipe == "tensorwise":
+        yield (
+            "--no-fp8-wgrad: TransformerEngine has weight gradients in bf16 with --fp8-recipe "
+            f"delayed alone; use it, {remedy}"
+        )
+    if not args.first_last_layers_bf16:
+        return
+    if args.fp8_recipe == "delayed":
+        yield (
+            "--first-last-layers-bf16: TransformerEngine's --fp8-recipe delayed has all layers in "
+            f"fp8; use tensorwise, {remedy}"
+        )
+    most = args.num_layers // args.plan.stages
+    for name in _ENDS.split():
+        if getattr(args, name) > most:
+            yield (
+                f"{flag_of(name)} {getattr(args, name)}: megatron-core has with "
+                f"TransformerEngine's layers at most {most}, the layers of a stage where all have "
+                f"as many; lower it, {remedy}"
+            )
 
 
 @rule(f"uses_fp8 first_last_layers_bf16 num_layers {_ENDS}")
