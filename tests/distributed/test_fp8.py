@@ -95,6 +95,14 @@ def test_products_are_counted_in_every_step_and_in_the_report(corpus, tmp_path: 
     )
 
 
+def test_tensors_that_a_delayed_scale_does_not_reach_are_told(corpus, tmp_path: Path) -> None:
+    """The maximum of the last step alone is passed again and again."""
+    train(flags(corpus, f"{HYBRID} {ACROSS} --train-iters 6"), 2, tmp_path, environ=SIMULATED)
+    clipped = [row["fp8_clipped_tensors"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert clipped[0] == 0, "scaled by its own maxima"
+    assert 0 < sum(clipped) < 6 * LAYERS * PRODUCTS_OF_LAYER
+
+
 def test_a_mesh_of_the_plan_can_stay_in_bf16(corpus, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(

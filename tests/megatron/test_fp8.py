@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -130,11 +131,112 @@ def test_weight_gradients_are_added_to_float32_buffers(scaling: str, later: bool
     assert layer.products["weight_gradient"] == 1
 
 
+# Products of a real layer.
+
+LAYER = (
+    "--bf16 --num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 "
+    "--seq-length 64 --max-position-embeddings 64 --padded-vocab-size 128 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+)
+TRAINED_STEPS = 12
+KINDS = "output", "input_gradient", "weight_gradient"
+
+
+def letters(args: Any, step: int) -> torch.Tensor:
+    """A micro-batch of English, a token a letter, and one more."""
+    length = args.seq_length + 1
+    text = "".join(topics[name] for name in sorted(topics)[:40]).encode("ascii", "ignore")
+    begins = [(step * args.micro_batch_size + n) * length for n in range(args.micro_batch_size)]
+    return torch.stack([torch.tensor(list(text[begin : begin + length])) for begin in begins])
+
+
+def trained_layer(flags: str, vendor: str) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
+    """Of each linear layer of a model's last layer, in the last of a few steps of training: input,
+    weight and output gradient, and the products in fp8; and how many tensors that step clipped."""
+    args = parsed(f"{LAYER} {flags}")
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        own = found[name] = {}
+
+        def after(_: object, inputs: tuple[torch.Tensor, ...], outputs: Any) -> None:
+            x, output = inputs[0], outputs[0]
+            own.update(x=x.detach(), weight=module.weight.detach().clone(), output=output.detach())  # type: ignore[operator]
+            x.register_hook(lambda grad: own.update(input_gradient=grad))
+            output.register_hook(lambda grad: own.update(grad=grad))
+
+        module.register_forward_hook(after)
+
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    with built_model(args, CPU) as (chunk, _):
+        torch.manual_seed(3)
+        for parameter in chunk.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+        layers = fp8.install(args, [chunk], [0], vendor=vendor, group=alone, device=CPU)  # type: ignore[arg-type]
+        for name, module in chunk.named_modules():
+            if name.startswith("decoder.layers.1.") and hasattr(module, "fp8"):
+                watch(name.removeprefix("decoder.layers.1."), module)
+        optimizer = torch.optim.AdamW(chunk.parameters(), lr=1e-3)
+        positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1)
+        for step in range(TRAINED_STEPS):
+            tokens = letters(args, step)
+            optimizer.zero_grad()
+            chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean().backward()
+            for name, own in found.items():
+                weight = chunk.get_submodule(f"decoder.layers.1.{name}").weight
+                own["weight_gradient"] = weight.grad.clone()
+            layers.take_clipped()
+            layers.end_step()
+            optimizer.step()
+            layers.weights_changed()
+    return found, float(layers.take_clipped())
+
+
+def ratios(found: dict[str, dict[str, torch.Tensor]]) -> dict[tuple[str, str], float]:
+    """Decibels of each product of each layer."""
+    in_decibels = {}
+    for layer, own in found.items():
+        x, weight, grad = (own[of].double().flatten(0, -2) for of in ("x", "weight", "grad"))
+        exact = (x @ weight.t(), grad @ weight, grad.t() @ x)
+        for kind, expected in zip(KINDS, exact, strict=True):
+            in_decibels[layer, kind] = decibels(own[kind].reshape(expected.shape), expected)
+    return in_decibels
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-recipe tensorwise",
+        "--fp8-recipe rowwise",
+        "--fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    ],
+    ids=["tensorwise", "rowwise", "delayed"],
+)
+@pytest.mark.parametrize("vendor", ["nvidia", "amd"], ids=["fn", "fnuz"])
+def test_every_product_of_a_trained_layer_is_close_to_that_in_float64(
+    vendor: str, flags: str
+) -> None:
+    """With the activations and gradients of a backward pass, whose rows differ in magnitude."""
+    found, _ = trained_layer(f"--fp8-format hybrid {flags}", vendor)
+    assert sorted(found) == sorted(LINEAR)
+    for (layer, kind), ratio in ratios(found).items():
+        assert ratio > (25 if kind == "output" else 22), (layer, kind)
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "amd"], ids=["fn", "fnuz"])
+def test_products_that_clipping_has_made_worse_are_counted(vendor: str) -> None:
+    """The maximum of one step alone does not reach gradients that grow from step to step."""
+    found, clipped = trained_layer("--fp8-format hybrid --fp8-recipe delayed", vendor)
+    worse = {kind for (_, kind), ratio in ratios(found).items() if ratio < 22}
+    assert worse == {"input_gradient"}
+    assert clipped > 0
+
+
 # Ranks that share sequences.
 
 HETERO = "hetero"
 PATIENCE = 120.0
-KINDS = "output", "input_gradient", "weight_gradient"
 
 
 @contextmanager
@@ -163,6 +265,10 @@ def layers_of(own: Recipe, group: Any, device: torch.device) -> tuple[fp8.Fp8Lay
     with mock.patch.dict(fp8._CLASSES, {torch.nn.Module: torch.nn.Module}):
         layers = fp8.Fp8Layers([("fc1", module)], own, group=group, device=device)
     return layers, module.fp8  # type: ignore[return-value]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 def shared_sequences(
@@ -198,6 +304,8 @@ def shared_sequences(
             # Each rank has rows of its own magnitude, and weights and gradients of its own.
             factor = torch.logspace(-1, 1, TOKENS, base=2, device=device).unsqueeze(1) * (step + 1)
             x = (x.detach() * factor).to(torch.bfloat16)
+            if step == steps - 1:
+                x[3, 5] = math.inf
             own_weight = (weight.detach() * (rank + 1)).requires_grad_()
             grad = matrices(device)[2] * (rank + 2)
             part = x.chunk(size)[rank].view(-1, 2, WIDTH).clone().requires_grad_()
@@ -219,7 +327,7 @@ def shared_sequences(
                 (own_weight.grad, same_weight.grad),
             )
             differing = zip(KINDS, pairs, strict=True)
-            found += [f"{kind} in {step}" for kind, two in differing if not torch.equal(*two)]
+            found += [f"{kind} in {step}" for kind, two in differing if not same(*two)]
             for each in (layers, alone):
                 each.end_step()
                 each.weights_changed()
@@ -244,8 +352,9 @@ GATHERED = [
 def test_ranks_gather_what_they_cast_and_compute_what_one_does_of_the_whole(
     scaling: str, backend: str, name: str, tmp_path: Path
 ) -> None:
-    """Half the bytes of bf16, forward and backward; with rows that are scaled, all of them."""
-    size, steps = 2, 3
+    """Half the bytes of bf16, forward and backward; with rows that are scaled, all of them. The
+    last step has an element that is infinite, on one of the ranks."""
+    size, steps = 2, 4
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip("needs two GPUs")
     own = recipe(TYPES[name], scaling, history=2)
@@ -284,6 +393,23 @@ def test_what_is_not_finite_stays_so_in_its_row_as_in_bf16(
     output = fp8.linear(layer, x, weight.detach(), None, training=True)
     assert output[3].isnan().all()
     assert output[torch.arange(TOKENS) != 3].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_a_gradient_that_is_not_finite_makes_both_gradients_so(
+    types: Types, scaling: str, value: float
+) -> None:
+    x, weight, grad = matrices()
+    grad[3, 5] = value
+    backward(LayerScaling("fc1", recipe(types, scaling)), grad, x, weight)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert x.grad[3].isnan().all()
+    assert x.grad[torch.arange(TOKENS) != 3].isfinite().all()
+    assert weight.grad[5].isnan().all()
+    assert weight.grad[torch.arange(OUTPUTS) != 5].isfinite().all()
 
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
@@ -453,6 +579,24 @@ def test_what_a_scale_does_not_reach_is_clipped_and_counted_once() -> None:
     assert float(delayed.layers.take_clipped()) == 0
 
 
+def test_one_huge_value_costs_the_others_nothing_before_its_scale_is_known() -> None:
+    """It is clipped and counted; in the next step all others are zeros."""
+    delayed = Delayed()
+    delayed.step(4.0)
+    assert delayed.step(1e8, 2.0).values.float().tolist() == [[448.0, 224.0]]
+    assert float(delayed.layers.take_clipped()) == 1
+    assert delayed.step(1e8, 2.0).values.float().tolist() == [[448.0, 0.0]]
+    assert float(delayed.layers.take_clipped()) == 0
+
+
+def test_an_infinite_element_is_nan_under_a_scale_that_is_known() -> None:
+    delayed = Delayed()
+    delayed.step(4.0)
+    first, second = delayed.step(math.inf, 2.0).values.float()[0]
+    assert first.isnan()
+    assert second == 224.0
+
+
 def test_evaluation_leaves_no_maximum_of_inputs() -> None:
     delayed = Delayed()
     x, weight, _ = matrices()
@@ -602,6 +746,21 @@ def test_a_gpu_casts_to_the_same_bits(shape: tuple[int, int], transposed: bool) 
         assert seen.isinf()
         assert largest_magnitude(x.to(device)).isinf()
         assert float(largest_magnitude(x.nan_to_num(0, 0, 0).to(device))) == 1000.0
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("shape", [(96, 160), (1, 16), (130, 4112)])
+def test_a_gpu_transposes_bytes(shape: tuple[int, int]) -> None:
+    from megatron.hetero.fp8_cast import transposed
+
+    device = torch.device("cuda")
+    count = shape[0] * shape[1]
+    values = torch.arange(count, device=device).to(torch.uint8).view(shape)
+    for dtype in (Types.of(device, "nvidia").e4m3, Types.of(device, "nvidia").e5m2):
+        turned = transposed(values.view(dtype))
+        assert turned.dtype == dtype
+        assert torch.equal(turned.view(torch.uint8), values.t())
 
 
 @pytest.mark.gpu

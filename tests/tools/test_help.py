@@ -132,7 +132,7 @@ TRAINS = {
     "bench.memory_checkpoint_cost",
     "bench.random_faults",
     *("bench.restart_times", "bench.goodput", "bench.long_context"),
-    *("bench.expert_speed", "bench.public_commands"),
+    *("bench.expert_speed", "bench.public_commands", "bench.fp8_losses"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {

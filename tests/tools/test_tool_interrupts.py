@@ -109,6 +109,8 @@ STARTING = {
     "bench_splits": f"{TINY} {OUT}",
     "benchmark_parity": OUT,
     "compare_versions": "--pythons python3 --folder {folder}",
+    "fp8_losses": "--on-cpu --out {folder}/out.json --layers 2 --hidden 32 --heads 4 --groups 2 "
+    "--ffn 64 --sequence 32",
     "expert_speed": "--on-cpu --out {folder}/out.json --layers 1 --hidden 32 --heads 4 --groups 2 "
     "--channels 8 --ffn 16 --experts 4 --topk 2 --sequence 32 --vocabulary 64",
     "long_context": "--on-cpu --out {folder}/out.json --sequences 64 --layers 1 --hidden 32",
