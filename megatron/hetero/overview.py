@@ -179,10 +179,10 @@ def _describe_fp8(job: Job, rows: list[dict[str, Any]]) -> str:
         f"stage {row['stage']} ({row['vendor']}) {row['fp8'] or 'nothing'}" for row in rows
     )
     rest = ["the output layer"]
-    if args.num_experts is not None:
-        rest.append("the grouped products of experts")
     if not args.fp8_wgrad:
         rest.append("weight gradients")
+    elif args.num_experts is not None:
+        rest.append("weight gradients of experts")
     if any(mesh.sequence_parallel for mesh in job.plan.meshes):
         rest.append("what tensor-parallel ranks gather")
     last = f" and {rest.pop()}" if len(rest) > 1 else ""
