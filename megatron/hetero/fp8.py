@@ -549,7 +549,7 @@ class Fp8Layers:
             parts.append(f"{grouped[0].recipe.type_names()} in {of_experts} of experts")
         if self._left_out:
             of_experts = counted(self._left_out, "grouped linear layer")
-            parts.append(f"{of_experts} of experts in bf16, which torch cannot multiply here")
+            parts.append(f"{of_experts} of experts in bf16, for lack of a grouped product in fp8")
         return " and ".join(parts)
 
 
@@ -664,6 +664,6 @@ def _all_multiply_groups(
     if group is None or group.size() == 1:
         return own
     place = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-    answers = torch.tensor([float(own)], device=place)
-    dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
-    return bool(answers)
+    lacks = torch.tensor([0.0 if own else 1.0], device=place)
+    dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
+    return not lacks

@@ -262,6 +262,11 @@ MIXTURES = {
     "experts-on-two-ranks-tensorwise": (2, f"{TENSORWISE} {EP2}"),
     "experts-on-two-ranks-rowwise": (2, f"{ROWWISE} {EP2}"),
     "slices-of-experts-delayed": (2, f"{DELAYED} {SEQUENCES}"),
+    "replicas-of-two-types": (
+        2,
+        f"{DELAYED} --hetero-data-parallel nvidia:1,amd:1 {DISTRIBUTED} "
+        "--check-weight-hash-across-dp-replicas-interval 5",
+    ),
 }
 
 

@@ -4,12 +4,16 @@ scales follow from maxima, and which layers are chosen."""
 from __future__ import annotations
 
 import math
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hetero.errors import HeteroError, UserError
 from hetero.tools.operators.recording import built_model
@@ -31,6 +35,7 @@ from megatron.hetero.fp8_operands import (
 )
 from megatron.hetero.grouped_experts import GroupedLinear
 from megatron.hetero.kernels import AccumulatingWgrad, DelayedWgrad
+from tests.forked_ranks import run_forked
 from tests.gpus import NEEDS_A_GPU
 from tests.megatron.fp8_cases import CPU, SCALINGS, TYPES, decibels, recipe
 from tests.megatron.launches import parsed
@@ -196,25 +201,23 @@ def test_a_factor_of_each_expert_does_not_depend_on_the_others(scaling: str) -> 
             assert torch.equal(getattr(operand, part).float(), torch.cat(parts))
 
 
+def grouped_linear() -> GroupedLinear:
+    config = SimpleNamespace(
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        add_bias_linear=False,
+        expert_model_parallel_size=1,
+    )
+    sizes = {"experts": EXPERTS, "inputs": WIDTH, "outputs": OUTPUTS}
+    with cpu_shim():
+        return GroupedLinear(config, **sizes, split=0, ranks=1)  # type: ignore[arg-type]
+
+
 class DelayedExperts:
     """A linear layer of experts with delayed scales."""
 
     def __init__(self) -> None:
-        config = SimpleNamespace(
-            params_dtype=torch.bfloat16,
-            gradient_accumulation_fusion=False,
-            add_bias_linear=False,
-            expert_model_parallel_size=1,
-        )
-        with cpu_shim():
-            self.module = GroupedLinear(
-                config,  # type: ignore[arg-type]
-                experts=EXPERTS,
-                inputs=WIDTH,
-                outputs=OUTPUTS,
-                split=0,
-                ranks=1,
-            )
+        self.module = grouped_linear()
         name = "decoder.layers.0.mlp.experts.linear_fc1"
         alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         self.layers = fp8.Fp8Layers(
@@ -534,6 +537,41 @@ def test_experts_stay_in_bf16_where_torch_has_no_grouped_product() -> None:
     with without:
         names = chosen(f"--num-layers 1 {MIXTURE} --moe-ffn-hidden-size 24")
     assert {name.rsplit(".", 1)[1] for name in names} == {"linear_proj", "linear_qkv"}
+
+
+def install_on_a_rank(rank: int, folder: str, end: Connection) -> None:
+    """Of which the first alone has a GPU with grouped products."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    experts = torch.nn.ModuleDict({"linear_fc1": grouped_linear()})
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
+    chunk = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    args = parsed(f"--bf16 --fp8-format hybrid --num-layers 1 {MIXTURE}")
+    with mock.patch.object(fp8, "multiplies_groups", return_value=rank == 0):
+        layers = fp8.install(
+            args,
+            [torch.nn.ModuleDict({"decoder": chunk})],
+            [0],
+            vendor="nvidia",
+            group=dist.group.WORLD,  # type: ignore[arg-type]
+            device=CPU,
+        )
+    dist.destroy_process_group()
+    end.send((layers.describe(), None))
+
+
+def test_all_ranks_of_a_stage_leave_experts_in_bf16_if_one_has_to(tmp_path: Path) -> None:
+    """Delayed maxima are agreed layer by layer."""
+    arguments = [(rank, str(tmp_path)) for rank in range(2)]
+    outcomes = run_forked(install_on_a_rank, arguments, patience=120)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+    for outcome in outcomes:
+        assert "1 grouped linear layer of experts in bf16, for lack of" in outcome.value
 
 
 def test_sizes_of_experts_that_gpus_do_not_take_are_refused() -> None:
