@@ -45,7 +45,7 @@ from hetero.tools.launching.processes import Step
 from hetero.tools.runs import Launch
 from megatron.hetero import context_parallel
 
-PEER = Path(__file__).parent / "long_context/torch_peer.py"
+PEER = Path(__file__).parent / "peers/torch_llama.py"
 SECONDS = 300.0
 TYPES = ("p2p", "a2a", "all_gather")
 ALONE, PEER_RUN, TRACED, BLOCKS = "one", "torch", "ring", "blocks"

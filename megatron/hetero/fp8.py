@@ -31,8 +31,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hetero.errors import HeteroError, UserError
 from hetero.plan import Plan
@@ -45,11 +48,15 @@ from megatron.hetero.fp8_operands import (
     DELAYED,
     GRADIENT,
     INPUT,
+    PLAIN,
     ROWWISE,
+    SWIGLU,
+    SWIGLU_GRADIENT,
     WEIGHT,
     Operand,
     Recipe,
     Types,
+    add_product,
     cast_both_ways,
     cast_by_rows,
     grouped_product,
@@ -89,29 +96,38 @@ class LayerScaling:
         self._weight = None
 
     def operands(
-        self, role: int, x: torch.Tensor, *, transposed: bool = True, records: bool = True
+        self,
+        role: int,
+        *inputs: torch.Tensor,
+        form: str = PLAIN,
+        transposed: bool = True,
+        records: bool = True,
     ) -> tuple[Operand, Operand | None]:
-        """x (rows, width) or (experts, rows, width) and, if wanted, its transposed matrices in fp8.
+        """What `form` makes of the inputs and, if wanted, its transposed matrices in fp8.
 
         `records`: whether delayed scaling takes its maximum into account.
         """
         dtype = self.recipe.dtype(role)
-        x = x.contiguous()
+        inputs = tuple(x.contiguous() for x in inputs)
         if self.recipe.scaling == ROWWISE:
-            own = cast_by_rows(x, dtype)
-            return own, cast_by_rows(x.mT.contiguous(), dtype) if transposed else None
+            own = cast_by_rows(*inputs, dtype=dtype, form=form)
+            if not transposed:
+                return own, None
+            return own, cast_by_rows(*inputs, dtype=dtype, form=form, turns=True)
         histories, layer = self.delayed or (None, 0)
         seen = histories.seen[layer, role] if histories is not None and records else None
         if histories is not None and histories.is_known[layer]:
             scale, inverse = histories.scales[layer, role], histories.inverses[layer, role]
         else:
-            amax = magnitude(x)
+            amax = magnitude(*inputs, form=form)
             scale = scale_of(amax, dtype)
             inverse = 1.0 / scale
             if seen is not None:
                 seen.copy_(torch.maximum(seen, amax.amax()))
                 seen = None
-        values, turned = cast_both_ways(x, scale, dtype, transposed=transposed, seen=seen)
+        values, turned = cast_both_ways(
+            *inputs, scale=scale, dtype=dtype, form=form, transposed=transposed, seen=seen
+        )
         return Operand(values, inverse), None if turned is None else Operand(turned, inverse)
 
     def weight(self, weight: torch.Tensor) -> tuple[Operand, Operand]:
@@ -129,6 +145,11 @@ class LayerScaling:
         self.products[kind] += 1
         return product(left, right, dtype, fast=kind == FORWARD)
 
+    def add_weight_gradient(self, grad: Operand, x: Operand, total: torch.Tensor) -> None:
+        """total (n, k) += the weight's gradient, from transposed matrices; counted."""
+        self.products[WEIGHT_GRADIENT] += 1
+        add_product(total, grad, x)
+
 
 class GroupedScaling(LayerScaling):
     """The same of a linear layer of all experts of a rank: `grouped_experts.Products`.
@@ -141,10 +162,17 @@ class GroupedScaling(LayerScaling):
         super().__init__(name, replace(recipe, gradient=recipe.forward, weight_gradient=False))
 
     def operands(
-        self, role: int, x: torch.Tensor, *, transposed: bool = True, records: bool = True
+        self,
+        role: int,
+        *inputs: torch.Tensor,
+        form: str = PLAIN,
+        transposed: bool = True,
+        records: bool = True,
     ) -> tuple[Operand, Operand | None]:
         """As a `LayerScaling`'s, with an inverse for each row."""
-        own, turned = super().operands(role, x, transposed=transposed, records=records)
+        own, turned = super().operands(
+            role, *inputs, form=form, transposed=transposed, records=records
+        )
         return own.scaled_by_rows(), None if turned is None else turned.scaled_by_rows()
 
     def forward(
@@ -262,8 +290,7 @@ def _weight_gradient(
     transposed_grad: Operand | None,
     gathered: tuple[torch.Tensor, Any] | None,
 ) -> torch.Tensor | None:
-    """Adds it to the weight's buffer, or returns it; what megatron-core's hook wants is returned
-    in any case."""
+    """Adds it to the weight's buffer, or returns it."""
     call, weight = ctx.call, ctx.weight
     scaling, saved = call.scaling, ctx.saved_tensors
     adds = call.adds_to_buffer and hasattr(weight, "main_grad")
@@ -282,10 +309,24 @@ def _weight_gradient(
             _, turned = scaling.operands(INPUT, rows, records=False)
             assert turned is not None
             transposed = turned
-        compute = partial(scaling.multiply, WEIGHT_GRADIENT, transposed_grad, transposed)
-        if not adds:
-            return compute(weight.dtype)
-        installed_weight_gradient().add_product(compute, weight.main_grad)
+        return _give_weight_gradient(call, weight, transposed_grad, transposed)
+    return _added(weight)
+
+
+def _give_weight_gradient(
+    call: _Call, weight: torch.Tensor, grad: Operand, x: Operand
+) -> torch.Tensor | None:
+    """Of transposed matrices: adds it to the weight's buffer, or returns it."""
+    scaling = call.scaling
+    if not (call.adds_to_buffer and hasattr(weight, "main_grad")):
+        return scaling.multiply(WEIGHT_GRADIENT, grad, x, weight.dtype)
+    add = partial(scaling.add_weight_gradient, grad, x)
+    installed_weight_gradient().add_product(add, weight.main_grad)
+    return _added(weight)
+
+
+def _added(weight: Any) -> torch.Tensor | None:
+    """What megatron-core's hook wants as a gradient, and does not read."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -335,6 +376,69 @@ def linear(
     return output
 
 
+class _GatedMLP(torch.autograd.Function):
+    """A gated MLP with fp8 products, on a rank that has it whole.
+
+    SwiGLU and its gradient are computed where they are cast, and are not written in 16 bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_up: torch.Tensor,
+        weight_down: torch.Tensor,
+        up: _Call,
+        down: _Call,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        keeps, needs = up.has_backward, ctx.needs_input_grad
+        own, turned_x = up.scaling.operands(
+            INPUT, rows, transposed=keeps and needs[1], records=up.records
+        )
+        gate_up = up.scaling.multiply(FORWARD, own, up.scaling.weight(weight_up)[0], x.dtype)
+        own, turned = down.scaling.operands(
+            INPUT, gate_up, form=SWIGLU, transposed=keeps and needs[2], records=down.records
+        )
+        output = down.scaling.multiply(FORWARD, own, down.scaling.weight(weight_down)[0], x.dtype)
+        ctx.calls, ctx.weights, ctx.shape = (up, down), (weight_up, weight_down), x.shape
+        kept = [(None, None) if t is None else (t.values, t.inverse) for t in (turned_x, turned)]
+        ctx.save_for_backward(gate_up, *kept[0], *kept[1])
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (up, down), (weight_up, weight_down) = ctx.calls, ctx.weights
+        gate_up, *kept = ctx.saved_tensors
+        wants_input, wants_up, wants_down = ctx.needs_input_grad[:3]
+        dtype = grads[0].dtype
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        own, turned = down.scaling.operands(
+            GRADIENT, rows, transposed=wants_down, records=down.records
+        )
+        grad = down.scaling.multiply(
+            INPUT_GRADIENT, own, down.scaling.weight(weight_down)[1], dtype
+        )
+        grad_down = grad_up = grad_input = None
+        if turned is not None:
+            grad_down = _give_weight_gradient(down, weight_down, turned, Operand(*kept[2:]))
+        own, turned = up.scaling.operands(
+            GRADIENT,
+            grad,
+            gate_up,
+            form=SWIGLU_GRADIENT,
+            transposed=wants_up,
+            records=up.records,
+        )
+        if wants_input:
+            grad_input = up.scaling.multiply(
+                INPUT_GRADIENT, own, up.scaling.weight(weight_up)[1], dtype
+            ).view(ctx.shape)
+        if turned is not None:
+            grad_up = _give_weight_gradient(up, weight_up, turned, Operand(*kept[:2]))
+        return grad_input, grad_up, grad_down, None, None
+
+
 class Fp8ColumnParallelLinear(ColumnParallelLinear):
     """megatron-core's, with fp8 products."""
 
@@ -364,6 +468,62 @@ class Fp8ReplicatedLinear(ReplicatedLinear):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return linear(self.fp8, x, self.weight, None, training=self.training), None
+
+
+class _HeldWeight(torch.nn.Module):
+    """A linear layer of an `Fp8GatedMLP`, whose products are computed there."""
+
+    weight: torch.nn.Parameter
+
+    def forward(self) -> torch.nn.Parameter:
+        """The weight; hooks that wait for it run as before a product."""
+        return self.weight
+
+
+class Fp8HeldColumnLinear(_HeldWeight, ColumnParallelLinear):
+    fp8: LayerScaling
+
+
+class Fp8HeldRowLinear(_HeldWeight, RowParallelLinear):
+    fp8: LayerScaling
+
+
+class Fp8GatedMLP(MLP):
+    """megatron-core's, whole on a rank, with fp8 products, SwiGLU and no biases."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        layers = self.linear_fc1, self.linear_fc2
+        up, down = (
+            _Call(
+                scaling=layer.fp8,
+                adds_to_buffer=layer.gradient_accumulation_fusion,
+                reduces_input_gradient=False,
+                gathers_sequence=False,
+                group=None,
+                records=self.training,
+                has_backward=torch.is_grad_enabled(),
+            )
+            for layer in layers
+        )
+        output: torch.Tensor = _GatedMLP.apply(hidden_states, layers[0](), layers[1](), up, down)
+        return output, None
+
+    @staticmethod
+    def takes(mlp: torch.nn.Module, recipe: Recipe) -> bool:
+        """Whether it can compute a module of a model, whose linear layers are to be in fp8."""
+        if type(mlp) is not MLP or not recipe.weight_gradient:
+            return False
+        config: TransformerConfig = mlp.config
+        return bool(
+            config.gated_linear_unit
+            and config.activation_func is F.silu
+            and config.activation_func_clamp_value is None
+            and not config.add_bias_linear
+            and not config.glu_linear_offset
+            and config.tensor_model_parallel_size == 1
+        )
 
 
 _CLASSES = {
@@ -608,7 +768,21 @@ def install(
     if modules:
         require_device(device, recipe)
     left_out = found - len(modules)
-    return Fp8Layers(modules, recipe, group=group, device=device, left_out=left_out)
+    layers = Fp8Layers(modules, recipe, group=group, device=device, left_out=left_out)
+    if args.bias_swiglu_fusion:
+        for chunk in chunks:
+            _fuse_gated_mlps(chunk, recipe)
+    return layers
+
+
+def _fuse_gated_mlps(chunk: torch.nn.Module, recipe: Recipe) -> None:
+    for module in chunk.modules():
+        if not Fp8GatedMLP.takes(module, recipe):
+            continue
+        up, down = module.linear_fc1, module.linear_fc2
+        if type(up) is Fp8ColumnParallelLinear and type(down) is Fp8RowParallelLinear:
+            module.__class__ = Fp8GatedMLP
+            up.__class__, down.__class__ = Fp8HeldColumnLinear, Fp8HeldRowLinear
 
 
 def _linear_modules(

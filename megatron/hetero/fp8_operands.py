@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 from hetero.errors import HeteroError
 
@@ -29,6 +30,9 @@ _LARGEST_SCALE = 2.0**126
 
 INPUT, WEIGHT, GRADIENT = range(3)
 """The matrices of a layer, in the order of what is known of their maxima."""
+PLAIN, SWIGLU, SWIGLU_GRADIENT = "plain", "swiglu", "swiglu gradient"
+"""What is cast: matrices (..., rows, columns); silu(gate) * up of gate_up (rows, 2 * columns); or
+of that the gradient (rows, 2 * columns), from its output's (rows, columns) and gate_up."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,27 @@ def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return torch.where(x.isinf(), math.nan, scaled).to(dtype)
 
 
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up in float32 (Shazeer, arXiv:2002.05202), of gate_up (rows, 2 * columns)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """Of `swiglu`, float32 (rows, 2 * columns), from its output's gradient (rows, columns)."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    grad_gate = grad.float() * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((grad_gate, grad.float() * gate * sigmoid), dim=-1)
+
+
+_FORMED: dict[str, Callable[..., torch.Tensor]] = {
+    PLAIN: lambda x: x,
+    SWIGLU: swiglu,
+    SWIGLU_GRADIENT: swiglu_gradient,
+}
+
+
 @dataclass(frozen=True)
 class Operand:
     """A matrix in an 8-bit type, row-major, (rows, width), or one of each expert, (experts, rows,
@@ -195,55 +220,111 @@ def grouped_product(
     )
 
 
-def scaled_by_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values and the inverse of an `Operand` of which each row is scaled by itself."""
-    scale = scale_of(largest_magnitude(x, 1), dtype)
-    return cast(x, scale, dtype), 1.0 / scale
+def scaled_by_rows(
+    *inputs: torch.Tensor, dtype: torch.dtype, form: str = PLAIN, turns: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values and the inverse of an `Operand` of which each row is scaled by itself: of what
+    `form` makes of the inputs or, with `turns`, of its transposed matrices."""
+    x = _FORMED[form](*inputs)
+    if turns:
+        x = x.mT.contiguous()
+    rows = x.flatten(0, -2)
+    scale = scale_of(largest_magnitude(rows, 1), dtype)
+    return cast(rows, scale, dtype).view(x.shape), (1.0 / scale).view(*x.shape[:-1], 1)
 
 
 @cache
-def _compiled_by_rows() -> Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
+def _compiled_by_rows() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     # By size torch would compile it eight times at most, and compute the rest operation by
     # operation.
     return torch.compile(scaled_by_rows, dynamic=True)
 
 
-def cast_by_rows(x: torch.Tensor, dtype: torch.dtype) -> Operand:
-    """x (..., rows, width), contiguous, of which each row is scaled by itself."""
-    by_rows = _compiled_by_rows() if x.is_cuda else scaled_by_rows
-    values, inverse = by_rows(x.flatten(0, -2), dtype)
-    return Operand(values.view(x.shape), inverse.view(*x.shape[:-1], 1))
+def cast_by_rows(
+    *inputs: torch.Tensor, dtype: torch.dtype, form: str = PLAIN, turns: bool = False
+) -> Operand:
+    """`scaled_by_rows` of contiguous inputs."""
+    by_rows = _compiled_by_rows() if inputs[0].is_cuda else scaled_by_rows
+    return Operand(*by_rows(*inputs, dtype=dtype, form=form, turns=turns))
 
 
-def magnitude(x: torch.Tensor) -> torch.Tensor:
-    """The `largest_magnitude` of x (rows, columns), (), or of each of (experts, rows, columns)."""
-    if x.is_cuda:
+def magnitude(*inputs: torch.Tensor, form: str = PLAIN) -> torch.Tensor:
+    """The `largest_magnitude` of what `form` makes of the inputs: (), or (experts,) of matrices
+    (experts, rows, columns)."""
+    if inputs[0].is_cuda:
         from megatron.hetero.fp8_cast import largest_magnitude as in_one_pass
 
-        return in_one_pass(x)
+        return in_one_pass(*inputs, form=form)
+    x = _FORMED[form](*inputs)
     return largest_magnitude(x) if x.dim() == 2 else largest_magnitude(x.flatten(1), 1).squeeze(1)
 
 
 def cast_both_ways(
-    x: torch.Tensor,
+    *inputs: torch.Tensor,
     scale: torch.Tensor,
     dtype: torch.dtype,
-    *,
+    form: str = PLAIN,
     transposed: bool,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`cast` of x and, if wanted, of x transposed; raises `seen` () to the maximum of x.
+    """`cast` of what `form` makes of the inputs and, if wanted, of its transposed matrices; raises
+    `seen` () to its maximum.
 
-    x is (rows, columns), or (experts, rows, columns) with a `scale` of () or (experts,).
+    A plain input may be (experts, rows, columns), with a `scale` of () or (experts,).
     """
-    if x.is_cuda:
+    if inputs[0].is_cuda:
         from megatron.hetero.fp8_cast import cast_both
 
-        return cast_both(x, scale, dtype, transposed=transposed, seen=seen)
+        return cast_both(
+            *inputs, scale=scale, dtype=dtype, form=form, transposed=transposed, seen=seen
+        )
+    x = _FORMED[form](*inputs)
     if seen is not None:
         seen.copy_(torch.maximum(seen, largest_magnitude(x)))
     values = cast(x, scale.view(-1, 1, 1) if scale.dim() else scale, dtype)
     return values, values.mT.contiguous() if transposed else None
+
+
+@cache
+def adds_in_product(device: torch.device, left: torch.dtype, right: torch.dtype) -> bool:
+    """Whether a product of these types can be added to float32 by the library that multiplies, on
+    this device and in this build of torch: it tries, and looks at the sum."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    from megatron.hetero.cublas_lt import CublasLtError, add_product
+
+    counting = torch.arange(32 * 32, device=device).remainder(5).view(32, 32).float()
+    scale = torch.tensor(0.5, device=device)
+    total = torch.ones_like(counting)
+    try:
+        add_product(
+            total,
+            left=counting.to(left),
+            right=counting.to(right),
+            left_inverse=scale,
+            right_inverse=scale,
+        )
+    except CublasLtError:
+        return False
+    return torch.allclose(total, counting @ counting.t() * 0.25 + 1, rtol=1e-2)
+
+
+def add_product(total: torch.Tensor, left: Operand, right: Operand) -> None:
+    """total (m, n) += `product` of left (m, k) and right (n, k)."""
+    dtypes = left.values.dtype, right.values.dtype
+    is_by_tensor = total.dtype == torch.float32 and left.inverse.dim() == 0
+    if not is_by_tensor or not adds_in_product(total.device, *dtypes):
+        total.add_(product(left, right, total.dtype))
+        return
+    from megatron.hetero.cublas_lt import add_product as in_one_pass
+
+    in_one_pass(
+        total,
+        left=left.values,
+        right=right.values,
+        left_inverse=left.inverse,
+        right_inverse=right.inverse,
+    )
 
 
 def _casts_alike(x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -252,7 +333,7 @@ def _casts_alike(x: torch.Tensor, dtype: torch.dtype) -> bool:
     x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 3e38], device=x.device)
     scale = torch.tensor(0.37, device=x.device)
     expected = cast(x, scale, dtype).float().nan_to_num(7.0)
-    values, turned = cast_both_ways(x, scale, dtype, transposed=True, seen=None)
+    values, turned = cast_both_ways(x, scale=scale, dtype=dtype, transposed=True, seen=None)
     assert turned is not None
     both = (values.float(), turned.float().t())
     return all(torch.equal(each.nan_to_num(7.0), expected) for each in both)

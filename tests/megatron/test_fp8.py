@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.mlp import MLP
 
 from hetero.errors import HeteroError, UserError
 from hetero.tools.operators.recording import built_model
@@ -494,6 +495,62 @@ LINEAR = (
     *("self_attention.linear_proj", "self_attention.linear_qkv"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
+
+
+GATED = "--num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --swiglu --disable-bias-linear"
+
+
+def gated_mlp(flags: str = "") -> torch.nn.Module:
+    args = parsed(f"--bf16 --fp8-format e4m3 --padded-vocab-size 128 {GATED} {flags}")
+    with built_model(args, CPU) as (chunk, _):
+        fp8.install(args, [chunk], [0], vendor="nvidia", group=None, device=CPU)  # type: ignore[arg-type]
+        mlp: torch.nn.Module = chunk.decoder.layers[0].mlp
+        generator = torch.Generator().manual_seed(3)
+        for parameter in mlp.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.data = drawn.to(torch.bfloat16)
+        return mlp
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_gated_mlp_is_close_to_float64_forward_and_backward(scaling: str) -> None:
+    mlp = gated_mlp(f"--fp8-recipe {scaling}")
+    assert isinstance(mlp, fp8.Fp8GatedMLP)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(8, 4, 64, generator=generator).to(torch.bfloat16).requires_grad_()
+    grad = torch.randn(8, 4, 64, generator=generator).to(torch.bfloat16)
+    output, bias = mlp(x)
+    output.backward(grad)
+    assert bias is None
+    exact = [p.detach().double().requires_grad_() for p in (x, *mlp.parameters())]
+    gate, up = (exact[0] @ exact[1].t()).chunk(2, -1)
+    expected = (torch.nn.functional.silu(gate) * up) @ exact[2].t()
+    expected.backward(grad.double())
+    assert decibels(output, expected) > 22
+    for found, own in zip((x, *mlp.parameters()), exact, strict=True):
+        assert found.grad is not None
+        assert own.grad is not None
+        assert decibels(found.grad, own.grad) > 20
+    for layer in (mlp.linear_fc1, mlp.linear_fc2):
+        assert layer.fp8.products == {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
+
+
+def test_a_gated_mlp_waits_for_its_weights() -> None:
+    """As megatron-core's hooks do where weights are gathered while layers compute."""
+    mlp = gated_mlp("--fp8-recipe tensorwise")
+    waited = []
+    for name in ("linear_fc1", "linear_fc2"):
+        layer = getattr(mlp, name)
+        layer.register_forward_pre_hook(lambda *_, name=name: waited.append(name))
+    mlp(torch.ones(16, 1, 64, dtype=torch.bfloat16))
+    assert waited == ["linear_fc1", "linear_fc2"]
+
+
+@pytest.mark.parametrize("flags", ["--no-fp8-wgrad", "--no-bias-swiglu-fusion"])
+def test_a_gated_mlp_is_left_in_parts(flags: str) -> None:
+    mlp = gated_mlp(flags)
+    assert type(mlp) is MLP
+    assert isinstance(mlp.linear_fc1, fp8.Fp8ColumnParallelLinear)
 
 
 def test_attention_and_mlp_of_every_layer_are_chosen() -> None:

@@ -16,17 +16,26 @@ from hetero.errors import HeteroError
 from megatron.hetero import fp8_operands
 from megatron.hetero.fp8_operands import (
     ROWWISE,
+    SWIGLU,
+    SWIGLU_GRADIENT,
     Operand,
     Types,
+    add_product,
+    adds_in_product,
     cast,
+    cast_both_ways,
     cast_by_rows,
     grouped_product,
+    magnitude,
     multiplies_groups,
+    product,
     require_device,
     scale_of,
+    swiglu,
+    swiglu_gradient,
 )
 from tests.gpus import NEEDS_A_GPU
-from tests.megatron.fp8_cases import CPU, TYPES, recipe
+from tests.megatron.fp8_cases import CPU, TYPES, decibels, recipe
 
 
 @given(st.floats(min_value=0, width=32), st.sampled_from([*TYPES.values()]), st.integers(0, 4))
@@ -78,7 +87,7 @@ def test_a_device_whose_kernel_casts_otherwise_is_refused(monkeypatch: pytest.Mo
     own = recipe(Types(torch.float8_e4m3fn, torch.float8_e5m2), "tensorwise")
     require_device(CPU, own)
 
-    def clips_nothing(x, scale, dtype, **_):
+    def clips_nothing(x, *, scale, dtype, **_):
         values = (x.float() * scale).to(dtype)
         return values, values.t().contiguous()
 
@@ -129,11 +138,29 @@ def test_torch_takes_what_a_gpu_is_given() -> None:
     def spread(x: torch.Tensor, *scales: int) -> Operand:
         return Operand(x.to(e4m3), torch.ones(scales)).scaled_by_rows()
 
-    for left in (cast_by_rows(rows, e4m3), spread(rows)):
-        for right in (cast_by_rows(experts, e4m3), spread(experts, 3), spread(experts)):
+    for left in (cast_by_rows(rows, dtype=e4m3), spread(rows)):
+        for right in (cast_by_rows(experts, dtype=e4m3), spread(experts, 3), spread(experts)):
             given = grouped_product(without_values(left), without_values(right), ends)
             assert given.shape == (40, 48)
             assert given.dtype == torch.bfloat16
+
+
+def test_the_gradient_of_swiglu_is_that_of_autograd() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(8, 32, generator=generator).requires_grad_()
+    grad = torch.randn(8, 16, generator=generator)
+    swiglu(gate_up).backward(grad)
+    torch.testing.assert_close(swiglu_gradient(grad, gate_up.detach()), gate_up.grad)
+
+
+def test_a_cpu_adds_products_to_float32() -> None:
+    types = TYPES["fn"]
+    left, right = (
+        Operand(torch.randn(rows, 32).to(types.e4m3), torch.tensor(0.5)) for rows in (16, 48)
+    )
+    total = torch.ones(16, 48)
+    add_product(total, left, right)
+    assert torch.equal(total, 1 + product(left, right, torch.float32))
 
 
 # Kernels of GPUs.
@@ -154,7 +181,7 @@ def test_a_gpu_casts_to_the_same_bits(shape: tuple[int, int], transposed: bool) 
         scale = torch.tensor(3.0)
         seen = torch.zeros((), device=device)
         values, turned = cast_both(
-            x.to(device), scale.to(device), dtype, transposed=transposed, seen=seen
+            x.to(device), scale=scale.to(device), dtype=dtype, transposed=transposed, seen=seen
         )
         expected = cast(x, scale, dtype).float()
         assert torch.equal(values.cpu().float().nan_to_num(7), expected.nan_to_num(7))
@@ -164,6 +191,55 @@ def test_a_gpu_casts_to_the_same_bits(shape: tuple[int, int], transposed: bool) 
         assert seen.isinf()
         assert largest_magnitude(x.to(device)).isinf()
         assert float(largest_magnitude(x.nan_to_num(0, 0, 0).to(device))) == 1000.0
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("rows", [64, 100])
+@pytest.mark.parametrize("form", [SWIGLU, SWIGLU_GRADIENT])
+def test_a_gpu_casts_swiglu_and_its_gradient_in_one_pass(form: str, rows: int) -> None:
+    device = torch.device("cuda")
+    dtype = Types.of(device, "nvidia").e4m3
+    generator = torch.Generator().manual_seed(1)
+    gate_up = torch.randn(rows, 512, generator=generator).to(torch.bfloat16)
+    grad = torch.randn(rows, 256, generator=generator).to(torch.bfloat16)
+    inputs = (gate_up,) if form == SWIGLU else (grad, gate_up)
+    exact = swiglu(*inputs) if form == SWIGLU else swiglu_gradient(*inputs)
+    on_gpu = [x.to(device) for x in inputs]
+    amax = magnitude(*on_gpu, form=form)
+    assert torch.allclose(amax.cpu(), exact.abs().max(), rtol=1e-5)
+    seen = torch.zeros((), device=device)
+    scale = scale_of(amax, dtype)
+    values, turned = cast_both_ways(
+        *on_gpu, scale=scale, dtype=dtype, form=form, transposed=True, seen=seen
+    )
+    assert turned is not None
+    assert torch.equal(seen, amax)
+    assert torch.equal(turned.float().t(), values.float())
+    assert decibels(values.float().cpu() / scale.cpu(), exact) > 28
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("left", ["e4m3", "e5m2"])
+def test_a_gpu_adds_products_to_float32(left: str) -> None:
+    device = torch.device("cuda")
+    types = Types.of(device, "nvidia")
+    generator = torch.Generator().manual_seed(1)
+    drawn = (torch.randn(shape, generator=generator) for shape in ((96, 256), (160, 256)))
+    grad, x = (each.to(device) for each in drawn)
+    scales = torch.tensor(3.0, device=device), torch.tensor(20.0, device=device)
+    operands = [
+        Operand(cast(each, scale, dtype), 1 / scale)
+        for each, scale, dtype in zip((grad, x), scales, (getattr(types, left), types.e4m3))
+    ]
+    total = torch.ones(96, 160, device=device)
+    for _ in range(2):
+        add_product(total, *operands)
+    expected = 1 + 2 * product(*operands, torch.float32)
+    assert torch.allclose(total, expected, rtol=1e-4, atol=1e-3)
+    dtypes = [operand.values.dtype for operand in operands]
+    assert adds_in_product(device, *dtypes) == (torch.version.hip is None)
 
 
 @pytest.mark.gpu
@@ -178,7 +254,9 @@ def test_a_gpu_casts_the_matrices_of_experts_to_the_same_bits(scales: tuple[int,
     x[1] *= 100
     scale = torch.rand(scales, generator=torch.Generator().manual_seed(2)) + 0.5
     seen = torch.zeros((), device=device)
-    values, turned = cast_both(x.to(device), scale.to(device), dtype, transposed=True, seen=seen)
+    values, turned = cast_both(
+        x.to(device), scale=scale.to(device), dtype=dtype, transposed=True, seen=seen
+    )
     expected = cast(x, scale.view(-1, 1, 1), dtype).float()
     assert turned is not None
     assert torch.equal(values.cpu().float(), expected)
