@@ -175,6 +175,11 @@ def product(
 
     `fast`: NVIDIA's tensor cores may sum with fewer bits.
     """
+    if left.inverse.dim() == 2 and not left.values.is_cuda:
+        # Before torch 2.13 a CPU takes one factor a matrix.
+        one = torch.ones(())
+        unscaled = product(Operand(left.values, one), Operand(right.values, one), torch.float32)
+        return (unscaled * left.inverse * right.inverse.t()).to(dtype)
     # Of matrices that are scaled by rows, GPUs give bf16 alone.
     is_rowwise = left.inverse.dim() == 2
     given: torch.Tensor = torch._scaled_mm(

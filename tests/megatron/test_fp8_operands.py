@@ -231,7 +231,7 @@ def test_a_gpu_adds_products_to_float32(left: str) -> None:
     scales = torch.tensor(3.0, device=device), torch.tensor(20.0, device=device)
     operands = [
         Operand(cast(each, scale, dtype), 1 / scale)
-        for each, scale, dtype in zip((grad, x), scales, (getattr(types, left), types.e4m3))
+        for each, scale, dtype in zip((grad, x), scales, (getattr(types, left), types.e4m3), strict=True)
     ]
     total = torch.ones(96, 160, device=device)
     for _ in range(2):

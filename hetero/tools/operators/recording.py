@@ -6,12 +6,14 @@ Operators run one by one, from drawn inputs, or all as they follow.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.errors import UserError
@@ -20,12 +22,13 @@ from hetero.observe.operators.operator_list import Operator
 from hetero.observe.operators.sample import Sample, take
 from hetero.observe.operators.tape import Tape, Tensors
 from hetero.plan import Plan
+from hetero.plan.plan import VENDOR_VARIABLE, VENDORS
 from hetero.startup.identity import running_vendor
 from hetero.tools.operators.draws import Draws, fill_weights, input_std
 from hetero.tools.operators.dump import ACCUMULATED, ISOLATED, REFERENCE, Dump, Header
 from hetero.tools.operators.layer_flags import compared_flags, kernel_flags
 from hetero.tools.operators.reference import Reference, rotary_angles
-from megatron.hetero import weights
+from megatron.hetero import fp8, weights
 from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
 from megatron.hetero.kernels import Kernels, install_kernels, select_kernels
@@ -211,8 +214,23 @@ def built_model(
         )
         # Not every parameter is built in the run's dtype; training casts them by Float16Module.
         model.to(place, torch_dtype(args.params_dtype))
+        vendor = _played_vendor()
+        alone = dist.group.WORLD
+        assert alone is not None
+        fp8.install(args, [model], [0], vendor=vendor, group=alone, device=place)
         model.train()
         yield model, kernels
+
+
+def _played_vendor() -> str:
+    """Whose types of fp8 a CPU computes with."""
+    named = os.environ.get(VENDOR_VARIABLE)
+    return named if named in VENDORS else running_vendor()
+
+
+def _fp8_types(args: argparse.Namespace, place: torch.device) -> str:
+    recipe = fp8.Recipe.of(args, fp8.Types.of(place, _played_vendor()))
+    return "" if recipe is None else recipe.type_names()
 
 
 def _add_gradient_buffers(model: GPTModel) -> None:
@@ -319,7 +337,11 @@ class _Side:
             seed=self._args.seed,
             sample=self._recording.sample,
             flags=compared_flags(self._args),
-            kernels={**kernel_flags(self._args), "fused": self._kernels.names()},
+            kernels={
+                **kernel_flags(self._args),
+                "fused": self._kernels.names(),
+                "fp8": _fp8_types(self._args, torch.device(default_device())),
+            },
             inputs=dict(sorted(self._draws.digests.items())),
             operators=self._ordered(),
         )
