@@ -59,6 +59,7 @@ from megatron.hetero.fp8_operands import (
     add_product,
     cast_both_ways,
     cast_by_rows,
+    casts_swiglu,
     grouped_product,
     magnitude,
     multiplies_groups,
@@ -769,7 +770,8 @@ def install(
         require_device(device, recipe)
     left_out = found - len(modules)
     layers = Fp8Layers(modules, recipe, group=group, device=device, left_out=left_out)
-    if args.bias_swiglu_fusion:
+    dtypes = (recipe.forward, recipe.gradient)
+    if args.bias_swiglu_fusion and all(casts_swiglu(device, dtype) for dtype in dtypes):
         for chunk in chunks:
             _fuse_gated_mlps(chunk, recipe)
     return layers

@@ -28,6 +28,13 @@ def _load(ptr, at, inside, IS_WHOLE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
+def _rounded(x, ptr):  # type: ignore[no-untyped-def]
+    """x as it would have been written in the type of `ptr`. Without it Triton 3.6 gives a transposed
+    matrix whose second byte of four is wrong, on Hopper."""
+    return x.to(ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def _largest(x):  # type: ignore[no-untyped-def]
     """The largest magnitude; infinite where an element is not finite. By bits: a maximum of floats
     would drop NaN, whose bits are above those of infinity."""
@@ -118,8 +125,8 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         gate = _load(gate_up_ptr, gate_at, inside, IS_WHOLE)
         up = _load(gate_up_ptr + columns, gate_at, inside, IS_WHOLE)
         sigmoid = tl.sigmoid(gate)
-        grad_gate = x * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        grad_up = x * gate * sigmoid
+        grad_gate = _rounded(x * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), gate_up_ptr)
+        grad_up = _rounded(x * gate * sigmoid, gate_up_ptr)
         if HAS_MAXIMUM:
             tl.atomic_max(max_ptr, tl.maximum(_largest(grad_gate), _largest(grad_up)))
         if CASTS:
@@ -156,7 +163,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
         if FORM == "swiglu":
             gate = _load(gate_up_ptr, gate_at, inside, IS_WHOLE)
             up = _load(gate_up_ptr + columns, gate_at, inside, IS_WHOLE)
-            x = gate * tl.sigmoid(gate) * up
+            x = _rounded(gate * tl.sigmoid(gate) * up, gate_up_ptr)
         else:
             x = _load(x_ptr, x_at, inside, IS_WHOLE)
         if HAS_MAXIMUM:

@@ -25,6 +25,7 @@ from megatron.hetero.fp8_operands import (
     cast,
     cast_both_ways,
     cast_by_rows,
+    casts_swiglu,
     grouped_product,
     magnitude,
     multiplies_groups,
@@ -195,14 +196,14 @@ def test_a_gpu_casts_to_the_same_bits(shape: tuple[int, int], transposed: bool) 
 
 @pytest.mark.gpu
 @NEEDS_A_GPU
-@pytest.mark.parametrize("rows", [64, 100])
+@pytest.mark.parametrize("rows", [64, 100, 4096])
 @pytest.mark.parametrize("form", [SWIGLU, SWIGLU_GRADIENT])
 def test_a_gpu_casts_swiglu_and_its_gradient_in_one_pass(form: str, rows: int) -> None:
     device = torch.device("cuda")
     dtype = Types.of(device, "nvidia").e4m3
     generator = torch.Generator().manual_seed(1)
-    gate_up = torch.randn(rows, 512, generator=generator).to(torch.bfloat16)
-    grad = torch.randn(rows, 256, generator=generator).to(torch.bfloat16)
+    gate_up = torch.randn(rows, 2048, generator=generator).to(torch.bfloat16)
+    grad = torch.randn(rows, 1024, generator=generator).to(torch.bfloat16)
     inputs = (gate_up,) if form == SWIGLU else (grad, gate_up)
     exact = swiglu(*inputs) if form == SWIGLU else swiglu_gradient(*inputs)
     on_gpu = [x.to(device) for x in inputs]
@@ -217,6 +218,7 @@ def test_a_gpu_casts_swiglu_and_its_gradient_in_one_pass(form: str, rows: int) -
     assert torch.equal(seen, amax)
     assert torch.equal(turned.float().t(), values.float())
     assert decibels(values.float().cpu() / scale.cpu(), exact) > 28
+    assert casts_swiglu(device, dtype)
 
 
 @pytest.mark.gpu
@@ -231,7 +233,9 @@ def test_a_gpu_adds_products_to_float32(left: str) -> None:
     scales = torch.tensor(3.0, device=device), torch.tensor(20.0, device=device)
     operands = [
         Operand(cast(each, scale, dtype), 1 / scale)
-        for each, scale, dtype in zip((grad, x), scales, (getattr(types, left), types.e4m3), strict=True)
+        for each, scale, dtype in zip(
+            (grad, x), scales, (getattr(types, left), types.e4m3), strict=True
+        )
     ]
     total = torch.ones(96, 160, device=device)
     for _ in range(2):
