@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -32,6 +30,8 @@ if __name__ == "__main__":
 
 import torch
 
+from bench.timing.kernel_times import KINDS as KINDS_OF_KERNELS
+from bench.timing.kernel_times import kernel_times
 from bench.timing.timed_runs import profiled_events, timed_peer, timed_run
 from hetero.errors import HeteroError
 from hetero.text import integer
@@ -39,7 +39,7 @@ from hetero.tools import tool_command_line
 from hetero.tools.launching.processes import Step
 from hetero.tools.runs import SIMULATED, Launch
 
-PEER = Path(__file__).parent / "experts/core_peer.py"
+PEER = Path(__file__).parent / "peers/core_experts.py"
 SECONDS = 400.0
 PIPELINE = "--pipeline-model-parallel-size 2"
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1"
@@ -64,14 +64,10 @@ SIZES = {
     "vocabulary": (32000, "number of tokens of the vocabulary"),
     "steps": (8, "number of steps of each run, of which two warm up"),
 }
-# Of a kernel's name, in this order.
 KINDS = (
-    ("grouped products", r"GroupProblemShape|grouped"),
-    ("attention", r"flash|fmha|sdpa|cudnn.*attention"),
-    ("other products", r"gemm|nvjet|xmma|cutlass|splitK"),
-    ("optimizer and norms of gradients", r"multi_tensor|FusedAdam|fused_adam|foreach|lpnorm"),
-    ("order of tokens", r"index|gather|sort|scan|nonzero|Radix|repeat_interleave"),
-    ("everything else", r""),
+    {"grouped products": r"GroupProblemShape|grouped"}
+    | KINDS_OF_KERNELS
+    | {"order of tokens": r"index|gather|sort|scan|nonzero|Radix|repeat_interleave"}
 )
 
 
@@ -134,62 +130,7 @@ def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     events = profiled_events(traces)
     if events is None:
         return {"error": "the profiler has written no trace"}
-    return kernel_times(events)
-
-
-def kernel_times(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of a Chrome trace: milliseconds by kind of kernel, the longest kernels, and idle time."""
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    kinds: Counter[str] = Counter()
-    names: Counter[str] = Counter()
-    for event in kernels:
-        kind = next(kind for kind, words in KINDS if re.search(words, event["name"], re.I))
-        kinds[kind] += event["dur"]
-        names[f"{kind}: {event['name'][:90]}"] += event["dur"]
-    begin = min(event["ts"] for event in kernels)
-    end = max(event["ts"] + event["dur"] for event in kernels)
-    syncs = [e for e in events if e.get("name") == "cudaStreamSynchronize"]
-    host, count = host_times(events)
-    return {
-        "span_ms": round((end - begin) / 1e3, 2),
-        "busy_ms": round(sum(kinds.values()) / 1e3, 2),
-        "stream_synchronizations": len(syncs),
-        "kinds_ms": {kind: round(us / 1e3, 2) for kind, us in kinds.most_common()},
-        "longest_ms": {name: round(us / 1e3, 2) for name, us in names.most_common(16)},
-        "host_ms": {
-            f"{name} x{count[name]}": round(us / 1e3, 2) for name, us in host.most_common(40)
-        },
-    }
-
-
-def host_times(events: Sequence[dict[str, Any]]) -> tuple[Counter[str], Counter[str]]:
-    """Of a Chrome trace: microseconds that each operation takes itself on the host, and how often.
-
-    What lies between a thread's operations is Python's.
-    """
-    threads: dict[Any, list[dict[str, Any]]] = {}
-    for event in events:
-        if event.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver"):
-            threads.setdefault(event["tid"], []).append(event)
-    own: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for thread, ordered in threads.items():
-        ordered.sort(key=lambda event: (event["ts"], -event["dur"]))
-        open_: list[tuple[float, str]] = []
-        last = ordered[0]["ts"]
-        for event in ordered:
-            while open_ and open_[-1][0] <= event["ts"]:
-                open_.pop()
-            begin, end = event["ts"], event["ts"] + event["dur"]
-            if open_:
-                own[open_[-1][1]] -= event["dur"]
-            else:
-                own[f"between operations of thread {thread}"] += max(0, begin - last)
-            last = max(last, end)
-            own[event["name"]] += event["dur"]
-            count[event["name"]] += 1
-            open_.append((end, event["name"]))
-    return own, count
+    return kernel_times(events, KINDS)
 
 
 def measure(args: argparse.Namespace) -> str:

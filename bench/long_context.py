@@ -45,7 +45,7 @@ from hetero.tools.launching.processes import Step
 from hetero.tools.runs import Launch
 from megatron.hetero import context_parallel
 
-PEER = Path(__file__).parent / "long_context/torch_peer.py"
+PEER = Path(__file__).parent / "peers/torch_llama.py"
 SECONDS = 300.0
 TYPES = ("p2p", "a2a", "all_gather")
 ALONE, PEER_RUN, TRACED, BLOCKS = "one", "torch", "ring", "blocks"
@@ -186,7 +186,8 @@ def blocks(args: argparse.Namespace, sequence: int) -> dict[str, Any]:
     ]
 
     def attend() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        query, key, value = whole
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     forward_ms = milliseconds(attend)
     both_ms = milliseconds(lambda: attend().backward(torch.ones_like(whole[0])))

@@ -36,6 +36,8 @@ DATA = (
 ACCEPTED = "accepted"
 # Megatron-LM's own fusion of permutations needs TransformerEngine itself; its words are accepted.
 WITHOUT_ENGINE = "ImportError: cannot import name 'fused_permute'"
+# So do fp8 and experts together: it compares TransformerEngine's version, and has none.
+WITHOUT_VERSION = "TypeError: '>=' not supported between instances of 'NoneType' and 'Version'"
 DENSE, MIXED = "dense", "experts and latent attention"
 MODELS = {"dense": DENSE, "mixture of experts": MIXED, "multi-latent attention": MIXED}
 """The kinds of commands.json that this program could be expected to accept."""
@@ -182,6 +184,20 @@ def shares() -> dict[str, tuple[int, int]]:
     return {name: (sum(v.refusal is None for v in part), len(part)) for name, part in parts.items()}
 
 
+def in_fp8() -> list[str]:
+    """How many of the commands that ask for fp8 are accepted here, a line for each kind."""
+    asking = [one for one in load_commands() if "--fp8-format" in one.flags]
+    of_experts = [one for one in asking if one.megatron.startswith(WITHOUT_VERSION)]
+    lines = []
+    for name, commands in (
+        (f"{DENSE}, accepted by Megatron-LM", [one for one in asking if one.counts]),
+        (f"{MIXED}, not judged by Megatron-LM without TransformerEngine", of_experts),
+    ):
+        accepted = sum(one.refusal() is None for one in commands)
+        lines.append(f"{accepted} of {len(commands)} with --fp8-format: {name}")
+    return lines
+
+
 def reasons() -> list[tuple[str, int]]:
     """Why commands that count are refused, the most frequent first."""
     refusals = [verdict.refusal for verdict in verdicts() if verdict.refusal is not None]
@@ -202,10 +218,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(*, with_refused: bool) -> list[str]:
-    """The table by source, the shares, and the reasons by count."""
+    """The table by source, the shares, those of fp8, and the reasons by count."""
     lines = [*by_source(), ""]
     for name, (accepted, counted) in shares().items():
         lines.append(f"{accepted} of {counted} ({accepted / counted:.3f}): {name}")
+    lines += ["", *in_fp8()]
     lines += ["", *(f"{count:5}  {text}" for text, count in reasons())]
     if with_refused:
         lines.append("")

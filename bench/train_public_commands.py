@@ -1,4 +1,4 @@
-"""Train eighteen public Megatron-LM commands on the CPU, as they are and with three flags more.
+"""Train public Megatron-LM commands on the CPU, as they are and with three flags more.
 
     python -m bench.train_public_commands --out runs/public_scripts
     python -m bench.train_public_commands --out runs/two --only aws-gpt3 rocm-llama3
@@ -9,6 +9,8 @@ language reference, homogeneous and then with --hetero-pipeline, --hetero-vendor
 --hetero-pipeline-sizes 1 1, and losses, gradient norms and final weights are compared. A script of
 one pipeline stage becomes one of two, and is compared with two homogeneous stages as well: to these
 all must be equal, bit for bit. One machine plays both vendors, which the results call simulated.
+In fp8 these have two types, and losses are equal within its rounding; bit for bit must be a fourth
+run, whose vendors have one type.
 The folder holds results.md and results.json, written anew after every command, and each run's log,
 metrics and report. Exit code 1 where a command does not train or is not equal.
 """

@@ -1,7 +1,8 @@
 """Public commands, of as many sources as have one that trains a dense model here.
 
 Two of them share sequences among ranks, one of each source that has such a command; the last ones
-train mixtures of experts and latent attention, of each source that has such a command.
+train mixtures of experts and latent attention, of each source that has such a command, and those
+in fp8 a command of each source that asks for fp8 and has text.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _EXPERTS = "tests/functional_tests/test_cases/moe"
 _MANY = "gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed"
 _SINKHORN = "gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"
 _SHARED = "gpt3_mcore_te_tp2_pp2_cp2_calculate_per_token_loss_nondeterministic"
+_FP8_SCRIPT = "examples/llama/train_llama3_8b_h100_fp8.sh"
+_FP8_LLAMA3 = "fp8: LLaMA-3 8B, delayed, the largest of 1,024 steps; distributed optimizer"
+_CURRENT = "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8_tp_pp_sp_tp_overlap"
+_GRAPHS = "gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph"
 
 CHOSEN = (
     Chosen(
@@ -128,5 +133,39 @@ CHOSEN = (
         "hygon-567b",
         "HYGON-AI/Megatron-LM-das@0685d1f55031:examples/gpt3/train_gpt_567B_4nodes.sh",
         "16 experts with capacity 1 and padding, aux loss; TP2, EP, ETP2, distributed optimizer",
+    ),
+    Chosen(
+        "nvidia-fp8",
+        f"NVIDIA/Megatron-LM@core_v0.19.0:{_FP8_SCRIPT}",
+        _FP8_LLAMA3,
+    ),
+    Chosen(
+        "nvidia-fp8-tensorwise",
+        f"NVIDIA/Megatron-LM@core_v0.19.0:{_FUNCTIONAL}/{_CURRENT}/model_config.yaml",
+        "fp8: GPT-3, tensorwise; TP2 with sequence parallelism, PP2",
+    ),
+    Chosen(
+        "rocm-fp8",
+        "ROCm/Megatron-LM@rocm_dev:examples/llama/train_llama3.sh (8B, FP8)",
+        "fp8: LLaMA-3 8B, delayed, the largest of 1,024 steps; distributed optimizer, overlap",
+    ),
+    Chosen(
+        "primus-fp8",
+        "AMD-AGI/Primus@v26.5.1:examples/megatron/configs/MI300X/llama3.1_8B-FP8-pretrain.yaml",
+        "fp8: LLaMA-3.1 8B from a YAML file, delayed, the largest of 1,024 steps",
+    ),
+    Chosen("chennyso-fp8", f"chennyso/Megatron-LM@3470c98dc03a:{_FP8_SCRIPT}", _FP8_LLAMA3),
+    Chosen("flagos-fp8", f"flagos-ai/Megatron-LM-FL@175ae90ec92a:{_FP8_SCRIPT}", _FP8_LLAMA3),
+    Chosen("krafton-fp8", f"krafton-ai/Megatron-Dion@2d0d2518d61d:{_FP8_SCRIPT}", _FP8_LLAMA3),
+    Chosen(
+        "nvidia-fp8-experts",
+        f"NVIDIA/Megatron-LM@core_v0.16.1:{_EXPERTS}/{_GRAPHS}/model_config.yaml",
+        "fp8: latent attention, 32 experts and a shared one, tensorwise; TP2 with sequence "
+        "parallelism, EP with whole experts, PP",
+    ),
+    Chosen(
+        "primus-fp8-experts",
+        "AMD-AGI/Primus@v26.5.1:examples/megatron/configs/MI300X/qwen3_30B_A3B-FP8-pretrain.yaml",
+        "fp8: Qwen3-30B-A3B, delayed; 128 experts, EP, overlap",
     ),
 )

@@ -17,6 +17,8 @@ from hetero.tools.run_comparison.curves import Curve
 
 ROUNDING = 1e-4
 """Most that losses of 16-bit training may differ by where two layouts add in another order."""
+ROUNDING_OF_FP8 = 2e-2
+"""The same where the two have other layouts or types of fp8, and so other factors."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Row:
     def is_right(self) -> bool:
         if self.runs is None:
             return False
+        one_type = self.runs.from_one_type
+        if one_type is not None:
+            apart = max(self.runs.from_own.relative_losses, self.runs.from_staged.relative_losses)
+            return one_type.identical and apart <= ROUNDING_OF_FP8
         return self.runs.from_staged.identical and self.runs.from_own.relative_losses <= ROUNDING
 
     @property
@@ -39,6 +45,8 @@ class Row:
         if self.runs is None:
             return self.problem
         own, staged = self.runs.from_own, self.runs.from_staged
+        if (one_type := self.runs.from_one_type) is not None:
+            return f"of one type: {_words(one_type)}; of two: {_words(staged)}"
         if own.identical and staged.identical:
             return "all"
         return f"{_words(own)}; of the same stages: {_words(staged)}"

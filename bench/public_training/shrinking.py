@@ -13,6 +13,7 @@ from bench.public_commands import Command
 from hetero.errors import UserError
 from megatron.hetero.arguments.data import DEFAULT_TOKENIZER
 
+FP8 = "--fp8-format"
 RUN, TEXT = "RUN", "TEXT"
 """Where folders of one run and the shared text stand in the words until a run names them."""
 
@@ -26,6 +27,8 @@ LATENT = {
     "--qk-pos-emb-head-dim": 8,
     "--v-head-dim": 16,
 }
+FP8_ROTATED = {"--qk-pos-emb-head-dim": 16}
+"""In place of that, as sides of a product in fp8 are multiples of 16."""
 FFN_MULTIPLE = 16
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 ITERATIONS, FP16_ITERATIONS = 10, 30
@@ -245,7 +248,8 @@ def _model(written: _Words, shape: _Shape) -> dict[str, str]:
 
 def _experts(written: _Words, shape: _Shape) -> dict[str, str]:
     """Experts, and the ranks that share them; widths in the proportions of the model's own."""
-    used = {flag: str(width) for flag, width in LATENT.items()}
+    latent = LATENT | (FP8_ROTATED if FP8 in written else {})
+    used = {flag: str(width) for flag, width in latent.items()}
     experts = min(written.integer("--num-experts", 1), EXPERTS)
     groups = min(written.integer("--moe-router-num-groups", 1), GROUPS)
     chosen = min(written.integer("--moe-router-group-topk", 1), TOP, groups)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.public_training.shrinking import Shrunk
+from bench.public_training.shrinking import FP8, Shrunk
 from hetero.tools.run_comparison.alignment import BitwiseComparison, compare_bitwise
 from hetero.tools.run_comparison.curves import Curve
 from hetero.tools.runs import SIMULATED, Launch, homogeneous_flags, run_to_end
@@ -19,6 +19,12 @@ THREE_FLAGS = (
     *("--hetero-vendors", "nvidia", "amd"),
     *("--hetero-pipeline-sizes", *map(str, SIZES)),
 )
+ONE_TYPE_FLAGS = (
+    "--hetero-pipeline",
+    *("--hetero-vendors", "cpu", "nvidia"),
+    *("--hetero-pipeline-sizes", *map(str, SIZES)),
+)
+"""Mixed, of vendors whose types of fp8 are the same, as those of NVIDIA and MI350 are."""
 SECONDS = 300.0
 """No run may take longer."""
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
@@ -33,7 +39,9 @@ class Runs:
     staged: Curve
     """Homogeneous with as many pipeline stages as the mixed run; the script's own where it has."""
     processes: tuple[int, int]
-    """Of the homogeneous run, and of the other two."""
+    """Of the homogeneous run, and of the others."""
+    one_type: Curve | None = None
+    """With fp8, mixed of vendors that have the same types of it."""
 
     @property
     def from_own(self) -> BitwiseComparison:
@@ -45,6 +53,11 @@ class Runs:
         """What they change of a layout."""
         return compare_bitwise(self.mixed, self.staged)
 
+    @property
+    def from_one_type(self) -> BitwiseComparison | None:
+        """What a mixed run of one type changes of a layout; None without fp8."""
+        return None if self.one_type is None else compare_bitwise(self.one_type, self.staged)
+
     def as_mapping(self) -> dict[str, Any]:
         own, spread = self.processes
         runs = {
@@ -52,6 +65,8 @@ class Runs:
             "mixed": (self.mixed, spread),
             "staged": (self.staged, spread),
         }
+        if self.one_type is not None:
+            runs["one type"] = (self.one_type, spread)
         return {
             kind: {
                 "processes": count,
@@ -87,4 +102,7 @@ def train_all(shrunk: Shrunk, *, name: str, text: Path, work: Path, out: Path) -
     staged = homogeneous
     if shrunk.pipeline != stages:
         staged = trained("staged", *homogeneous_flags(stages=stages, layers=None), processes=spread)
-    return Runs(homogeneous, mixed, staged, (shrunk.processes, spread))
+    one_type = None
+    if FP8 in shrunk.words:
+        one_type = trained("one-type", *ONE_TYPE_FLAGS, processes=spread, simulated=True)
+    return Runs(homogeneous, mixed, staged, (shrunk.processes, spread), one_type)

@@ -20,6 +20,11 @@ _LINK_LATENCY_US = 10.0
 MATMUL_PART = 794.5 / 989.4
 """Of its peak, what a matrix product reaches on H100: assumed of parts without `matmul_tflops`."""
 
+FP8_PART = 0.76
+"""Of a peak in fp8, what a product reaches of the part that one in bf16 reaches of its own. Fitted
+to nine published runs of H100, which it meets within 14 % (docs/benchmarks/planner.md). Not
+measured on another GPU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
@@ -45,6 +50,8 @@ class Accelerator:
     """GPUs that have a link of their own each; None where a switch joins all GPUs of the node."""
     measured_matmul_flops: float | None = None
     matmul_source: str = ""
+    fp8_flops: float | None = None
+    """Peak dense FLOP/s in 8-bit floating point; None where it does not multiply in fp8."""
     has_grouped_mm: bool = False
     """Whether torch's grouped_mm has a kernel; else it computes one expert after the other."""
 
@@ -53,10 +60,17 @@ class Accelerator:
         """FLOP/s of the fastest bf16 matrix product: mostly power keeps it below the peak."""
         return self.measured_matmul_flops or self.flops * MATMUL_PART
 
+    @property
+    def fp8_matmul_flops(self) -> float:
+        """The same in fp8; bf16's where it has no fp8."""
+        if self.fp8_flops is None:
+            return self.matmul_flops
+        return self.matmul_flops * self.fp8_flops / self.flops * FP8_PART
+
 
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")
 _SOURCES = ("source", "matmul_source", "link_source", "nic_source")
-_OPTIONAL = ("link_latency_us", "link_peers", "matmul_tflops")
+_OPTIONAL = ("link_latency_us", "link_peers", "matmul_tflops", "fp8_tflops")
 _KEYS = frozenset({"vendor", "grouped_mm", *_NUMBERS, *_OPTIONAL, *_SOURCES})
 
 
@@ -102,6 +116,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         nic_bandwidth=numbers["nic"] * 1e9 / 8,
         link_peers=int(numbers["link_peers"]) if "link_peers" in data else None,
         measured_matmul_flops=numbers["matmul_tflops"] * 1e12 if "matmul_tflops" in data else None,
+        fp8_flops=numbers["fp8_tflops"] * 1e12 if "fp8_tflops" in data else None,
         has_grouped_mm=data.get("grouped_mm", False),
         **{key: str(data.get(key, where)) for key in _SOURCES},
     )
@@ -111,6 +126,7 @@ _MOST = {
     "memory": (10_000, "GiB"),
     "tflops": (1_000_000, "1e12 operations a second"),
     "matmul_tflops": (1_000_000, "1e12 operations a second"),
+    "fp8_tflops": (1_000_000, "1e12 operations a second"),
     "memory_bandwidth": (1_000_000, "1e9 bytes a second"),
     "link": (100_000, "1e9 bytes a second"),
     "nic": (100_000, "1e9 bits a second"),

@@ -2,7 +2,8 @@
 
 A roofline model: matrix multiplications and attention run at a fixed fraction of the FLOP/s that
 the largest matrix products reach, the rest of a layer at the memory bandwidth, and tensor-parallel
-all-reduces over the node's links. The fraction is calibrated on one measured accelerator.
+all-reduces over the node's links. The fraction is calibrated on one measured accelerator. Products
+in fp8 run at the same fraction of fp8's FLOP/s, and what they take is cast at the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hetero.plan.plan import NO_FP8
 from hetero.planner.accelerators import MATMUL_PART, Accelerator
 from hetero.planner.cluster_shape import Cluster, link_inside_node
 from hetero.planner.communication_costs import ring_seconds
+from hetero.planner.fp8 import Fp8Layer, linear_parameters
 from hetero.planner.layer_profile import MeasuredProfile, PartCosts, PassTimes, Point, ProfileError
 from hetero.planner.model_shape import ModelShape
 
@@ -106,11 +109,14 @@ def measured_efficiency(
     measured_seconds = matmul_seconds = 0.0
     for point, costs in profile.points.items():
         layer = _PointModel(model, accelerator, point, 1.0, element_bytes)
+        products, casts = layer.products, layer.casts
         other_seconds = layer.memory_bound_seconds * 3 + layer.all_reduce_seconds * 2
+        other_seconds += casts.forward + casts.backward
+        matmul_seconds += products.forward + products.backward
         if point.recompute == "full":
             other_seconds += layer.memory_bound_seconds + layer.all_reduce_seconds
+            matmul_seconds += products.forward
         measured_seconds += max(costs.layer.forward + costs.layer.backward - other_seconds, 0.0)
-        matmul_seconds += layer.matmul_seconds * (4 if point.recompute == "full" else 3)
     if not measured_seconds > matmul_seconds * accelerator.matmul_flops / accelerator.flops:
         raise ProfileError(
             f"the profile of {accelerator.name} is faster than its peak allows; it was measured "
@@ -139,9 +145,52 @@ class _PointModel:
         return self.point.micro_batch * per_sample / self.point.tensor
 
     @property
-    def matmul_seconds(self) -> float:
-        matrices = 2.0 * self.tokens * self.model.layer_matrix_parameters / self.point.tensor
-        return self._seconds(matrices + self._attention_flops)
+    def products(self) -> PassTimes:
+        """Of a dense layer's matrices and attention, in both passes without recomputation."""
+        return self._products(self.model.layer_matrix_parameters)
+
+    def _products(self, matrices: float, *, sparse: bool = False) -> PassTimes:
+        """The same of a layer with matrices of so many weights, all ranks together."""
+        each = 2.0 * self.tokens / self.point.tensor
+        in_fp8 = linear_parameters(self.model, sparse=sparse) if self._is_fp8 else 0
+        others = self._seconds(each * (matrices - in_fp8) + self._attention_flops)
+        if not in_fp8:
+            return PassTimes(others, 2 * others)
+        part, flops = self.accelerator, each * in_fp8
+        in_bf16 = self._seconds(flops)
+        quick = in_bf16 * part.matmul_flops / part.fp8_matmul_flops
+        weight_gradient = quick if self.point.fp8_weight_gradients else in_bf16
+        return PassTimes(quick + others, quick + weight_gradient + 2 * others)
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self.point.fp8 != NO_FP8
+
+    def _fp8_layer(self, *, sparse: bool) -> Fp8Layer:
+        return Fp8Layer(
+            model=self.model,
+            recipe=self.point.fp8,
+            weight_gradients=self.point.fp8_weight_gradients,
+            tensor=self.point.tensor,
+            sequence_parallel=self.point.sequence_parallel,
+            sparse=sparse,
+        )
+
+    @property
+    def casts(self) -> PassTimes:
+        """Of a dense layer's inputs and output gradients, in both passes with recomputation."""
+        return self._casts(sparse=False)
+
+    def _casts(self, *, sparse: bool) -> PassTimes:
+        if not self._is_fp8:
+            return PassTimes(0.0, 0.0)
+        layer, again = self._fp8_layer(sparse=sparse), self.point.recompute == "full"
+        forward = layer.forward_cast_bytes(keeps=not again)
+        backward = layer.backward_cast_bytes
+        if again:
+            backward += layer.forward_cast_bytes(keeps=True)
+        each = self.tokens / self.accelerator.memory_bandwidth
+        return PassTimes(forward * each, backward * each)
 
     @property
     def memory_bound_seconds(self) -> float:
@@ -164,7 +213,7 @@ class _PointModel:
         activation_bytes, working_bytes = self._activations(self._mlp_width)
         costs = PartCosts(
             layer=self._passes(
-                self.matmul_seconds, self.memory_bound_seconds, self.all_reduce_seconds
+                self.products, self.casts, self.memory_bound_seconds, self.all_reduce_seconds
             ),
             embedding=self._embedding(),
             head=self._head(),
@@ -172,27 +221,28 @@ class _PointModel:
             embedding_activation_bytes=self._hidden_bytes,
             head_activation_bytes=self._logits * (self.element_bytes + 4) + 2 * self._hidden_bytes,
             layer_working_bytes=working_bytes,
-            layer_delayed_bytes=self._delayed_of(self.model.ffn),
+            layer_delayed_bytes=self._delayed_of(self.model.ffn, sparse=False),
             head_delayed_bytes=(self._logits + self.tokens * self.model.hidden)
             * self.element_bytes,
         )
         return self._with_experts(costs) if self.model.num_experts else costs
 
-    def _passes(self, matmul: float, memory_bound: float, all_reduce: float) -> PassTimes:
-        """Of a layer, from the seconds of its forward pass."""
-        forward = matmul + memory_bound + all_reduce
-        backward = 2 * (matmul + memory_bound) + all_reduce
+    def _passes(
+        self, products: PassTimes, casts: PassTimes, memory_bound: float, all_reduce: float
+    ) -> PassTimes:
+        """Of a layer; the last two are of its forward pass."""
+        forward = products.forward + memory_bound + all_reduce
+        backward = products.backward + 2 * memory_bound + all_reduce
         if self.point.recompute == "full":
             backward += forward
         elif self.point.recompute == "selective":
             backward += self._seconds(self._attention_flops)
-        return PassTimes(forward, backward)
+        return PassTimes(forward + casts.forward, backward + casts.backward)
 
     def _with_experts(self, costs: PartCosts) -> PartCosts:
         """Add what a sparse layer costs. Matrices, norms and attention are those of a dense one."""
         model, tensor, element = self.model, self.point.tensor, self.element_bytes
         chosen = model.mlp_matrices * model.hidden * model.expert_ffn * model.experts_per_token
-        matrices = 2.0 * self.tokens * (model.sparse_matrix_parameters + chosen) / tensor
         # Rows are put in the order of experts and back, and weighed: each read and written.
         rows = self.tokens * model.experts_per_token * 4 * model.hidden / tensor
         widths = self._mlp_widths * (model.experts_per_token * model.expert_ffn + model.shared_ffn)
@@ -205,14 +255,17 @@ class _PointModel:
         activation_bytes, working_bytes = self._activations(
             self._mlp_widths * model.shared_ffn, experts=True
         )
-        delayed = self._delayed_of(model.shared_ffn)
+        delayed = self._delayed_of(model.shared_ffn, sparse=True)
         rows_of_experts = self.tokens * model.experts_per_token * element
         delayed += rows_of_experts * 2 * model.hidden
         delayed += rows_of_experts * self._mlp_widths * model.expert_ffn / tensor
         return replace(
             costs,
             sparse_layer=self._passes(
-                self._seconds(matrices + self._attention_flops), moved, all_reduces
+                self._products(model.sparse_matrix_parameters + chosen, sparse=True),
+                self._casts(sparse=True),
+                moved,
+                all_reduces,
             ),
             sparse_layer_activation_bytes=activation_bytes,
             sparse_layer_working_bytes=working_bytes,
@@ -276,7 +329,7 @@ class _PointModel:
         loss = self._logits * 4 * 4 / self.accelerator.memory_bandwidth
         return PassTimes(matmul + loss, 2 * matmul + loss)
 
-    def _delayed_of(self, ffn: int) -> float:
+    def _delayed_of(self, ffn: int, *, sparse: bool) -> float:
         """What delayed weight gradients keep: inputs and output gradients of the four matrices.
 
         Those of hidden size are counted whole: with sequence parallelism they are gathered.
@@ -285,11 +338,10 @@ class _PointModel:
         inputs = model.output_width + model.latent_width + ffn
         outputs = model.attention_width + model.projected_width + model.latent_width
         outputs += (2 if model.gated else 1) * ffn
-        return (
-            self.tokens
-            * (4 * model.hidden + (inputs + outputs) / self.point.tensor)
-            * self.element_bytes
-        )
+        element = self.element_bytes
+        if self._is_fp8:
+            element = self._fp8_layer(sparse=sparse).delayed_element_bytes
+        return self.tokens * (4 * model.hidden + (inputs + outputs) / self.point.tensor) * element
 
     def _activations(self, mlp: int, *, experts: bool = False) -> tuple[float, float]:
         """Bytes that a layer keeps for its backward pass, and that pass's temporary bytes.
@@ -310,6 +362,10 @@ class _PointModel:
         statistics = self.tokens * model.heads / tensor * 4
         kept = 4 * self._hidden_bytes + sharded + statistics
         gradients = self.tokens * mlp / tensor * self.element_bytes
+        if self._is_fp8:
+            layer = self._fp8_layer(sparse=experts)
+            kept += self.tokens * layer.more_kept_bytes
+            gradients += self.tokens * layer.temporary_bytes
         if experts:
             routed, temporary = self._activations_of_experts()
             kept, gradients = kept + routed, gradients + temporary

@@ -28,6 +28,7 @@ from typing import Any
 
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.communication_costs import next_rank_seconds
+from hetero.planner.fp8 import flops_as_in_bf16
 from hetero.planner.layer_profile import PartCosts, PassTimes
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
@@ -53,12 +54,15 @@ def with_ring(
     """A rank's part of the `costs` of whole sequences, with the ring."""
     shared = shared_costs(costs, stage, model=model, element_bytes=options.activation_bytes)
     ring = _Ring.of(stage, model)
-    part = model.attention_flops / model.layer_flops
+    accelerator = cluster.kind(stage.kind).accelerator
+    whole = flops_as_in_bf16(model, stage.fp8, accelerator, sparse=False)
+    part = model.attention_flops / whole
     added = ring.seconds(cluster, stage, costs.layer, part=part, options=options)
     shared = replace(shared, layer=_sum(shared.layer, added))
     if not model.num_experts:
         return shared
-    part = model.attention_flops / model.sparse_layer_flops
+    whole = flops_as_in_bf16(model, stage.fp8, accelerator, sparse=True)
+    part = model.attention_flops / whole
     added = ring.seconds(cluster, stage, costs.sparse_layer, part=part, options=options)
     return replace(shared, sparse_layer=_sum(shared.sparse_layer, added))
 

@@ -18,7 +18,8 @@ EP-th of the experts. On top come:
 - What the host takes to start the kernels of the layer, however few its experts and tokens are.
   An exchange adds to it: the host waits for the sizes, and so does not run ahead of the GPU.
 
-How long experts compute is their part of the layer's FLOPs. Not modelled: capacities, which drop
+How long experts compute is their part of the layer's FLOPs, of which those in fp8 count by how much
+faster they are. Not modelled: capacities, which drop
 tokens; groups of experts; that products with few rows are less efficient beyond that; shared
 experts that overlap the exchange (taken as computed before it).
 """
@@ -29,6 +30,7 @@ from dataclasses import replace
 
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.communication_costs import all_to_all_seconds, gather_seconds
+from hetero.planner.fp8 import flops_as_in_bf16
 from hetero.planner.layer_profile import PartCosts, PassTimes
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
@@ -52,7 +54,9 @@ def with_experts(
     exchange = exchange_seconds(cluster, stage, model=model, options=options)
     if stage.ranks_of_experts > 1:
         exchange = max(exchange, EXCHANGE_HOST_SECONDS)
-    computing = model.expert_flops / model.sparse_layer_flops
+    accelerator = cluster.kind(stage.kind).accelerator
+    whole = flops_as_in_bf16(model, stage.fp8, accelerator, sparse=True)
+    computing = model.expert_flops / whole
     layer = costs.sparse_layer
     forward = _busiest_seconds(
         layer.forward, costs.experts_at_least.forward, stage, computing, options

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hetero.errors import Faults, UserError
+from hetero.plan.plan import NO_FP8
 
 FORMAT = 1
 
@@ -32,13 +33,25 @@ class Point:
     seq_length: int
     recompute: str = "none"
     sequence_parallel: bool = False
+    fp8: str = NO_FP8
+    """The recipe of linear layers in fp8; "none": they are in the precision of the others."""
+    fp8_weight_gradients: bool = True
+    """Whether their weight gradients are in fp8 too; without fp8 it says nothing."""
 
     def __str__(self) -> str:
         shared = ", sequence parallel" if self.sequence_parallel else ""
         return (
             f"tensor size {self.tensor}{shared}, micro-batch {self.micro_batch}, sequence length "
-            f"{self.seq_length}, recompute {self.recompute}"
+            f"{self.seq_length}, recompute {self.recompute}" + self.fp8_text
         )
+
+    @property
+    def fp8_text(self) -> str:
+        """For messages, at the end of a list of what the point is; empty without fp8."""
+        if self.fp8 == NO_FP8:
+            return ""
+        without = "" if self.fp8_weight_gradients else " without weight gradients"
+        return f", fp8 {self.fp8}{without}"
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,14 @@ class MeasuredProfile:
             interpolated = _interpolated(measured.points, point, axis)
             if interpolated is not None:
                 return interpolated
+        precisions = {one.fp8_text for one in measured.points}
+        if point.fp8_text not in precisions:
+            found_texts = " and ".join(sorted(map(_precision_text, precisions)))
+            raise ProfileError(
+                f"the profile of {accelerator} was measured {found_texts}, and layers "
+                f"{_precision_text(point.fp8_text)} are asked for; measure these with the fp8 "
+                "flags of the run (hetero profile-layers)"
+            )
         allowed = ", ".join(measured.interpolate) or "nothing"
         raise ProfileError(
             f"the profile of {accelerator} lacks {point} (it lets {allowed} be interpolated); "
@@ -178,6 +199,10 @@ class MeasuredProfile:
             ]
             accelerators[name] = entry
         return {"format": FORMAT, "model": dict(self.model), "accelerators": accelerators}
+
+
+def _precision_text(fp8_text: str) -> str:
+    return f"in {fp8_text.removeprefix(', ')}" if fp8_text else "without fp8"
 
 
 def _interpolated(points: Mapping[Point, PartCosts], wanted: Point, axis: str) -> PartCosts | None:

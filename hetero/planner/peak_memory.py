@@ -45,10 +45,12 @@ def rank_memory(
     options: TrainingOptions,
     copies: int,
     expert_copies: int,
+    bf16: PartCosts | None = None,
 ) -> RankMemory:
     """Peak memory of a rank with the activations of `passes` forward passes in flight.
 
-    A distributed optimizer shards its state over so many `copies` of the weights, or of experts.
+    `bf16` are the costs of its layers that stay in bf16, where others are in fp8. A distributed
+    optimizer shards its state over so many `copies` of the weights, or of experts.
     """
     shared, experts = stage.shared_parameters(model), stage.expert_parameters(model)
     parameters = shared + experts
@@ -67,8 +69,10 @@ def rank_memory(
         activations = max(activations, _delayed_activation_bytes(stage, passes, costs))
     if stage.has_embedding:
         activations += passes / len(stage.layers) * costs.embedding_activation_bytes
+    if bf16 is not None:
+        activations += passes * _more_in_bf16(stage, costs, bf16)
     return RankMemory(
-        weights=parameters * options.parameter_bytes,
+        weights=parameters * options.parameter_bytes + stage.fp8_weight_bytes(model),
         gradients=parameters * options.gradient_bytes,
         optimizer=optimizer,
         activations=activations,
@@ -106,6 +110,13 @@ def _largest_chunk(stage: StageShape, costs: PartCosts) -> tuple[int, int]:
         return dense_bytes + sparse * costs.sparse_layer_activation_bytes
 
     return max(stage.dense_and_sparse(), key=kept)
+
+
+def _more_in_bf16(stage: StageShape, costs: PartCosts, bf16: PartCosts) -> float:
+    """Bytes that a chunk keeps of one pass beyond those of fp8, because some layers are in bf16."""
+    dense = bf16.layer_activation_bytes - costs.layer_activation_bytes
+    sparse = bf16.sparse_layer_activation_bytes - costs.sparse_layer_activation_bytes
+    return max(own * dense + others * sparse for own, others in stage.bf16_layers)
 
 
 def _working_bytes(stage: StageShape, costs: PartCosts) -> float:

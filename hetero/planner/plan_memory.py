@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hetero.plan import Plan
 from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.analytic_profile import AnalyticProfile
+from hetero.planner.layer_profile import PartCosts
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.peak_memory import RankMemory, in_flight, rank_memory
 from hetero.planner.stage_costs import memory_costs
@@ -33,20 +34,23 @@ def stage_memory(
 ) -> StageMemory:
     """The estimate for a stage of a resolved plan (`Plan.resolved`)."""
     mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
-    shape = StageShape.of(plan, mesh, stage, model=model, kind=mesh.vendor)
+    shape = StageShape.of(plan, mesh, stage, model=model, kind=mesh.vendor, fp8=options.fp8)
     passes = in_flight(stage, stages=plan.stages, micro_batches=micro_batches, chunks=plan.chunks)
     # Only bytes are used, and these do not depend on the accelerator.
     accelerator = next(iter(built_in_accelerators().values()))
     profile = AnalyticProfile(
         model, {accelerator.name: accelerator}, element_bytes=options.activation_bytes
     )
-    costs = memory_costs(
-        profile.costs(accelerator.name, shape.point(model)), shape, model=model, options=options
-    )
+
+    def costs_of(one: StageShape) -> PartCosts:
+        whole = profile.costs(accelerator.name, one.point(model))
+        return memory_costs(whole, one, model=model, options=options)
+
     memory = rank_memory(
         shape,
         passes=passes,
-        costs=costs,
+        costs=costs_of(shape),
+        bf16=costs_of(shape.in_bf16()) if shape.bf16_layers else None,
         model=model,
         options=options,
         copies=mesh.copies,

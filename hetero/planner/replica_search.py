@@ -10,13 +10,14 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
 from hetero.planner.communication_costs import stage_reduction_seconds
+from hetero.planner.fp8 import BF16
 from hetero.planner.layer_split import IntArray, PipelineModel, Split, best_split, estimate
 from hetero.planner.prediction import estimate_seconds
 from hetero.planner.replica_shapes import ReplicaShape, candidate_shapes
@@ -47,7 +48,12 @@ class ReplicaPlan:
 
 
 def search_replicas(problem: Problem, *, cutoff: float, is_exact: bool) -> Iterator[ReplicaPlan]:
-    """Plans of whole replicas, each better than the last, the first below `cutoff` seconds."""
+    """Plans of whole replicas, each better than the last, the first below `cutoff` seconds.
+
+    Their flags are the same on all kinds, so without fp8 where a kind has none.
+    """
+    if any(kind.accelerator.fp8_flops is None for kind in problem.cluster.kinds):
+        problem = replace(problem, options=replace(problem.options, fp8=BF16))
     for shape in candidate_shapes(problem, is_exact=is_exact):
         if shape.lower_bound >= cutoff:
             continue
@@ -68,7 +74,7 @@ def _reduction_lower_bound(problem: Problem, shape: ReplicaShape) -> float:
     parameters /= shape.sizes.tensor
     dp_group = [
         stage_shape(
-            problem.space,
+            problem,
             kind,
             shape.sizes,
             data=data,
@@ -144,7 +150,7 @@ def _mesh_shape(
     problem: Problem, shape: ReplicaShape, kind: NodeKind, data: int, recompute: str
 ) -> MeshShape | None:
     stage = stage_shape(
-        problem.space,
+        problem,
         kind,
         shape.sizes,
         data=data,

@@ -124,7 +124,7 @@ def _fastest_micro_batch(
     seconds = []
     for recompute in problem.space.recompute:
         stage = stage_shape(
-            problem.space,
+            problem,
             kind,
             sizes,
             data=1,

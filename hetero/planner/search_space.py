@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hetero.plan import Mesh, Plan, split_over_chunks
+from hetero.plan.plan import NO_FP8
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.communication_costs import (
     boundary_seconds,
@@ -19,6 +20,7 @@ from hetero.planner.communication_costs import (
     reduce_and_gather_seconds,
     tied_embedding_seconds,
 )
+from hetero.planner.fp8 import BF16, divides
 from hetero.planner.layer_profile import PartCosts, Profile, ProfileError
 from hetero.planner.layer_split import FloatArray, IntArray, PipelineModel
 from hetero.planner.mesh_hops import MeshHops, busiest_rails, mesh_hops
@@ -102,6 +104,8 @@ class MeshShape:
     costs: PartCosts
     layer_seconds: float
     """Forward and backward pass of one micro-batch, the mean of the model's layers."""
+    bf16: PartCosts | None
+    """Of layers that stay in bf16 where others are in fp8; None where there are none."""
     layer_activation_bytes: float
     """That a layer keeps of one micro-batch, the mean of the model's layers."""
     state_bytes: float
@@ -146,14 +150,42 @@ class MeshShape:
     def update_seconds_per_layer(self, model: ModelShape) -> FloatArray:
         """Gradient reduction and update of the mean layer, of each stage."""
         tensor, sparse = self.stage.tensor, model.all_sparse_layers
+        cast = self._cast_seconds_per_layer(model)
         if not sparse:
-            return model.layer_parameters / tensor * self.update_seconds_per_parameter
+            return cast + model.layer_parameters / tensor * self.update_seconds_per_parameter
         shared = (model.layers - sparse) * model.layer_parameters
         shared += sparse * model.sparse_layer_parameters
         experts = sparse * model.expert_parameters / self.stage.ranks_of_experts
         seconds = shared / tensor * self.update_seconds_per_parameter
         seconds += experts * self.expert_update_seconds_per_parameter
-        return seconds / model.layers
+        return cast + seconds / model.layers
+
+    def _cast_seconds_per_layer(self, model: ModelShape) -> float:
+        """Of casting the mean layer's weights to fp8."""
+        moved = self._whole(model).weight_cast_bytes(model) / model.layers
+        return moved / self.kind.accelerator.memory_bandwidth
+
+    def _whole(self, model: ModelShape) -> StageShape:
+        """All layers of the model on one stage."""
+        sparse = (model.all_sparse_layers,) if model.num_experts else ()
+        return replace(self.stage, layers=(model.layers,), sparse_layers=sparse)
+
+    def bf16_seconds(self, model: ModelShape) -> float:
+        """What a layer takes longer that stays in bf16, the mean of the model's layers."""
+        if self.bf16 is None:
+            return 0.0
+        return mean_layer_seconds(self.bf16, model) - self.layer_seconds
+
+    def _bf16_bytes(self) -> float:
+        """What a layer keeps more of one micro-batch that stays in bf16, at most."""
+        if self.bf16 is None:
+            return 0.0
+        own, costs = self.bf16, self.costs
+        return max(
+            own.layer_activation_bytes - costs.layer_activation_bytes,
+            own.sparse_layer_activation_bytes - costs.sparse_layer_activation_bytes,
+            0.0,
+        )
 
     def max_layers(
         self,
@@ -192,6 +224,9 @@ class MeshShape:
             available[0] -= micro_batches[0] * costs.embedding_activation_bytes
         if last:
             available[-1] -= head * self.state_bytes + costs.head_activation_bytes
+        fp8 = self.stage.fp8
+        available[0] -= first * fp8.bf16_at_start * micro_batches[0] * self._bf16_bytes()
+        available[-1] -= last * fp8.bf16_at_end * micro_batches[-1] * self._bf16_bytes()
         # Chunks of a stage may differ by a layer: assume that the largest is in flight.
         kept = max(
             costs.layer_activation_bytes if dense else 0.0,
@@ -199,12 +234,13 @@ class MeshShape:
         )
         available -= (chunks - 1) * micro_batches * kept
         states = model.layer_parameters / self.stage.tensor * self.state_bytes
+        states += self._fp8_bytes(model, sparse=False)
         bytes_per_layer = states + micro_batches * costs.layer_activation_bytes
         if not sparse:
             return np.floor(np.maximum(available, -1.0) / bytes_per_layer).astype(np.int64)
         states = model.sparse_layer_parameters / self.stage.tensor * self.state_bytes
         experts = model.expert_parameters / self.stage.ranks_of_experts
-        states += experts * self.expert_state_bytes
+        states += experts * self.expert_state_bytes + self._fp8_bytes(model, sparse=True)
         bytes_per_sparse_layer = states + micro_batches * costs.sparse_layer_activation_bytes
         held = _held_bytes(bytes_per_layer, bytes_per_sparse_layer, model, at_best=at_best)
         if chunks == 1 and first:
@@ -213,6 +249,11 @@ class MeshShape:
             own = bytes_per_layer[end], bytes_per_sparse_layer[end]
             held[end] = _held_at(*own, model.sparse_behind)
         return np.asarray((held <= available[:, None]).sum(axis=1) - 1)
+
+    def _fp8_bytes(self, model: ModelShape, *, sparse: bool) -> float:
+        """Of a layer's weights in fp8."""
+        layer = replace(self.stage, layers=(1,), sparse_layers=(int(sparse),))
+        return layer.fp8_weight_bytes(model)
 
 
 def _held_at(dense: float, sparse: float, counts: Sequence[int]) -> FloatArray:
@@ -314,7 +355,7 @@ def mesh_shapes(problem: Problem, kind: NodeKind, sequences: int) -> Iterator[Me
                     if not one.fit(ranks, kind):
                         continue
                     stage = stage_shape(
-                        space, kind, one, data=data, micro_batch=micro_batch, recompute=recompute
+                        problem, kind, one, data=data, micro_batch=micro_batch, recompute=recompute
                     )
                     if (shape := mesh_shape(problem, kind, stage)) is not None:
                         found.append(shape)
@@ -378,7 +419,7 @@ def layer_sizes(problem: Problem) -> Iterator[LayerSizes]:
 
 
 def stage_shape(
-    space: SearchSpace,
+    problem: Problem,
     kind: NodeKind,
     sizes: LayerSizes,
     *,
@@ -386,7 +427,14 @@ def stage_shape(
     micro_batch: int,
     recompute: str,
 ) -> StageShape:
-    """A stage without layers, from the searched values and the fixed ones of the space."""
+    """A stage without layers, from the searched values and the fixed ones of the problem.
+
+    It is in bf16 where the kind does not multiply its matrices in fp8.
+    """
+    space, model, fp8 = problem.space, problem.model, problem.options.fp8
+    rows = micro_batch * model.seq_length // sizes.context
+    can = kind.accelerator.fp8_flops is not None
+    can = can and divides(model, tensor=sizes.tensor, rows=rows)
     return StageShape(
         kind=kind.name,
         layers=(),
@@ -401,6 +449,7 @@ def stage_shape(
         recompute=recompute,
         sequence_parallel=space.sequence_parallel and sizes.tensor > 1,
         distributed_optimizer=space.distributed_optimizer,
+        fp8=fp8 if can and fp8.is_used else BF16,
     )
 
 
@@ -415,6 +464,11 @@ def mesh_shape(
     model, options, profile = problem.model, problem.options, problem.profile
     try:
         costs = stage_costs(problem.cluster, stage, model=model, profile=profile, options=options)
+        bf16 = None
+        if stage.fp8.has_bf16_layers:
+            bf16 = stage_costs(
+                problem.cluster, stage.in_bf16(), model=model, profile=profile, options=options
+            )
     except ProfileError:
         return None
     copies = copies or stage.copies
@@ -430,6 +484,7 @@ def mesh_shape(
         stage=stage,
         costs=costs,
         layer_seconds=mean_layer_seconds(costs, model),
+        bf16=bf16,
         layer_activation_bytes=_mean_of_layers(
             model, costs.layer_activation_bytes, costs.sparse_layer_activation_bytes
         ),
@@ -574,6 +629,8 @@ def pipeline_model(
     _, head = embedding_and_head_parameters(model, last.stage.tensor, single_stage=single)
     extra[0] += first.costs.embedding.forward + first.costs.embedding.backward
     extra[-1] += last.costs.head.forward + last.costs.head.backward
+    extra[0] += problem.options.fp8.bf16_at_start * first.bf16_seconds(model)
+    extra[-1] += problem.options.fp8.bf16_at_end * last.bf16_seconds(model)
     last_stage = meshes[-1].stages - 1
     extra_update[0] += embedding * first.update_seconds_per_parameter[0]
     extra_update[-1] += head * last.update_seconds_per_parameter[last_stage]
@@ -605,7 +662,11 @@ def build_placement(
     chunks: int = 1,
     shares: Sequence[int] = (),
 ) -> Placement:
-    """The placement of meshes with these layers a stage; with `shares`, of whole replicas."""
+    """The placement of meshes with these layers a stage; with `shares`, of whole replicas.
+
+    A mesh says `fp8` where it is not the run's.
+    """
+    fp8 = problem.options.fp8
     plan = Plan(
         meshes=tuple(
             Mesh(
@@ -621,6 +682,7 @@ def build_placement(
                 recompute=mesh.shape.stage.recompute,
                 distributed_optimizer=mesh.shape.stage.distributed_optimizer,
                 sequence_parallel=mesh.shape.stage.sequence_parallel,
+                fp8=None if mesh.shape.stage.fp8.format == fp8.format else NO_FP8,
             )
             for index, mesh in enumerate(meshes)
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan
 from hetero.planner.cluster_shape import Cluster, NodeKind
+from hetero.planner.fp8 import BF16, WEIGHT_COPIES, Fp8, cast_bytes, linear_parameters
 from hetero.planner.layer_profile import Point
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.placement import Placement
@@ -38,6 +39,10 @@ class StageShape:
     recompute: str = "none"
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    fp8: Fp8 = BF16
+    """Of its own mesh."""
+    bf16_layers: tuple[tuple[int, int], ...] = ()
+    """With fp8, how many dense and sparse layers of each chunk stay in bf16; empty: none."""
 
     @classmethod
     def of(
@@ -49,9 +54,12 @@ class StageShape:
         model: ModelShape,
         kind: str,
         first_gpu: int = 0,
+        fp8: Fp8 = BF16,
     ) -> StageShape:
-        """A stage of `plan` on `mesh`. Options that are None there get Megatron's defaults."""
+        """A stage of `plan` on `mesh`. Options that are None there get Megatron's defaults, and
+        `fp8` is the run's."""
         chunks = range(plan.chunks if model.num_experts else 0)
+        own = replace(fp8, format=mesh.fp8 or fp8.format)
         return cls(
             kind=kind,
             first_gpu=first_gpu,
@@ -70,6 +78,8 @@ class StageShape:
             recompute=mesh.recompute or "none",
             sequence_parallel=bool(mesh.sequence_parallel),
             distributed_optimizer=bool(mesh.distributed_optimizer),
+            fp8=own if own.is_used else BF16,
+            bf16_layers=_bf16_layers(own, plan, stage, model),
         )
 
     @property
@@ -95,6 +105,29 @@ class StageShape:
         """Ranks with the same experts, over which their gradients and optimizer state go."""
         return self.ranks // self.ranks_of_experts
 
+    def in_bf16(self) -> StageShape:
+        """The stage without fp8."""
+        return replace(self, fp8=BF16, bf16_layers=())
+
+    def fp8_weight_bytes(self, model: ModelShape) -> float:
+        """What one rank keeps of its linear layers' weights in fp8."""
+        return WEIGHT_COPIES * self.fp8_parameters(model)
+
+    def weight_cast_bytes(self, model: ModelShape) -> float:
+        """Memory traffic of casting these weights, once a step."""
+        return cast_bytes(self.fp8.recipe, transposed=True) * self.fp8_parameters(model)
+
+    def fp8_parameters(self, model: ModelShape) -> float:
+        """Those of one rank that are multiplied in fp8."""
+        if not self.fp8.is_used:
+            return 0.0
+        dense, sparse = (sum(counts) for counts in zip(*self.dense_and_sparse(), strict=True))
+        for bf16_dense, bf16_sparse in self.bf16_layers:
+            dense, sparse = dense - bf16_dense, sparse - bf16_sparse
+        count = dense * linear_parameters(model, sparse=False)
+        count += sparse * linear_parameters(model, sparse=True) if sparse else 0
+        return count / self.tensor
+
     def of_experts(self) -> StageShape:
         """The stage as the gradients of experts see it: these are reduced over `copies` of it."""
         return replace(self, tensor=self.ranks_of_experts, context=1, data=self.expert_copies)
@@ -112,6 +145,7 @@ class StageShape:
             model.seq_length,
             self.recompute,
             self.sequence_parallel,
+            *((self.fp8.recipe, self.fp8.weight_gradients) if self.fp8.is_used else ()),
         )
 
     def parameters(self, model: ModelShape) -> float:
@@ -136,10 +170,21 @@ class StageShape:
         return count / self.tensor
 
 
+def _bf16_layers(
+    fp8: Fp8, plan: Plan, stage: int, model: ModelShape
+) -> tuple[tuple[int, int], ...]:
+    chunks = range(plan.chunks if fp8.has_bf16_layers else 0)
+    found = tuple(fp8.bf16_layers(plan.layer_range(stage, chunk), model) for chunk in chunks)
+    return found if any(map(any, found)) else ()
+
+
 def pipeline_stages(
-    placement: Placement, cluster: Cluster, model: ModelShape
+    placement: Placement, cluster: Cluster, model: ModelShape, *, fp8: Fp8 = BF16
 ) -> list[list[StageShape]]:
-    """The stages of each distinct pipeline: one, or one for each mesh of whole replicas."""
+    """The stages of each distinct pipeline: one, or one for each mesh of whole replicas.
+
+    `fp8` is the run's.
+    """
     plan = placement.plan
     gpus_used: dict[str, int] = dict.fromkeys(placement.kinds, 0)
     stages: list[list[StageShape]] = [[]]
@@ -150,7 +195,15 @@ def pipeline_stages(
         for _ in range(mesh.stages):
             stage = len(stages[-1])
             stages[-1].append(
-                StageShape.of(plan, mesh, stage, model=model, kind=kind, first_gpu=gpus_used[kind])
+                StageShape.of(
+                    plan,
+                    mesh,
+                    stage,
+                    model=model,
+                    kind=kind,
+                    first_gpu=gpus_used[kind],
+                    fp8=fp8,
+                )
             )
             gpus_used[kind] += mesh.ranks_per_stage
     return stages

@@ -49,8 +49,9 @@ def step_costs(
     Raises UserError for an invalid plan, ProfileError where the profile lacks a point.
     """
     placement.require_fit(cluster, model)
-    cost_model = CostModel(model, cluster, profile, options or TrainingOptions())
-    stages = tuple(map(tuple, pipeline_stages(placement, cluster, model)))
+    options = options or TrainingOptions()
+    cost_model = CostModel(model, cluster, profile, options)
+    stages = tuple(map(tuple, pipeline_stages(placement, cluster, model, fp8=options.fp8)))
     dp_groups = list(zip(*stages, strict=True))
     return cost_model.step_costs(stages, micro_batch_counts(placement), dp_groups)
 
@@ -117,6 +118,13 @@ class CostModel:
             self.cluster, stage, model=self.model, profile=self.profile, options=self.options
         )
 
+    def bf16_costs(self, stage: StageShape) -> PartCosts | None:
+        """Of its layers that stay in bf16; None where there are none."""
+        return self.costs(stage.in_bf16()) if stage.bf16_layers else None
+
+    def _pass_seconds(self, stage: StageShape) -> tuple[list[float], list[float]]:
+        return pass_seconds(stage, self.costs(stage), self.bf16_costs(stage))
+
     def pipeline_times(self, stages: Sequence[StageShape], count: int) -> PipelineTimes:
         """Durations of one pipeline with `count` micro-batches.
 
@@ -124,7 +132,7 @@ class CostModel:
         """
         forward, backward = [], []
         for stage in stages:
-            forward_seconds, backward_seconds = pass_seconds(stage, self.costs(stage))
+            forward_seconds, backward_seconds = self._pass_seconds(stage)
             forward.append(forward_seconds)
             backward.append(backward_seconds)
         edges = []
@@ -158,7 +166,7 @@ class CostModel:
             profile=self.profile,
             options=self.options,
         )
-        passes = [pass_seconds(stage, self.costs(stage)) for stage in dp_group]
+        passes = [self._pass_seconds(stage) for stage in dp_group]
         layers = sum(dp_group[0].layers)
         if self.options.overlap_grad_reduce:
             reduce = _exposed_seconds(reduce, min(sum(backward) for _, backward in passes), layers)
@@ -181,8 +189,8 @@ class CostModel:
         return tuple(reduce)
 
     def update(self, stage: StageShape, copies: Copies) -> float:
-        """Seconds of the optimizer step over one rank's parameters."""
-        accelerator = self.cluster.kind(stage.kind).accelerator.name
+        """Seconds of the optimizer step over one rank's parameters, and of casting its weights."""
+        accelerator = self.cluster.kind(stage.kind).accelerator
         shared, experts = (
             stage.shared_parameters(self.model),
             stage.expert_parameters(self.model),
@@ -190,7 +198,8 @@ class CostModel:
         if stage.distributed_optimizer:
             shared /= copies.shared
             experts /= copies.experts
-        return self.profile.optimizer_seconds(accelerator, shared + experts)
+        seconds = self.profile.optimizer_seconds(accelerator.name, shared + experts)
+        return seconds + stage.weight_cast_bytes(self.model) / accelerator.memory_bandwidth
 
     def _memory(
         self, stages: Sequence[StageShape], count: int, copies: Sequence[Copies]
@@ -203,6 +212,7 @@ class CostModel:
                     number, stages=len(stages), micro_batches=count, chunks=len(stage.layers)
                 ),
                 costs=self.costs(stage),
+                bf16=self.bf16_costs(stage),
                 model=self.model,
                 options=self.options,
                 copies=copies[number].shared,
@@ -212,12 +222,24 @@ class CostModel:
         )
 
 
-def pass_seconds(stage: StageShape, costs: PartCosts) -> tuple[list[float], list[float]]:
-    """Forward and backward seconds of one micro-batch for each chunk of a stage."""
+def pass_seconds(
+    stage: StageShape, costs: PartCosts, bf16: PartCosts | None = None
+) -> tuple[list[float], list[float]]:
+    """Forward and backward seconds of one micro-batch for each chunk of a stage.
+
+    `bf16` are the costs of its layers that stay in bf16, where there are any.
+    """
     chunks = stage.dense_and_sparse()
     layer, other = costs.layer, costs.sparse_layer
     forward = [dense * layer.forward + sparse * other.forward for dense, sparse in chunks]
     backward = [dense * layer.backward + sparse * other.backward for dense, sparse in chunks]
+    for chunk, (dense, sparse) in enumerate(stage.bf16_layers if bf16 is not None else ()):
+        assert bf16 is not None
+        own, others = bf16.layer, bf16.sparse_layer
+        forward[chunk] += dense * (own.forward - layer.forward)
+        forward[chunk] += sparse * (others.forward - other.forward)
+        backward[chunk] += dense * (own.backward - layer.backward)
+        backward[chunk] += sparse * (others.backward - other.backward)
     if stage.has_embedding:
         forward[0] += costs.embedding.forward
         backward[0] += costs.embedding.backward

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetero.planner.fp8 import BF16, Fp8
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -32,6 +34,8 @@ class TrainingOptions:
     """How tokens reach the ranks of their experts: "allgather", as in Megatron, or "alltoall"."""
     expert_imbalance: float = 1.2
     """Tokens of the busiest expert-parallel rank, in parts of the mean. All others wait for it."""
+    fp8: Fp8 = BF16
+    """Of meshes that say nothing else."""
     reserved_bytes: float = 1.5 * 2**30
     """Memory of each GPU that is not available to the model: driver context, libraries."""
 
@@ -49,6 +53,7 @@ class TrainingOptions:
             state_bytes=12 if in_half else 8,
             delay_weight_gradients=bool(given.get("delay-wgrad-compute")),
             expert_dispatcher=dispatcher_of(given),
+            fp8=Fp8.of_flags(given),
         )
 
 

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 from hetero.errors import Faults
 from hetero.plan.file import PlanFile, read_plan_file
 from hetero.plan.plan import (
+    NO_FP8,
     VENDORS,
     Mesh,
     Plan,
@@ -169,6 +170,7 @@ def _resolved(plan: Plan, run: _TrainingRun) -> Plan:
         recompute=flags.get("recompute-granularity", recompute),
         distributed_optimizer=bool(flags.get("use-distributed-optimizer")),
         attention_backend=flags.get("attention-backend"),
+        fp8=flags.get("fp8-format") or NO_FP8,
     )
 
 

@@ -21,7 +21,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["plan", *sys.argv[1:]]))
 
-from hetero.plan.plan import RECOMPUTE
+from hetero.plan.plan import FP8_FORMATS, RECOMPUTE
+from hetero.planner.fp8 import RECIPES
 from hetero.planner.solution import solve
 from hetero.text import integer, number
 from hetero.tools.planning.plan_files import write_solution
@@ -106,6 +107,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="what is trained in"
+    )
+    parser.add_argument(
+        "--fp8-format",
+        choices=FP8_FORMATS,
+        help="compute linear layers in fp8 where a GPU can; default: as the model file says",
+    )
+    parser.add_argument(
+        "--fp8-recipe",
+        choices=RECIPES,
+        help="what is scaled at a time; default: the model file's, or delayed",
     )
     parser.add_argument(
         "--no-distributed-optimizer",

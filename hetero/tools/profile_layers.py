@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ if __name__ == "__main__":
     sys.exit(cli.main(["profile-layers", *sys.argv[1:]]))
 
 from hetero.errors import Faults, UserError
-from hetero.plan.plan import RECOMPUTE
+from hetero.plan.plan import NO_FP8, RECOMPUTE
+from hetero.planner.fp8 import ALIGNMENT, divides
 from hetero.planner.layer_profile import (
     MeasuredProfile,
     PassTimes,
@@ -128,7 +130,7 @@ def _measure(options: argparse.Namespace) -> str:
         raise UserError(
             f"--out {options.out} is the profile of another model or dtype; name another file"
         )
-    _require_possible(options, model, positions=args.max_position_embeddings)
+    _require_possible(options, model, args)
     here = device_here(options.accelerator, threads=options.threads)
     swept, links = _sweep(options, args, here)
     accelerators = dict(before.accelerators) if before is not None else {}
@@ -141,9 +143,26 @@ def _measure(options: argparse.Namespace) -> str:
     )
 
 
-def _require_possible(options: argparse.Namespace, model: ModelShape, *, positions: int) -> None:
+def _precisions(args: argparse.Namespace) -> tuple[bool, ...]:
+    """Whether layers are in fp8; both where the flags leave some of them in bf16."""
+    if args.fp8_format is None:
+        return (False,)
+    return (True, False) if args.first_last_layers_bf16 else (True,)
+
+
+def _require_possible(
+    options: argparse.Namespace, model: ModelShape, args: argparse.Namespace
+) -> None:
     """Refuse sizes that a run would refuse, all at once and before anything is measured."""
-    faults = Faults()
+    faults, positions = Faults(), args.max_position_embeddings
+    lengths = options.sequence or [args.seq_length]
+    faults.sentences += [
+        f"fp8 products need multiples of {ALIGNMENT}, and with --tensor {tensor}, "
+        f"--micro-batch {micro_batch} and --sequence {length} a rank has others; leave them out"
+        for tensor, micro_batch, length in product(options.tensor, options.micro_batch, lengths)
+        if args.fp8_format is not None
+        and not divides(model, tensor=tensor, rows=micro_batch * length)
+    ]
     if model.latent is not None:
         faults.sentences.append(
             "layers with latent attention are not measured; plan without a profile"
@@ -181,6 +200,7 @@ def _sweep(
         micro_batch=tuple(sorted(set(options.micro_batch))),
         seq_length=tuple(sorted(set(options.sequence or [args.seq_length]))),
         recompute=tuple(dict.fromkeys(options.recompute)),
+        fp8=_precisions(args),
         seconds=options.seconds_a_point,
     )
     if options.links and torch.cuda.device_count() == 1:
@@ -219,12 +239,15 @@ def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str
             "; tensor-parallel ranks alone, what they exchange computed from the bandwidth "
             "between them"
         )
-    return f"hetero profile-layers on {here.description}, {args.params_dtype}{shards}"
+    fp8 = "" if args.fp8_format is None else f", {args.fp8_format} {args.fp8_recipe}"
+    return f"hetero profile-layers on {here.description}, {args.params_dtype}{fp8}{shards}"
 
 
 def _table(swept: SweepResult) -> list[str]:
     measured = swept.profile
-    head = ["TP", "micro-batch", "tokens", "recompute", "layer fwd", "bwd"]
+    has_fp8 = any(point.fp8 != NO_FP8 for point in measured.points)
+    head = ["TP", "micro-batch", "tokens", "recompute", *(["fp8"] if has_fp8 else [])]
+    head += ["layer fwd", "bwd"]
     has_experts = any(_takes_time(costs.sparse_layer) for costs in measured.points.values())
     if has_experts:
         head += ["with experts fwd", "bwd"]
@@ -242,6 +265,7 @@ def _table(swept: SweepResult) -> list[str]:
             [
                 *(str(point.tensor), str(point.micro_batch), str(point.seq_length)),
                 point.recompute,
+                *([point.fp8] if has_fp8 else []),
                 *(f"{1e3 * seconds:.3f} ms" for seconds in times),
                 *map(size_text, kept[: len(layers)]),
                 f"{swept.spread[point]:.0%}",
@@ -251,7 +275,7 @@ def _table(swept: SweepResult) -> list[str]:
     fixed = 1e3 * measured.optimizer_seconds_fixed
     reduction = 1e9 * measured.reduction_seconds_per_parameter
     return [
-        *aligned(rows, text={3}),
+        *aligned(rows, text={3, 4} if has_fp8 else {3}),
         f"update: {each:.3f} ms a million parameters and {fixed:.3f} ms",
         f"gradients scaled and added up: {reduction:.3f} ms a million parameters",
     ]

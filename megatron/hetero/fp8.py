@@ -2,10 +2,10 @@
 
 megatron-core leaves fp8 to TransformerEngine, and without it trains in bf16 whatever its
 configuration says. Here forward, input gradient and weight gradient of a linear layer are products
-of `torch._scaled_mm`. Each matrix is divided by a factor, so that its largest element is the
-largest that the type has, and cast; the product is multiplied by both factors again. Weights,
-activations and gradients stay in bf16 between products, so stages with different types can train
-together: MI300X and MI325X (gfx942) have types of their own, whose names end in fnuz.
+of `torch._scaled_mm`, and of experts forward and input gradient products of
+`torch._scaled_grouped_mm` (`megatron.hetero.fp8_operands`). Weights, activations and gradients stay
+in bf16 between products, so stages with different types can train together: MI300X and MI325X
+(gfx942) have types of their own, whose names end in fnuz.
 
 What is scaled at a time, and by which maximum (Micikevicius et al., arXiv:2209.05433):
 
@@ -14,23 +14,28 @@ What is scaled at a time, and by which maximum (Micikevicius et al., arXiv:2209.
   maxima are state of the training: buffers that are agreed over the ranks of a stage and saved;
 - rowwise: each row of the left and each column of the right matrix, by its own maximum.
 
-An element that is not finite becomes NaN, and so does what it is multiplied into, as in bf16. One
-that a delayed scale does not reach becomes the largest of the type; such tensors are counted.
+An expert's weight is a tensor, and so are the tokens of all experts of a rank; delayed scaling has
+one maximum for all weights of a layer's experts.
+
+An element that a delayed scale does not reach becomes the largest of the type; such tensors are
+counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hetero.errors import HeteroError, UserError
 from hetero.plan import Plan
@@ -38,273 +43,36 @@ from hetero.plan.plan import NO_FP8
 from hetero.text import counted
 from megatron.hetero.checkpoint.tensor_names import AMAX_HISTORY
 from megatron.hetero.core_private import installed_weight_gradient
+from megatron.hetero.fp8_operands import (
+    ALIGNMENT,
+    DELAYED,
+    GRADIENT,
+    INPUT,
+    ROWWISE,
+    SWIGLU,
+    SWIGLU_GRADIENT,
+    Operand,
+    Recipe,
+    Types,
+    casts_swiglu,
+    multiplies_groups,
+    require_device,
+    transpose,
+)
+from megatron.hetero.fp8_scaling import (
+    FORWARD,
+    INPUT_GRADIENT,
+    PRODUCTS,
+    WEIGHT_GRADIENT,
+    GroupedScaling,
+    Histories,
+    LayerScaling,
+)
+from megatron.hetero.grouped_experts import GroupedLinear
 from megatron.hetero.latent_attention import ReplicatedLinear
 from megatron.hetero.weights import MTP, global_name, layer_of
 
-DELAYED, TENSORWISE, ROWWISE = "delayed", "tensorwise", "rowwise"
-HYBRID, E4M3 = "hybrid", "e4m3"
-FNUZ_ARCHITECTURE = "gfx942"
-"""Of MI300X and MI325X."""
-ALIGNMENT = 16
-"""Sizes of a product's matrices are multiples of this on GPUs; on CPU too, so that a simulated run
-is refused what a real one would be."""
-_LARGEST_SCALE = 2.0**126
-"""Its inverse is the smallest normal float32."""
-
 _PRODUCTS, _CLIPPED = "fp8_products", "fp8_clipped_tensors"
-INPUT, WEIGHT, GRADIENT = range(3)
-"""The matrices of a layer, in the order of what is known of their maxima."""
-FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "forward", "input_gradient", "weight_gradient"
-PRODUCTS = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
-
-
-@dataclass(frozen=True)
-class Types:
-    """The 8-bit types of a device."""
-
-    e4m3: torch.dtype
-    e5m2: torch.dtype
-
-    @classmethod
-    def of(cls, device: torch.device, vendor: str) -> Types:
-        """A GPU has its own; a CPU has those of the GPUs of `vendor` that it stands in for."""
-        if device.type != "cuda":
-            is_fnuz = vendor == "amd"
-        else:
-            properties = torch.cuda.get_device_properties(device)
-            is_fnuz = FNUZ_ARCHITECTURE in getattr(properties, "gcnArchName", "")
-        if is_fnuz:
-            return cls(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-        return cls(torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How matrices are cast."""
-
-    scaling: str
-    """DELAYED, TENSORWISE or ROWWISE."""
-    forward: torch.dtype
-    """The type of inputs and weights."""
-    gradient: torch.dtype
-    """The type of output gradients."""
-    weight_gradient: bool = True
-    """Whether weight gradients are fp8 products too."""
-    history: int = 1
-    """Delayed: the steps whose maxima are kept."""
-    takes_most_recent: bool = True
-    """Delayed: whether the last step's maximum counts alone."""
-    margin: int = 0
-    """Delayed: powers of two between a maximum and the largest element of the type."""
-
-    @classmethod
-    def of(cls, args: argparse.Namespace, types: Types) -> Recipe | None:
-        """What the flags ask for; None: no fp8."""
-        if args.fp8_format is None:
-            return None
-        return cls(
-            scaling=args.fp8_recipe,
-            forward=types.e4m3,
-            gradient=types.e4m3 if args.fp8_format == E4M3 else types.e5m2,
-            weight_gradient=args.fp8_wgrad,
-            history=args.fp8_amax_history_len,
-            takes_most_recent=args.fp8_amax_compute_algo == "most_recent",
-            margin=args.fp8_margin,
-        )
-
-    def dtype(self, role: int) -> torch.dtype:
-        return self.gradient if role == GRADIENT else self.forward
-
-    def type_names(self) -> str:
-        """For messages."""
-        used = dict.fromkeys((self.forward, self.gradient))
-        return " and ".join(str(dtype).removeprefix("torch.float8_") for dtype in used)
-
-
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, margin: int = 0) -> torch.Tensor:
-    """The factor, float32, that takes `amax` to the largest element of `dtype`.
-
-    1 where there is no such factor: for zeros, and for what is not finite.
-    """
-    is_usable = torch.isfinite(amax) & (amax > 0)
-    scale = torch.finfo(dtype).max / amax.float() / 2.0**margin
-    return torch.where(is_usable, scale.clamp(max=_LARGEST_SCALE), 1.0)
-
-
-def largest_magnitude(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """The largest absolute value of x, or of each of its rows with `dim` 1; float32.
-
-    Infinite where an element is not finite.
-    """
-    amax = x.abs().amax(dim=() if dim is None else dim, keepdim=dim is not None).float()
-    return torch.nan_to_num(amax, nan=math.inf, posinf=math.inf)
-
-
-def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x times `scale` in an 8-bit type. What is too large becomes the largest element of the type,
-    what is not finite NaN."""
-    largest = torch.finfo(dtype).max
-    scaled = (x.float() * scale).clamp(-largest, largest)
-    return torch.where(x.isinf(), math.nan, scaled).to(dtype)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A matrix in an 8-bit type, row-major, (rows, width)."""
-
-    values: torch.Tensor
-    inverse: torch.Tensor
-    """What they are to be multiplied by, float32: () or, for each row, (rows, 1)."""
-
-
-def product(
-    left: Operand, right: Operand, dtype: torch.dtype, *, fast: bool = False
-) -> torch.Tensor:
-    """left (m, k) times right (n, k) transposed: (m, n).
-
-    `fast`: NVIDIA's tensor cores may sum with fewer bits.
-    """
-    # Of matrices that are scaled by rows, GPUs give bf16 alone.
-    is_rowwise = left.inverse.dim() == 2
-    given: torch.Tensor = torch._scaled_mm(
-        left.values,
-        right.values.t(),
-        scale_a=left.inverse,
-        scale_b=right.inverse.t() if is_rowwise else right.inverse,
-        out_dtype=torch.bfloat16 if is_rowwise else dtype,
-        use_fast_accum=fast and torch.version.hip is None,
-    )
-    return given.to(dtype)
-
-
-def scaled_by_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values and the inverse of an `Operand` of which each row is scaled by itself."""
-    scale = scale_of(largest_magnitude(x, 1), dtype)
-    return cast(x, scale, dtype), 1.0 / scale
-
-
-@cache
-def _by_rows_on_gpus() -> Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(scaled_by_rows, dynamic=False)
-
-
-class LayerScaling:
-    """Casts and multiplies the matrices of one linear layer, and counts its products.
-
-    Its weight is cast once, and kept until it is told that the weight has changed.
-    """
-
-    def __init__(self, name: str, recipe: Recipe) -> None:
-        """`name` is the layer's in the whole model."""
-        self.name, self.recipe = name, recipe
-        self.products = dict.fromkeys(PRODUCTS, 0)
-        self.delayed: tuple[_Histories, int] | None = None
-        """Of delayed scaling, the maxima and the layer's number among them."""
-        self._weight: tuple[Operand, Operand] | None = None
-
-    def forget_weight(self) -> None:
-        self._weight = None
-
-    def lacks(self) -> str | None:
-        """A kind of product that this layer has not computed in fp8, if there is any."""
-        kinds = PRODUCTS if self.recipe.weight_gradient else PRODUCTS[:2]
-        return next((kind for kind in kinds if not self.products[kind]), None)
-
-    def operands(
-        self,
-        role: int,
-        x: torch.Tensor,
-        *,
-        transposed: bool = True,
-        records: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> tuple[Operand, Operand | None]:
-        """x (rows, width) and, if wanted, its transposed matrix in fp8.
-
-        `records`: whether delayed scaling takes its maximum into account. `group`: ranks whose x
-        are parts of one matrix, which has one factor; collective where no delayed scale is known.
-        """
-        dtype = self.recipe.dtype(role)
-        x = x.contiguous()
-        if self.recipe.scaling == ROWWISE:
-            by_rows = _by_rows_on_gpus() if x.is_cuda else scaled_by_rows
-            own = Operand(*by_rows(x, dtype))
-            return own, Operand(*by_rows(x.t().contiguous(), dtype)) if transposed else None
-        histories, layer = self.delayed or (None, 0)
-        seen = histories.seen[layer, role] if histories is not None and records else None
-        if histories is not None and histories.is_known:
-            scale, inverse = histories.scales[layer, role], histories.inverses[layer, role]
-        else:
-            amax = _magnitude(x)
-            if group is not None:
-                _agree_on_maximum(amax, group)
-            scale = scale_of(amax, dtype)
-            inverse = 1.0 / scale
-            if seen is not None:
-                seen.copy_(torch.maximum(seen, amax))
-                seen = None
-        values, turned = _cast_both(x, scale, dtype, transposed=transposed, seen=seen)
-        return Operand(values, inverse), None if turned is None else Operand(turned, inverse)
-
-    def weight(self, weight: torch.Tensor) -> tuple[Operand, Operand]:
-        """The layer's weight (n, k), and transposed."""
-        if self._weight is None:
-            own, transposed = self.operands(WEIGHT, weight.detach())
-            assert transposed is not None
-            self._weight = own, transposed
-        return self._weight
-
-    def multiply(
-        self, kind: str, left: Operand, right: Operand, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """`product`, counted."""
-        self.products[kind] += 1
-        return product(left, right, dtype, fast=kind == FORWARD)
-
-
-def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    if x.is_cuda:
-        from megatron.hetero.fp8_cast import largest_magnitude as in_one_pass
-
-        return in_one_pass(x)
-    return largest_magnitude(x)
-
-
-def _agree_on_maximum(amax: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace maxima by the largest of all ranks of a group. Collective."""
-    if group.size() == 1:
-        return
-    shared = amax.cpu() if dist.get_backend(group) == "gloo" else amax
-    dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
-    amax.copy_(shared)
-
-
-def _transposed(values: torch.Tensor) -> torch.Tensor:
-    """A matrix of an 8-bit type, transposed and row-major."""
-    if values.is_cuda:
-        from megatron.hetero.fp8_cast import transposed
-
-        return transposed(values)
-    return values.t().contiguous()
-
-
-def _cast_both(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    transposed: bool,
-    seen: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`cast` of x and, if wanted, of x transposed; raises `seen` () to the maximum of x."""
-    if x.is_cuda:
-        from megatron.hetero.fp8_cast import cast_both
-
-        return cast_both(x, scale, dtype, transposed=transposed, seen=seen)
-    if seen is not None:
-        seen.copy_(torch.maximum(seen, largest_magnitude(x)))
-    values = cast(x, scale, dtype)
-    return values, _transposed(values) if transposed else None
 
 
 @dataclass(frozen=True)
@@ -414,8 +182,7 @@ def _weight_gradient(
     transposed_grad: Operand | None,
     gathered: tuple[torch.Tensor, Any] | None,
 ) -> torch.Tensor | None:
-    """Adds it to the weight's buffer, or returns it; what megatron-core's hook wants is returned
-    in any case."""
+    """Adds it to the weight's buffer, or returns it."""
     call, weight = ctx.call, ctx.weight
     scaling, saved = call.scaling, ctx.saved_tensors
     adds = call.adds_to_buffer and hasattr(weight, "main_grad")
@@ -429,15 +196,29 @@ def _weight_gradient(
         if gathered is None:
             transposed = Operand(*saved)
         elif call.gathers_cast:
-            transposed = Operand(_transposed(gathered[0]), saved[1])
+            transposed = Operand(transpose(gathered[0]), saved[1])
         else:
             _, turned = scaling.operands(INPUT, gathered[0], records=False)
             assert turned is not None
             transposed = turned
-        compute = partial(scaling.multiply, WEIGHT_GRADIENT, transposed_grad, transposed)
-        if not adds:
-            return compute(weight.dtype)
-        installed_weight_gradient().add_product(compute, weight.main_grad)
+        return _give_weight_gradient(call, weight, transposed_grad, transposed)
+    return _added(weight)
+
+
+def _give_weight_gradient(
+    call: _Call, weight: torch.Tensor, grad: Operand, x: Operand
+) -> torch.Tensor | None:
+    """Of transposed matrices: adds it to the weight's buffer, or returns it."""
+    scaling = call.scaling
+    if not (call.adds_to_buffer and hasattr(weight, "main_grad")):
+        return scaling.multiply(WEIGHT_GRADIENT, grad, x, weight.dtype)
+    add = partial(scaling.add_weight_gradient, grad, x)
+    installed_weight_gradient().add_product(add, weight.main_grad)
+    return _added(weight)
+
+
+def _added(weight: Any) -> torch.Tensor | None:
+    """What megatron-core's hook wants as a gradient, and does not read."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -488,6 +269,69 @@ def linear(
     return output
 
 
+class _GatedMLP(torch.autograd.Function):
+    """A gated MLP with fp8 products, on a rank that has it whole.
+
+    SwiGLU and its gradient are computed where they are cast, and are not written in 16 bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_up: torch.Tensor,
+        weight_down: torch.Tensor,
+        up: _Call,
+        down: _Call,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        keeps, needs = up.has_backward, ctx.needs_input_grad
+        own, turned_x = up.scaling.operands(
+            INPUT, rows, transposed=keeps and needs[1], records=up.records
+        )
+        gate_up = up.scaling.multiply(FORWARD, own, up.scaling.weight(weight_up)[0], x.dtype)
+        own, turned = down.scaling.operands(
+            INPUT, gate_up, form=SWIGLU, transposed=keeps and needs[2], records=down.records
+        )
+        output = down.scaling.multiply(FORWARD, own, down.scaling.weight(weight_down)[0], x.dtype)
+        ctx.calls, ctx.weights, ctx.shape = (up, down), (weight_up, weight_down), x.shape
+        kept = [(None, None) if t is None else (t.values, t.inverse) for t in (turned_x, turned)]
+        ctx.save_for_backward(gate_up, *kept[0], *kept[1])
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (up, down), (weight_up, weight_down) = ctx.calls, ctx.weights
+        gate_up, *kept = ctx.saved_tensors
+        wants_input, wants_up, wants_down = ctx.needs_input_grad[:3]
+        dtype = grads[0].dtype
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        own, turned = down.scaling.operands(
+            GRADIENT, rows, transposed=wants_down, records=down.records
+        )
+        grad = down.scaling.multiply(
+            INPUT_GRADIENT, own, down.scaling.weight(weight_down)[1], dtype
+        )
+        grad_down = grad_up = grad_input = None
+        if turned is not None:
+            grad_down = _give_weight_gradient(down, weight_down, turned, Operand(*kept[2:]))
+        own, turned = up.scaling.operands(
+            GRADIENT,
+            grad,
+            gate_up,
+            form=SWIGLU_GRADIENT,
+            transposed=wants_up,
+            records=up.records,
+        )
+        if wants_input:
+            grad_input = up.scaling.multiply(
+                INPUT_GRADIENT, own, up.scaling.weight(weight_up)[1], dtype
+            ).view(ctx.shape)
+        if turned is not None:
+            grad_up = _give_weight_gradient(up, weight_up, turned, Operand(*kept[:2]))
+        return grad_input, grad_up, grad_down, None, None
+
+
 class Fp8ColumnParallelLinear(ColumnParallelLinear):
     """megatron-core's, with fp8 products."""
 
@@ -519,72 +363,67 @@ class Fp8ReplicatedLinear(ReplicatedLinear):
         return linear(self.fp8, x, self.weight, None, training=self.training), None
 
 
+class _HeldWeight(torch.nn.Module):
+    """A linear layer of an `Fp8GatedMLP`, whose products are computed there."""
+
+    weight: torch.nn.Parameter
+
+    def forward(self) -> torch.nn.Parameter:
+        """The weight; hooks that wait for it run as before a product."""
+        return self.weight
+
+
+class Fp8HeldColumnLinear(_HeldWeight, ColumnParallelLinear):
+    fp8: LayerScaling
+
+
+class Fp8HeldRowLinear(_HeldWeight, RowParallelLinear):
+    fp8: LayerScaling
+
+
+class Fp8GatedMLP(MLP):
+    """megatron-core's, whole on a rank, with fp8 products, SwiGLU and no biases."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        layers = self.linear_fc1, self.linear_fc2
+        up, down = (
+            _Call(
+                scaling=layer.fp8,
+                adds_to_buffer=layer.gradient_accumulation_fusion,
+                reduces_input_gradient=False,
+                gathers_sequence=False,
+                group=None,
+                records=self.training,
+                has_backward=torch.is_grad_enabled(),
+            )
+            for layer in layers
+        )
+        output: torch.Tensor = _GatedMLP.apply(hidden_states, layers[0](), layers[1](), up, down)
+        return output, None
+
+    @staticmethod
+    def takes(mlp: torch.nn.Module, recipe: Recipe) -> bool:
+        """Whether it can compute a module of a model, whose linear layers are to be in fp8."""
+        if type(mlp) is not MLP or not recipe.weight_gradient:
+            return False
+        config: TransformerConfig = mlp.config
+        return bool(
+            config.gated_linear_unit
+            and config.activation_func is F.silu
+            and config.activation_func_clamp_value is None
+            and not config.add_bias_linear
+            and not config.glu_linear_offset
+            and config.tensor_model_parallel_size == 1
+        )
+
+
 _CLASSES = {
     ColumnParallelLinear: Fp8ColumnParallelLinear,
     RowParallelLinear: Fp8RowParallelLinear,
     ReplicatedLinear: Fp8ReplicatedLinear,
 }
-
-
-class _Histories:
-    """The maxima of the last steps of all layers of a rank, and the scales that follow.
-
-    Tensors have a row for each layer, and in their last dimension one for each of its matrices.
-    Until a step has been completed, and after a checkpoint without maxima has been loaded, tensors
-    are scaled by their own maxima.
-    """
-
-    def __init__(self, layers: Sequence[LayerScaling], recipe: Recipe, device: Any) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
-        self._recipe = recipe
-        self.maxima = zeros(len(layers), recipe.history, 3)
-        """The last step's come last."""
-        self.seen, self.clipped = zeros(len(layers), 3), zeros(())
-        """Of this step so far: the maxima, and how many tensors a scale has not reached."""
-        self.is_known = False
-        self._derive()
-        for number, layer in enumerate(layers):
-            layer.delayed = self, number
-
-    @torch.no_grad()
-    def end_step(self, group: dist.ProcessGroup) -> None:
-        """Agree on the maxima of a step over the ranks of a stage, and scale by them from now on.
-
-        Collective over `group`. A tensor that was all zeros, or not finite, keeps its last maximum.
-        """
-        seen = self.seen
-        _agree_on_maximum(seen, group)
-        last = self.maxima[:, -1]
-        if self.is_known:
-            reach = self._amax() * 2.0**self._recipe.margin
-            self.clipped += (torch.isfinite(seen) & (seen > reach) & (reach > 0)).sum()
-        learned = torch.where(torch.isfinite(seen) & (seen > 0), seen, last)
-        self.maxima.copy_(torch.cat([self.maxima[:, 1:], learned.unsqueeze(1)], dim=1))
-        seen.zero_()
-        self.is_known = True
-        self._derive()
-
-    @torch.no_grad()
-    def restart(self) -> None:
-        """Take up the maxima that have been loaded, and forget what has been seen since."""
-        self.seen.zero_()
-        self.clipped.zero_()
-        self.is_known = bool(self.maxima.any())
-        self._derive()
-
-    def _amax(self) -> torch.Tensor:
-        if self._recipe.takes_most_recent:
-            return self.maxima[:, -1]
-        return self.maxima.amax(dim=1)
-
-    def _derive(self) -> None:
-        scales = [
-            scale_of(amax, self._recipe.dtype(role), margin=self._recipe.margin)
-            for role, amax in enumerate(self._amax().unbind(dim=1))
-        ]
-        # Not in place: an operand keeps the inverse of its scale.
-        self.scales = torch.stack(scales, dim=1)
-        self.inverses = 1.0 / self.scales
 
 
 class CountedLayer(Protocol):
@@ -599,7 +438,10 @@ class CountedLayer(Protocol):
 
 
 class Fp8Layers:
-    """The linear layers of a rank whose products are fp8; none where the flags ask for none."""
+    """The linear layers of a rank whose products are fp8; none where the flags ask for none.
+
+    Those of experts count as one layer, which has their weights together.
+    """
 
     def __init__(
         self,
@@ -608,27 +450,33 @@ class Fp8Layers:
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        left_out: int = 0,
     ) -> None:
         """Switches the modules, named as in the whole model, to fp8.
 
-        `group`: the ranks of the stage, which agree on delayed scales.
+        `group`: the ranks of the stage, which agree on delayed scales. `left_out`: layers of
+        experts that stay in bf16, because torch has no grouped product for a GPU of the stage.
         """
-        self.recipe, self._group = recipe, group
+        self.recipe, self._group, self._left_out = recipe, group, left_out
         self._layers: list[CountedLayer] = []
-        self._histories: _Histories | None = None
+        self._histories: Histories | None = None
         self._told = 0
         self._what = ""
         if recipe is None:
             return
         layers = []
         for name, module in modules:
-            module.__class__ = _CLASSES[type(module)]  # type: ignore[assignment]
-            layer = LayerScaling(name, recipe)
+            if isinstance(module, GroupedLinear):
+                layer: LayerScaling = GroupedScaling(name, recipe)
+                module.products = layer  # type: ignore[assignment]
+            else:
+                module.__class__ = _CLASSES[type(module)]  # type: ignore[assignment]
+                layer = LayerScaling(name, recipe)
             module.fp8 = layer  # type: ignore[assignment]
             layers.append(layer)
         self._layers += layers
         if recipe.scaling == DELAYED and layers:
-            self._histories = _Histories(layers, recipe, device)
+            self._histories = Histories(layers, recipe, device)
             for (_, module), maxima in zip(modules, self._histories.maxima, strict=True):
                 module.register_buffer(AMAX_HISTORY.removeprefix("."), maxima)
 
@@ -698,8 +546,16 @@ class Fp8Layers:
         """For the log."""
         if self.recipe is None:
             return ""
-        layers = f"{self.recipe.type_names()} in {counted(len(self), 'linear layer')}"
-        return f"{layers} {self._what}".rstrip()
+        grouped = [layer for layer in self._layers if isinstance(layer, GroupedScaling)]
+        linear = counted(len(self) - len(grouped), "linear layer")
+        parts = [f"{self.recipe.type_names()} in {linear} {self._what}".rstrip()]
+        if grouped:
+            of_experts = counted(len(grouped), "grouped linear layer")
+            parts.append(f"{grouped[0].recipe.type_names()} in {of_experts} of experts")
+        if self._left_out:
+            of_experts = counted(self._left_out, "grouped linear layer")
+            parts.append(f"{of_experts} of experts in bf16, for lack of a grouped product in fp8")
+        return " and ".join(parts)
 
 
 class Fp8Counts:
@@ -735,22 +591,40 @@ def install(
     vendor: str,
     group: dist.ProcessGroup,
     device: torch.device,
+    fuses_mlps: bool = True,
 ) -> Fp8Layers:
     """Switch the linear layers of a rank's chunks to fp8, where the flags ask for it.
 
-    Attention and MLP of every layer, shared experts and MTP layers. The output layer, routers and
-    experts' grouped products stay as they are, and so do the first and last layers that
-    --first-last-layers-bf16 names. Call it once the chunks are on `device` and in bf16. Raises
-    UserError for sizes that GPUs do not take, HeteroError if the device cannot multiply fp8.
+    Attention and MLP of every layer, experts and MTP layers. The output layer and routers stay as
+    they are, and so do the first and last layers that --first-last-layers-bf16 names, and experts
+    where torch has no grouped product for a GPU of the stage. Call it once the chunks are on
+    `device` and in bf16. Collective over `group`, the ranks of the stage, if there are experts.
+    `fuses_mlps`: whether gated MLPs are computed as one where that can be; otherwise hooks see what
+    goes into each of their two layers and comes out.
+    Raises UserError for sizes that GPUs do not take, HeteroError if the device cannot multiply fp8.
     """
     recipe = Recipe.of(args, Types.of(device, vendor))
     if recipe is None:
         return Fp8Layers()
     modules = list(_linear_modules(args, chunks, first_layers))
+    found = len(modules)
+    has_groups = any(isinstance(module, GroupedLinear) for _, module in modules)
+    if has_groups and not _all_multiply_groups(device, recipe, group):
+        modules = [pair for pair in modules if not isinstance(pair[1], GroupedLinear)]
     require_sizes(args, modules)
     if modules:
         require_device(device, recipe)
-    return Fp8Layers(modules, recipe, group=group, device=device)
+    left_out = found - len(modules)
+    layers = Fp8Layers(modules, recipe, group=group, device=device, left_out=left_out)
+    dtypes = (recipe.forward, recipe.gradient)
+    if (
+        fuses_mlps
+        and args.bias_swiglu_fusion
+        and all(casts_swiglu(device, dtype) for dtype in dtypes)
+    ):
+        for chunk in chunks:
+            _fuse_gated_mlps(chunk, recipe)
+    return layers
 
 
 def layers_in_fp8(args: argparse.Namespace) -> range:
@@ -767,12 +641,24 @@ def require_sizes(args: argparse.Namespace, modules: Sequence[tuple[str, torch.n
         raise UserError(*problems)
 
 
+def _fuse_gated_mlps(chunk: torch.nn.Module, recipe: Recipe) -> None:
+    for module in chunk.modules():
+        if not Fp8GatedMLP.takes(module, recipe):
+            continue
+        up, down = module.linear_fc1, module.linear_fc2
+        if type(up) is Fp8ColumnParallelLinear and type(down) is Fp8RowParallelLinear:
+            module.__class__ = Fp8GatedMLP
+            up.__class__, down.__class__ = Fp8HeldColumnLinear, Fp8HeldRowLinear
+
+
 def _linear_modules(
     args: argparse.Namespace, chunks: Sequence[torch.nn.Module], first_layers: Sequence[int]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     for chunk, first_layer in zip(chunks, first_layers, strict=True):
         for local, module in chunk.named_modules():
-            if type(module) not in _CLASSES or getattr(module, "is_expert", False):
+            is_grouped = isinstance(module, GroupedLinear)
+            is_linear = type(module) in _CLASSES and not getattr(module, "is_expert", False)
+            if not is_grouped and not is_linear:
                 continue
             name = global_name(local, first_layer)
             layer = layer_of(name)
@@ -787,7 +673,7 @@ def _problems(
     remedy = "or train in bf16 (in a plan file, of this mesh alone: fp8: none)"
     sizes: dict[tuple[int, ...], str] = {}
     for name, module in modules:
-        sizes.setdefault(tuple(module.weight.shape), name)  # type: ignore[arg-type]
+        sizes.setdefault(tuple(module.weight.shape[-2:]), name)  # type: ignore[index]
     for shape, name in sizes.items():
         if any(size % ALIGNMENT for size in shape):
             yield (
@@ -803,40 +689,17 @@ def _problems(
         )
 
 
-def _casts_alike(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a device's own kernel casts x, and what is too large or not finite, as `cast`."""
-    x = x.clone()
-    x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 3e38], device=x.device)
-    scale = torch.tensor(0.37, device=x.device)
-    expected = cast(x, scale, dtype).float().nan_to_num(7.0)
-    values, turned = _cast_both(x, scale, dtype, transposed=True, seen=None)
-    assert turned is not None
-    both = (values.float(), turned.float().t(), _transposed(turned).float())
-    return all(torch.equal(each.nan_to_num(7.0), expected) for each in both)
+def _all_multiply_groups(
+    device: torch.device, recipe: Recipe, group: dist.ProcessGroup | None
+) -> bool:
+    """Whether torch has the grouped product of experts for the devices of all ranks of a stage.
 
-
-def require_device(device: torch.device, recipe: Recipe) -> None:
-    """Raise HeteroError if a device, or its build of torch, does not multiply by this recipe."""
-    counting = torch.arange(32 * 32, device=device).remainder(5).view(32, 32).to(torch.bfloat16)
-    for left_dtype in dict.fromkeys((recipe.forward, recipe.gradient)):
-        scale = torch.ones((32, 1) if recipe.scaling == ROWWISE else (), device=device)
-        left = Operand(cast(counting, scale, left_dtype), scale)
-        right = Operand(cast(counting, scale, recipe.forward), scale)
-        try:
-            found = product(left, right, torch.bfloat16)
-            is_right = torch.allclose(
-                found.float(), counting.float() @ counting.float().t(), rtol=1e-2
-            )
-            reason = "its products are wrong"
-            if is_right and recipe.scaling != ROWWISE and not _casts_alike(counting, left_dtype):
-                is_right, reason = False, "its kernel casts otherwise than torch"
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            is_right, reason = False, str(error).splitlines()[0]
-        if not is_right:
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-            raise HeteroError(
-                f"{name} with torch {torch.__version__} cannot multiply {recipe.type_names()} "
-                f"({recipe.scaling}): {reason}; fp8 needs NVIDIA's compute capability 8.9 or "
-                "above, or AMD's gfx942 or gfx950; train in bf16 (in a plan file, of this mesh "
-                "alone: fp8: none)"
-            )
+    Delayed maxima are those of the same layers on all of them.
+    """
+    own = multiplies_groups(device, recipe)
+    if group is None or group.size() == 1:
+        return own
+    place = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+    lacks = torch.tensor([0.0 if own else 1.0], device=place)
+    dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
+    return not lacks

@@ -14,16 +14,9 @@ import torch
 
 from hetero.errors import HeteroError
 from hetero.plan import Plan
-from megatron.hetero.fp8 import (
-    DELAYED,
-    FORWARD,
-    PRODUCTS,
-    Fp8Layers,
-    Recipe,
-    Types,
-    layers_in_fp8,
-    require_sizes,
-)
+from megatron.hetero.fp8 import Fp8Layers, layers_in_fp8, require_sizes
+from megatron.hetero.fp8_operands import DELAYED, Recipe, Types
+from megatron.hetero.fp8_scaling import FORWARD, PRODUCTS
 from megatron.hetero.weights import global_name, layer_of
 
 

@@ -8,7 +8,8 @@ tokens stay on the device. Weights keep their names by expert (`megatron.hetero.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -24,29 +25,69 @@ from megatron.hetero.kernels import grouped_product, grouped_wgrad
 from megatron.hetero.weights import STACKED_EXPERTS
 
 
+class Products(Protocol):
+    """How tokens are multiplied by the matrices of `weight` (experts, n, k), each by its expert's.
+
+    `ends` as in `grouped_product`; `records` is false in evaluations.
+    """
+
+    def forward(
+        self, input_tk: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, records: bool
+    ) -> torch.Tensor:
+        """(tokens, n)."""
+
+    def input_gradient(
+        self, grad_tn: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, records: bool
+    ) -> torch.Tensor:
+        """(tokens, k)."""
+
+
+class _OwnDtype:
+    """`Products` in the dtype of the tokens."""
+
+    def forward(
+        self, input_tk: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, records: bool
+    ) -> torch.Tensor:
+        return grouped_product(input_tk, weight.transpose(1, 2), ends)
+
+    def input_gradient(
+        self, grad_tn: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, records: bool
+    ) -> torch.Tensor:
+        return grouped_product(grad_tn, weight, ends)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer's product depends on besides its matrices."""
+
+    products: Products
+    adds_to_buffer: bool
+    records: bool
+
+
 class _GroupedProduct(torch.autograd.Function):
-    """`grouped_product` with `weight` (experts, n, k), whose gradient may go to its `main_grad`."""
+    """`Products` with `weight` (experts, n, k), whose gradient may go to its `main_grad`."""
 
     @staticmethod
     def forward(
-        ctx: Any, input_tk: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, fused: bool
+        ctx: Any, input_tk: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, call: _Call
     ) -> torch.Tensor:
         ctx.save_for_backward(input_tk.contiguous(), ends)
-        ctx.weight, ctx.fused = weight, fused
-        return grouped_product(input_tk, weight.transpose(1, 2), ends)
+        ctx.weight, ctx.call = weight, call
+        return call.products.forward(input_tk, weight, ends, records=call.records)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         input_tk, ends = ctx.saved_tensors
-        weight = ctx.weight
+        weight, call = ctx.weight, ctx.call
         grad_tn = grads[0].contiguous()
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_input = grouped_product(grad_tn, weight, ends)
+            grad_input = call.products.input_gradient(grad_tn, weight, ends, records=call.records)
         if ctx.needs_input_grad[1]:
-            if ctx.fused and hasattr(weight, "main_grad"):
+            if call.adds_to_buffer and hasattr(weight, "main_grad"):
                 wgrad = core_private.installed_weight_gradient()
                 grad_weight = wgrad.grouped(input_tk, grad_tn, ends, weight)
                 weight.grad_added_to_main_grad = True
@@ -72,6 +113,7 @@ class GroupedLinear(torch.nn.Module):
         """`split`: the dimension of an expert's weight that its `ranks` share."""
         super().__init__()
         place = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        self.products: Products = _OwnDtype()
         sizes = [outputs, inputs]
         sizes[split] //= ranks
         self._fused = config.gradient_accumulation_fusion
@@ -89,7 +131,8 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, input_tk: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """(tokens, n) of `input_tk` (tokens, k), without biases."""
-        product: torch.Tensor = _GroupedProduct.apply(input_tk, self.weight, ends, self._fused)
+        call = _Call(self.products, adds_to_buffer=self._fused, records=self.training)
+        product: torch.Tensor = _GroupedProduct.apply(input_tk, self.weight, ends, call)
         return product
 
 

@@ -234,11 +234,9 @@ class AccumulatingWgrad:
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
     @staticmethod
-    def add_product(
-        compute: Callable[[torch.dtype], torch.Tensor], main_grad: torch.Tensor
-    ) -> None:
-        """Add what `compute` gives in the buffer's dtype."""
-        main_grad.add_(compute(main_grad.dtype))
+    def add_product(add: Callable[[torch.Tensor], None], main_grad: torch.Tensor) -> None:
+        """Let `add` add to the buffer."""
+        add(main_grad)
 
     @staticmethod
     def grouped(
@@ -284,10 +282,8 @@ class DelayedWgrad:
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
-    def add_product(
-        self, compute: Callable[[torch.dtype], torch.Tensor], main_grad: torch.Tensor
-    ) -> None:
-        self._waiting.append(partial(AccumulatingWgrad.add_product, compute, main_grad))
+    def add_product(self, add: Callable[[torch.Tensor], None], main_grad: torch.Tensor) -> None:
+        self._waiting.append(partial(add, main_grad))
 
     def grouped(
         self, input_tk: torch.Tensor, grad_output_tn: torch.Tensor, ends: torch.Tensor, weight: Any

@@ -21,7 +21,7 @@ from hetero.text import counted, size_text
 from megatron.hetero import weights
 from megatron.hetero.checkpoint.save_timing import SaveTimings
 from megatron.hetero.console import Console, format_table
-from megatron.hetero.fp8 import ROWWISE
+from megatron.hetero.fp8_operands import ROWWISE
 from megatron.hetero.goodput import Goodput
 from megatron.hetero.job import Job
 from megatron.hetero.metrics import (
@@ -180,10 +180,10 @@ def _describe_fp8(job: Job, rows: list[dict[str, Any]]) -> str:
         f"stage {row['stage']} ({row['vendor']}) {row['fp8'] or 'nothing'}" for row in rows
     )
     rest = ["the output layer"]
-    if args.num_experts is not None:
-        rest.append("the grouped products of experts")
     if not args.fp8_wgrad:
         rest.append("weight gradients")
+    elif args.num_experts is not None:
+        rest.append("weight gradients of experts")
     if args.fp8_recipe == ROWWISE and any(mesh.sequence_parallel for mesh in job.plan.meshes):
         rest.append("what tensor-parallel ranks gather")
     last = f" and {rest.pop()}" if len(rest) > 1 else ""

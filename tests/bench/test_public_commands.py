@@ -37,3 +37,9 @@ def test_every_command_with_text_is_accepted_when_it_is_small_and_when_it_is_mix
         assert args.hetero_pipeline_sizes == [1, 1], verdict.command.name
         assert (args.hidden_size, args.seq_length, args.data_parallel_size) == (64, 64, small.data)
         assert small.processes <= small.processes_of(2) <= PROCESSES * small.context
+
+
+def test_sides_of_products_in_fp8_stay_multiples_of_sixteen() -> None:
+    latent = "--multi-latent-attention --qk-pos-emb-head-dim 64 --kv-lora-rank 512"
+    assert used(latent)["--qk-pos-emb-head-dim"] == "8"
+    assert used(f"{latent} --fp8-format hybrid")["--qk-pos-emb-head-dim"] == "16"

@@ -17,6 +17,8 @@ QUICK = "duihuhu-gpt3"
 TIED_IN_ONE_STAGE = "lumi-fineweb"
 """One weight for the first and the last layer, whose gradients two stages add in another order."""
 
+IN_FP8 = "nvidia-fp8-tensorwise"
+
 
 def _train(out: Path, *names: str) -> dict[str, dict[str, Any]]:
     assert train_public_commands.main(["--out", str(out), "--only", *names]) == 0
@@ -45,3 +47,13 @@ def test_a_public_command_trains_and_with_three_flags_more_bit_for_bit(tmp_path:
     table = (tmp_path / "results.md").read_text()
     assert "duihuhu/Megatron-LM@7b1a57bcf17f" in table
     assert "`--train-iters` 5 → 30" in table
+
+
+@pytest.mark.slow
+def test_a_command_in_fp8_is_equal_where_its_vendors_have_one_type(tmp_path: Path) -> None:
+    result = _train(tmp_path, IN_FP8)[IN_FP8]
+    staged, mixed, one_type = (result["runs"][kind] for kind in ("staged", "mixed", "one type"))
+    assert one_type == staged | {"simulated": True}
+    assert mixed["losses"] != staged["losses"]
+    assert mixed["losses"] == pytest.approx(staged["losses"], rel=2e-2)
+    assert result["verdict"].startswith("of one type: all; of two: losses within ")

@@ -229,7 +229,7 @@ LATENT = (
 
 
 def test_latent_attention_experts_and_mtp_layers_train(corpus, tmp_path: Path) -> None:
-    """Of tensor-parallel ranks; the experts' grouped products stay in bf16, and it is said."""
+    """Of tensor-parallel ranks; weight gradients of experts stay in bf16, and it is said."""
     without = {"--group-query-attention", "--num-query-groups"}
     words = flags(corpus, f"{LATENT} {SEQUENCES}")
     at = words.index("--num-query-groups")
@@ -237,10 +237,115 @@ def test_latent_attention_experts_and_mtp_layers_train(corpus, tmp_path: Path) -
     plain = train(words, 2, tmp_path / "bf16")
     run = train([*words, *DELAYED.split()], 2, tmp_path / "fp8")
     assert run.losses == pytest.approx(plain.losses, rel=0.01)
-    attention, mlp = 5, 2
-    of_layers = 5 * (attention + mlp) + 1
-    assert counted(run, "forward") == [4 * MICRO_BATCHES * of_layers] * 2
-    assert "the grouped products of experts" in run.stdout
+    attention, mlp, experts = 5, 2, 4 * 2
+    linear = 5 * (attention + mlp) + 1
+    assert counted(run, "forward") == [4 * MICRO_BATCHES * (linear + experts)] * 2
+    assert counted(run, "weight_gradient") == [4 * MICRO_BATCHES * linear] * 2
+    assert "36 linear layers and e4m3fn in 8 grouped linear layers of experts" in run.stdout
+    assert "weight gradients of experts" in run.stdout
+
+
+MIXTURE = (
+    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
+    "--untie-embeddings-and-output-weights"
+)
+EP2 = f"--expert-model-parallel-size 2 {DISTRIBUTED}"
+
+
+@pytest.fixture(scope="module")
+def mixture_in_bf16(corpus, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return train(flags(corpus, f"{MIXTURE} --train-iters 30"), 1, tmp_path_factory.mktemp("bf16"))
+
+
+MIXTURES = {
+    "tensorwise": (1, TENSORWISE),
+    "rowwise": (1, ROWWISE),
+    "delayed": (1, DELAYED),
+    "mixed-types-delayed-recomputed": (
+        2,
+        f"{DELAYED} {ACROSS} --recompute-granularity selective --recompute-modules moe_act",
+    ),
+    "experts-on-two-ranks-delayed": (2, f"{DELAYED} {EP2}"),
+    "experts-on-two-ranks-tensorwise": (2, f"{TENSORWISE} {EP2}"),
+    "experts-on-two-ranks-rowwise": (2, f"{ROWWISE} {EP2}"),
+    "slices-of-experts-delayed": (2, f"{DELAYED} {SEQUENCES}"),
+    "replicas-of-two-types": (
+        2,
+        f"{DELAYED} --hetero-data-parallel nvidia:1,amd:1 {DISTRIBUTED} "
+        "--check-weight-hash-across-dp-replicas-interval 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_thirty_steps_of_a_mixture_have_the_losses_of_bf16(
+    name: str, corpus, mixture_in_bf16: Training, tmp_path: Path
+) -> None:
+    nproc, more = MIXTURES[name]
+    words = flags(corpus, f"{MIXTURE} {more} --train-iters 30")
+    if "sequence-parallel" in more:
+        words[words.index("alltoall")] = "allgather"
+    run = train(words, nproc, tmp_path, environ=SIMULATED)
+    relative = [
+        abs(own / other - 1) for own, other in zip(run.losses, mixture_in_bf16.losses, strict=True)
+    ]
+    assert 0 < max(relative) < 0.02
+    assert sum(relative) / len(relative) < 0.005
+    assert mixture_in_bf16.losses[-1] < 0.95 * mixture_in_bf16.losses[0]
+
+
+@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED, ROWWISE], ids=lambda r: r.split()[-1])
+def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run_with_experts(
+    recipe: str, corpus, tmp_path: Path
+) -> None:
+    words = flags(corpus, f"{MIXTURE} {recipe}")
+    homogeneous = train([*words, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "one")
+    across = "--hetero-pipeline --hetero-vendors cpu nvidia --hetero-pipeline-sizes 1 1".split()
+    mixed = train([*words, *across], 2, tmp_path / "mixed", environ=SIMULATED)
+    assert mixed.numbers() == homogeneous.numbers()
+
+
+def test_sharing_experts_changes_rounding_alone(corpus, tmp_path: Path) -> None:
+    """Rows have the same factors wherever they are computed; only sums of gradients differ."""
+    words = flags(corpus, f"{MIXTURE} {ROWWISE} {DISTRIBUTED}")
+    apart = train(words, 2, tmp_path / "apart")
+    shared = train([*words, *EP2.split()], 2, tmp_path / "shared")
+    assert shared.losses[0] == apart.losses[0]
+    assert shared.losses == pytest.approx(apart.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", [(1, ""), (2, EP2)], ids=["one-process", "experts-on-two"])
+def test_a_resumed_run_with_experts_has_the_bits_of_an_uninterrupted_one(
+    layout: tuple[int, str], corpus, tmp_path: Path
+) -> None:
+    nproc, more = layout
+    words = flags(corpus, f"{MIXTURE} {DELAYED} {more} --train-iters 6")
+    saved = tmp_path / "saved"
+    saving = ["--save", str(saved), "--save-interval", "3"]
+    straight = train([*words, *saving], nproc, tmp_path / "straight")
+    loading = ["--load", str(saved), "--ckpt-step", "3"]
+    resumed = train([*words, *loading], nproc, tmp_path / "resumed")
+    assert resumed.numbers() == straight.numbers(since=3)
+
+
+def test_maxima_of_experts_move_between_layouts_bit_for_bit(corpus, tmp_path: Path) -> None:
+    layouts = {"one": (1, ""), "shared": (2, EP2), "mixed": (2, ACROSS), "one again": (1, "")}
+    found, loaded = [], []
+    for name, (nproc, own) in layouts.items():
+        saved = tmp_path / name
+        more = f"{MIXTURE} {DELAYED} {own} --train-iters 3 --save"
+        words = [*flags(corpus, more), str(saved), *loaded]
+        train(words, nproc, tmp_path / f"run {name}", environ=SIMULATED)
+        loaded = ["--load", str(saved)]
+        found.append(stored(saved))
+    first, *later = found
+    histories = [value for name, value in first.items() if ".experts." in name and "amax" in name]
+    assert len(histories) == LAYERS * 2
+    assert all(value.shape == (4, 3) and value[1:].min() > 0 for value in histories)
+    for other in later:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[name], first[name]) for name in first)
 
 
 def test_sizes_that_gpus_do_not_take_are_refused_before_training(corpus) -> None:

@@ -17,32 +17,34 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from megatron.core.transformer.mlp import MLP
 
 from hetero.errors import HeteroError, UserError
 from hetero.tools.operators.recording import built_model
-from megatron.hetero import fp8
-from megatron.hetero.fp8 import GRADIENT, INPUT, WEIGHT, LayerScaling, Recipe, Types
+from megatron.hetero import fp8, grouped_experts
+from megatron.hetero.cpu_shim import cpu_shim
+from megatron.hetero.fp8_operands import (
+    DELAYED,
+    GRADIENT,
+    INPUT,
+    ROWWISE,
+    TENSORWISE,
+    WEIGHT,
+    Operand,
+    Recipe,
+    Types,
+    multiplies_groups,
+    require_device,
+)
+from megatron.hetero.fp8_scaling import GroupedScaling, LayerScaling
+from megatron.hetero.grouped_experts import GroupedLinear
 from megatron.hetero.kernels import AccumulatingWgrad, DelayedWgrad
 from tests.forked_ranks import run_forked, values
 from tests.gpus import NEEDS_A_GPU
+from tests.megatron.fp8_cases import CPU, SCALINGS, TYPES, decibels, recipe
 from tests.megatron.launches import parsed
 
-CPU = torch.device("cpu")
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
-TYPES = {"fn": Types.of(CPU, "nvidia"), "fnuz": Types.of(CPU, "amd")}
-SCALINGS = (fp8.DELAYED, fp8.TENSORWISE, fp8.ROWWISE)
-
-
-def recipe(types: Types, scaling: str = fp8.TENSORWISE, **more: Any) -> Recipe:
-    return Recipe(scaling=scaling, forward=types.e4m3, gradient=types.e5m2, **more)
-
-
-def decibels(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The ratio of signal to noise."""
-    noise = (found.detach().double() - exact.detach().double()).norm()
-    return 20 * math.log10(float(exact.detach().double().norm() / noise))
 
 
 def matrices(device: torch.device = CPU) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,7 +83,7 @@ def test_products_are_close_to_those_in_float64(types: Types, scaling: str) -> N
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_gradients_in_e4m3_are_as_close_as_outputs(types: Types) -> None:
     x, weight, grad = matrices()
-    layer = LayerScaling("fc1", Recipe(fp8.TENSORWISE, types.e4m3, types.e4m3))
+    layer = LayerScaling("fc1", Recipe(TENSORWISE, types.e4m3, types.e4m3))
     backward(layer, grad, x, weight)
     assert x.grad is not None
     assert weight.grad is not None
@@ -173,7 +175,15 @@ def trained_layer(flags: str, vendor: str) -> tuple[dict[str, dict[str, torch.Te
         for parameter in chunk.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
-        layers = fp8.install(args, [chunk], [0], vendor=vendor, group=alone, device=CPU)  # type: ignore[arg-type]
+        layers = fp8.install(
+            args,
+            [chunk],
+            [0],
+            vendor=vendor,
+            group=alone,  # type: ignore[arg-type]
+            device=CPU,
+            fuses_mlps=False,
+        )
         for name, module in chunk.named_modules():
             if name.startswith("decoder.layers.1.") and hasattr(module, "fp8"):
                 watch(name.removeprefix("decoder.layers.1."), module)
@@ -360,10 +370,170 @@ def test_ranks_gather_what_they_cast_and_compute_what_one_does_of_the_whole(
     own = recipe(TYPES[name], scaling, history=2)
     arguments = [(rank, size, str(tmp_path), backend, own, steps) for rank in range(size)]
     part = TOKENS // size * WIDTH
-    expected = [part * (2 if scaling == fp8.ROWWISE else 1)] * 2 * steps
+    expected = [part * (2 if scaling == ROWWISE else 1)] * 2 * steps
     for differing, gathered in values(run_forked(shared_sequences, arguments, patience=PATIENCE)):
         assert differing == []
         assert gathered == expected
+
+
+# Experts, whose matrices are multiplied together.
+
+EXPERTS = 4
+SPLITS = {
+    "of-every-expert": (16, 20, 3, 25),
+    "of-some-experts": (0, 30, 0, 34),
+    "of-one-expert": (0, 0, TOKENS, 0),
+}
+
+
+def expert_matrices(
+    device: torch.device = CPU,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input, the weights of experts of different magnitude, and output gradient, bf16."""
+    x, weight, grad = (each.detach() for each in matrices(device))
+    return x, torch.stack([weight * 4**expert for expert in range(EXPERTS)]), grad
+
+
+def ends_of(counts: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+
+
+def looped(rows: torch.Tensor, weight: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """Float64: the rows of each expert times its own (experts, k, n)."""
+    parts = zip(rows.double().split(counts), weight.double(), strict=True)
+    return torch.cat([part @ own for part, own in parts])
+
+
+@pytest.mark.parametrize("counts", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_grouped_products_are_close_to_those_in_float64(
+    types: Types, scaling: str, counts: tuple[int, ...]
+) -> None:
+    """Output gradients are in e4m3 whatever the recipe says: torch multiplies no others."""
+    x, weight, grad = expert_matrices()
+    layer = GroupedScaling("fc1", recipe(types, scaling))
+    ends = ends_of(counts)
+    output = layer.forward(x, weight, ends, records=True)
+    grad_input = layer.input_gradient(grad, weight, ends, records=True)
+    assert output.dtype == grad_input.dtype == torch.bfloat16
+    assert decibels(output, looped(x, weight.mT, counts)) > 25
+    assert decibels(grad_input, looped(grad, weight, counts)) > 25
+    assert layer.products == {"forward": 1, "input_gradient": 1, "weight_gradient": 0}
+
+
+def test_a_rank_without_tokens_counts_its_products_and_learns_no_maximum() -> None:
+    delayed = DelayedExperts()
+    _, weight, _ = expert_matrices()
+    ends = ends_of((0,) * EXPERTS)
+    empty = torch.zeros(0, WIDTH, dtype=torch.bfloat16)
+    assert delayed.layer.forward(empty, weight, ends, records=True).shape == (0, OUTPUTS)
+    none = empty.new_zeros(0, OUTPUTS)
+    assert delayed.layer.input_gradient(none, weight, ends, records=True).shape == (0, WIDTH)
+    delayed.layers.end_step()
+    assert delayed.maxima.tolist() == [[0.0, float(weight.abs().max()), 0.0]]
+    delayed.layers.require_products(rank="rank 3")
+
+
+@pytest.mark.parametrize("scaling", [TENSORWISE, ROWWISE])
+def test_a_factor_of_each_expert_does_not_depend_on_the_others(scaling: str) -> None:
+    """So that weights are cast alike whatever the number of ranks that share the experts."""
+    _, weight, _ = expert_matrices()
+    own = recipe(TYPES["fn"], scaling)
+    together = GroupedScaling("fc1", own).weight(weight)
+    alone = [GroupedScaling("fc1", own).weight(one.unsqueeze(0)) for one in weight]
+    for place, operand in enumerate(together):
+        for part in ("values", "inverse"):
+            parts = [getattr(each[place], part).float() for each in alone]
+            assert torch.equal(getattr(operand, part).float(), torch.cat(parts))
+
+
+def grouped_linear() -> GroupedLinear:
+    config = SimpleNamespace(
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        add_bias_linear=False,
+        expert_model_parallel_size=1,
+    )
+    sizes = {"experts": EXPERTS, "inputs": WIDTH, "outputs": OUTPUTS}
+    with cpu_shim():
+        return GroupedLinear(config, **sizes, split=0, ranks=1)  # type: ignore[arg-type]
+
+
+class DelayedExperts:
+    """A linear layer of experts with delayed scales."""
+
+    def __init__(self) -> None:
+        self.module = grouped_linear()
+        name = "decoder.layers.0.mlp.experts.linear_fc1"
+        alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        self.layers = fp8.Fp8Layers(
+            [(name, self.module)],
+            recipe(TYPES["fn"], DELAYED),
+            group=alone,  # type: ignore[arg-type]
+            device=CPU,
+        )
+        (self.layer,) = self.layers._layers
+        self.maxima: torch.Tensor = self.module.fp8_amax_history  # type: ignore[assignment]
+
+
+def test_delayed_scaling_has_one_maximum_for_all_experts_of_a_layer() -> None:
+    """It is agreed over the ranks that share them, and holds for any number of those."""
+    delayed = DelayedExperts()
+    x, weight, grad = expert_matrices()
+    ends = ends_of(SPLITS["of-every-expert"])
+    with torch.no_grad():
+        delayed.module.weight.copy_(weight)
+    for _ in range(2):
+        output = delayed.module(x.clone().requires_grad_(), ends)
+        output.backward(grad)
+        delayed.layers.end_step()
+        delayed.layers.weights_changed()
+    largest = [float(each.abs().max()) for each in (x, weight, grad)]
+    assert delayed.maxima.tolist() == [largest]
+    own, turned = delayed.layer.weight(weight)
+    assert turned is not None
+    for operand in (own, turned):
+        assert operand.inverse.unique().tolist() == pytest.approx([largest[1] / 448])
+    gradients = delayed.layer.operands(GRADIENT, grad)[0]
+    assert gradients.values.dtype == torch.float8_e4m3fn
+    assert float(gradients.values.float().abs().max()) == 448
+
+
+def test_weights_of_experts_are_cast_once_until_they_have_changed() -> None:
+    delayed = DelayedExperts()
+    x, weight, _ = expert_matrices()
+    ends = ends_of(SPLITS["of-every-expert"])
+    before = delayed.layer.forward(x, weight, ends, records=False)
+    changed = weight * 2
+    assert torch.equal(delayed.layer.forward(x, changed, ends, records=False), before)
+    delayed.layers.weights_changed()
+    assert torch.equal(delayed.layer.forward(x, changed, ends, records=False), 2 * before)
+
+
+def test_weight_gradients_of_experts_are_those_of_bf16() -> None:
+    x, weight, grad = expert_matrices()
+    ends = ends_of(SPLITS["of-some-experts"])
+    found = []
+    for scaled in (True, False):
+        module = DelayedExperts().module
+        if not scaled:
+            module.products = grouped_experts._OwnDtype()
+        with torch.no_grad():
+            module.weight.copy_(weight)
+        module(x.clone().requires_grad_(), ends).backward(grad)
+        assert module.weight.grad is not None
+        found.append(module.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_what_is_not_finite_stays_so_in_the_row_of_its_token() -> None:
+    x, weight, _ = expert_matrices()
+    x[3, 5] = math.inf
+    layer = GroupedScaling("fc1", recipe(TYPES["fn"], ROWWISE))
+    output = layer.forward(x, weight, ends_of(SPLITS["of-every-expert"]), records=True)
+    assert output[3].isnan().all()
+    assert output[torch.arange(TOKENS) != 3].isfinite().all()
 
 
 # What a tensor may hold.
@@ -429,62 +599,14 @@ def test_one_huge_value_costs_the_others_their_bits_unless_rows_are_scaled(types
     x[0, 0] = 1e8
     others = x.double()[1:] @ weight.double().t()
     found = {}
-    for scaling in (fp8.TENSORWISE, fp8.ROWWISE):
+    for scaling in (TENSORWISE, ROWWISE):
         output = fp8.linear(
             LayerScaling("fc1", recipe(types, scaling)), x, weight, None, training=True
         )
         assert output.isfinite().all()
         found[scaling] = output[1:]
-    assert not found[fp8.TENSORWISE].any()
-    assert decibels(found[fp8.ROWWISE], others) > 25
-
-
-@given(st.floats(min_value=0, width=32), st.sampled_from([*TYPES.values()]), st.integers(0, 4))
-def test_scales_and_their_inverses_are_finite_numbers(
-    amax: float, types: Types, margin: int
-) -> None:
-    for dtype in (types.e4m3, types.e5m2):
-        scale = fp8.scale_of(torch.tensor(amax), dtype, margin=margin)
-        assert scale > 0
-        assert scale.isfinite()
-        assert (1 / scale).isfinite()
-        if math.isfinite(amax):
-            assert amax * float(scale) <= torch.finfo(dtype).max / 2**margin * (1 + 1e-6)
-
-
-# Types.
-
-
-@pytest.mark.parametrize(
-    ("architecture", "expected"),
-    [("gfx942:sramecc+:xnack-", "fnuz"), ("gfx950", "fn"), (None, "fn")],
-    ids=["MI300X", "MI350", "NVIDIA"],
-)
-def test_a_gpu_has_its_own_types_whatever_vendor_it_simulates(
-    architecture: str | None, expected: str
-) -> None:
-    properties = SimpleNamespace(**({"gcnArchName": architecture} if architecture else {}))
-    with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
-        for vendor in ("nvidia", "amd"):
-            assert Types.of(torch.device("cuda"), vendor) == TYPES[expected]
-
-
-def test_a_device_that_cannot_multiply_is_named() -> None:
-    refusal = RuntimeError("needs sm_89\nmore")
-    with (
-        mock.patch.object(torch, "_scaled_mm", side_effect=refusal),
-        pytest.raises(HeteroError, match=r"this CPU .* e4m3fn and e5m2 .*: needs sm_89;"),
-    ):
-        fp8.require_device(CPU, recipe(TYPES["fn"]))
-
-
-def test_a_device_whose_products_are_wrong_is_named() -> None:
-    wrong = torch.zeros(32, 32, dtype=torch.bfloat16)
-    with (
-        mock.patch.object(torch, "_scaled_mm", return_value=wrong),
-        pytest.raises(HeteroError, match="its products are wrong"),
-    ):
-        fp8.require_device(CPU, recipe(TYPES["fnuz"], fp8.ROWWISE))
+    assert not found[TENSORWISE].any()
+    assert decibels(found[ROWWISE], others) > 25
 
 
 # Layers of a model.
@@ -493,24 +615,24 @@ def test_a_device_whose_products_are_wrong_is_named() -> None:
 class Delayed:
     """One layer with delayed scales, and what it is given step by step."""
 
-    def __init__(self, **more: Any) -> None:
-        module = torch.nn.Module()
+    def __init__(self, layers: int = 1, **more: Any) -> None:
+        modules = [torch.nn.Module() for _ in range(layers)]
         alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         with mock.patch.dict(fp8._CLASSES, {torch.nn.Module: torch.nn.Module}):
             self.layers = fp8.Fp8Layers(
-                [("decoder.layers.0.mlp.linear_fc1", module)],
-                recipe(TYPES["fn"], fp8.DELAYED, **more),
+                [(f"decoder.layers.{n}.mlp.linear_fc1", one) for n, one in enumerate(modules)],
+                recipe(TYPES["fn"], DELAYED, **more),
                 group=alone,  # type: ignore[arg-type]
                 device=CPU,
             )
-        self.layer: LayerScaling = module.fp8  # type: ignore[assignment]
-        self.maxima: torch.Tensor = module.fp8_amax_history  # type: ignore[assignment]
+        self.layer: LayerScaling = modules[0].fp8  # type: ignore[assignment]
+        self.maxima: torch.Tensor = modules[0].fp8_amax_history  # type: ignore[assignment]
 
-    def see(self, *values: float, role: int = INPUT) -> fp8.Operand:
+    def see(self, *values: float, role: int = INPUT) -> Operand:
         x = torch.tensor([values], dtype=torch.bfloat16)
         return self.layer.operands(role, x)[0]
 
-    def step(self, *values: float, role: int = INPUT) -> fp8.Operand:
+    def step(self, *values: float, role: int = INPUT) -> Operand:
         operand = self.see(*values, role=role)
         self.layers.end_step()
         return operand
@@ -616,6 +738,19 @@ def test_maxima_that_are_loaded_scale_the_first_step() -> None:
     assert delayed.maxima[:, INPUT].tolist() == [1.0]
 
 
+def test_a_layer_of_which_no_maxima_are_loaded_is_scaled_by_its_own_at_first() -> None:
+    """A checkpoint may be of a run that had fewer layers in fp8."""
+    delayed = Delayed(layers=2)
+    delayed.maxima.copy_(torch.tensor([[8.0, 4.0, 2.0]]))
+    delayed.layers.restart()
+    first, second = delayed.layers._layers
+    x = torch.tensor([[2.0]], dtype=torch.bfloat16)
+    assert float(first.operands(INPUT, x)[0].values) == 448 * 2 / 8
+    assert float(second.operands(INPUT, x)[0].values) == 448
+    delayed.layers.end_step()
+    assert float(second.operands(INPUT, x / 2)[0].values) == 448 / 2
+
+
 def test_a_weight_is_cast_once_until_it_has_changed() -> None:
     x, weight, grad = matrices()
     layer = LayerScaling("fc1", recipe(TYPES["fn"]))
@@ -643,6 +778,62 @@ LINEAR = (
 )
 
 
+GATED = "--num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --swiglu --disable-bias-linear"
+
+
+def gated_mlp(flags: str = "") -> torch.nn.Module:
+    args = parsed(f"--bf16 --fp8-format e4m3 --padded-vocab-size 128 {GATED} {flags}")
+    with built_model(args, CPU) as (chunk, _):
+        fp8.install(args, [chunk], [0], vendor="nvidia", group=None, device=CPU)  # type: ignore[arg-type]
+        mlp: torch.nn.Module = chunk.decoder.layers[0].mlp
+        generator = torch.Generator().manual_seed(3)
+        for parameter in mlp.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.data = drawn.to(torch.bfloat16)
+        return mlp
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_gated_mlp_is_close_to_float64_forward_and_backward(scaling: str) -> None:
+    mlp = gated_mlp(f"--fp8-recipe {scaling}")
+    assert isinstance(mlp, fp8.Fp8GatedMLP)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(8, 4, 64, generator=generator).to(torch.bfloat16).requires_grad_()
+    grad = torch.randn(8, 4, 64, generator=generator).to(torch.bfloat16)
+    output, bias = mlp(x)
+    output.backward(grad)
+    assert bias is None
+    exact = [p.detach().double().requires_grad_() for p in (x, *mlp.parameters())]
+    gate, up = (exact[0] @ exact[1].t()).chunk(2, -1)
+    expected = (torch.nn.functional.silu(gate) * up) @ exact[2].t()
+    expected.backward(grad.double())
+    assert decibels(output, expected) > 22
+    for found, own in zip((x, *mlp.parameters()), exact, strict=True):
+        assert found.grad is not None
+        assert own.grad is not None
+        assert decibels(found.grad, own.grad) > 20
+    for layer in (mlp.linear_fc1, mlp.linear_fc2):
+        assert layer.fp8.products == {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
+
+
+def test_a_gated_mlp_waits_for_its_weights() -> None:
+    """As megatron-core's hooks do where weights are gathered while layers compute."""
+    mlp = gated_mlp("--fp8-recipe tensorwise")
+    waited = []
+    for name in ("linear_fc1", "linear_fc2"):
+        layer = getattr(mlp, name)
+        layer.register_forward_pre_hook(lambda *_, name=name: waited.append(name))
+    mlp(torch.ones(16, 1, 64, dtype=torch.bfloat16))
+    assert waited == ["linear_fc1", "linear_fc2"]
+
+
+@pytest.mark.parametrize("flags", ["--no-fp8-wgrad", "--no-bias-swiglu-fusion"])
+def test_a_gated_mlp_is_left_in_parts(flags: str) -> None:
+    mlp = gated_mlp(flags)
+    assert type(mlp) is MLP
+    assert isinstance(mlp.linear_fc1, fp8.Fp8ColumnParallelLinear)
+
+
 def test_attention_and_mlp_of_every_layer_are_chosen() -> None:
     names = chosen("--num-layers 3 --fp8-recipe tensorwise")
     expected = {f"decoder.layers.{n}.{part}" for n in range(3) for part in LINEAR}
@@ -662,13 +853,68 @@ def test_the_first_and_last_layers_can_stay_in_bf16(flags: str, expected: list[i
     assert sorted({int(name.split(".")[2]) for name in names}) == expected
 
 
-def test_shared_experts_are_chosen_and_routers_and_grouped_products_are_not() -> None:
-    names = chosen(
-        "--num-layers 1 --fp8-recipe tensorwise --num-experts 4 --disable-bias-linear "
-        "--moe-shared-expert-intermediate-size 32"
-    )
+MIXTURE = "--fp8-recipe tensorwise --num-experts 4 --disable-bias-linear"
+
+
+def test_experts_are_chosen_and_routers_are_not() -> None:
+    names = chosen(f"--num-layers 1 {MIXTURE} --moe-shared-expert-intermediate-size 32")
     mlp = {name.removeprefix("decoder.layers.0.mlp.") for name in names if ".mlp." in name}
-    assert mlp == {"shared_experts.linear_fc1", "shared_experts.linear_fc2"}
+    parts = ("linear_fc1", "linear_fc2")
+    assert mlp == {f"{of}.{part}" for of in ("experts", "shared_experts") for part in parts}
+
+
+def test_experts_of_the_first_and_last_layers_can_stay_in_bf16() -> None:
+    names = chosen(f"--num-layers 3 {MIXTURE} --first-last-layers-bf16")
+    assert {name for name in names if ".experts." in name} == {
+        f"decoder.layers.1.mlp.experts.linear_fc{number}" for number in (1, 2)
+    }
+
+
+def test_experts_stay_in_bf16_where_torch_has_no_grouped_product() -> None:
+    without = mock.patch.object(fp8, "multiplies_groups", return_value=False)
+    with without:
+        names = chosen(f"--num-layers 1 {MIXTURE} --moe-ffn-hidden-size 24")
+    assert {name.rsplit(".", 1)[1] for name in names} == {"linear_proj", "linear_qkv"}
+
+
+def install_on_a_rank(rank: int, folder: str, end: Connection) -> None:
+    """Of which the first alone has a GPU with grouped products."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    experts = torch.nn.ModuleDict({"linear_fc1": grouped_linear()})
+    layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": experts})})
+    chunk = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+    args = parsed(f"--bf16 --fp8-format hybrid --num-layers 1 {MIXTURE}")
+    with mock.patch.object(fp8, "multiplies_groups", return_value=rank == 0):
+        layers = fp8.install(
+            args,
+            [torch.nn.ModuleDict({"decoder": chunk})],
+            [0],
+            vendor="nvidia",
+            group=dist.group.WORLD,  # type: ignore[arg-type]
+            device=CPU,
+        )
+    dist.destroy_process_group()
+    end.send((layers.describe(), None))
+
+
+def test_all_ranks_of_a_stage_leave_experts_in_bf16_if_one_has_to(tmp_path: Path) -> None:
+    """Delayed maxima are agreed layer by layer."""
+    arguments = [(rank, str(tmp_path)) for rank in range(2)]
+    outcomes = run_forked(install_on_a_rank, arguments, patience=120)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+    for outcome in outcomes:
+        assert "1 grouped linear layer of experts in bf16, for lack of" in outcome.value
+
+
+def test_sizes_of_experts_that_gpus_do_not_take_are_refused() -> None:
+    with pytest.raises(UserError, match=r"experts\.linear_fc1 is 24 x 64 on a rank"):
+        chosen(f"--num-layers 1 {MIXTURE} --moe-ffn-hidden-size 24")
 
 
 def test_latent_attention_and_mtp_layers_are_chosen() -> None:
@@ -705,62 +951,7 @@ def test_a_layer_that_has_computed_in_bf16_ends_the_run() -> None:
     delayed.layers.require_products(rank="rank 3")
 
 
-def test_a_device_whose_kernel_casts_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = recipe(Types(torch.float8_e4m3fn, torch.float8_e5m2), "tensorwise")
-    fp8.require_device(torch.device("cpu"), own)
-
-    def clips_nothing(x, scale, dtype, **_):
-        values = (x.float() * scale).to(dtype)
-        return values, values.t().contiguous()
-
-    monkeypatch.setattr(fp8, "_cast_both", clips_nothing)
-    with pytest.raises(HeteroError, match="its kernel casts otherwise than torch"):
-        fp8.require_device(torch.device("cpu"), own)
-
-
 # Kernels of GPUs.
-
-
-@pytest.mark.gpu
-@NEEDS_A_GPU
-@pytest.mark.parametrize("shape", [(96, 160), (1, 16), (130, 4112)])
-@pytest.mark.parametrize("transposed", [True, False])
-def test_a_gpu_casts_to_the_same_bits(shape: tuple[int, int], transposed: bool) -> None:
-    from megatron.hetero.fp8_cast import cast_both, largest_magnitude
-
-    device = torch.device("cuda")
-    types = Types.of(device, "nvidia")
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    x[0, 0], x[0, 1], x[-1, -1] = math.nan, -math.inf, 1000.0
-    for dtype in (types.e4m3, types.e5m2):
-        scale = torch.tensor(3.0)
-        seen = torch.zeros((), device=device)
-        cast, turned = cast_both(
-            x.to(device), scale.to(device), dtype, transposed=transposed, seen=seen
-        )
-        expected = fp8.cast(x, scale, dtype).float()
-        assert torch.equal(cast.cpu().float().nan_to_num(7), expected.nan_to_num(7))
-        assert (turned is not None) == transposed
-        if turned is not None:
-            assert torch.equal(turned.cpu().float().t().nan_to_num(7), expected.nan_to_num(7))
-        assert seen.isinf()
-        assert largest_magnitude(x.to(device)).isinf()
-        assert float(largest_magnitude(x.nan_to_num(0, 0, 0).to(device))) == 1000.0
-
-
-@pytest.mark.gpu
-@NEEDS_A_GPU
-@pytest.mark.parametrize("shape", [(96, 160), (1, 16), (130, 4112)])
-def test_a_gpu_transposes_bytes(shape: tuple[int, int]) -> None:
-    from megatron.hetero.fp8_cast import transposed
-
-    device = torch.device("cuda")
-    count = shape[0] * shape[1]
-    values = torch.arange(count, device=device).to(torch.uint8).view(shape)
-    for dtype in (Types.of(device, "nvidia").e4m3, Types.of(device, "nvidia").e5m2):
-        turned = transposed(values.view(dtype))
-        assert turned.dtype == dtype
-        assert torch.equal(turned.view(torch.uint8), values.t())
 
 
 @pytest.mark.gpu
@@ -769,7 +960,7 @@ def test_a_gpu_transposes_bytes(shape: tuple[int, int]) -> None:
 def test_products_of_a_gpu_are_close_to_those_in_float64(scaling: str) -> None:
     device = torch.device("cuda")
     own = recipe(Types.of(device, "nvidia"), scaling)
-    fp8.require_device(device, own)
+    require_device(device, own)
     x, weight, grad = matrices(device)
     output = backward(LayerScaling("fc1", own), grad, x, weight)
     assert x.grad is not None
@@ -777,3 +968,48 @@ def test_products_of_a_gpu_are_close_to_those_in_float64(scaling: str) -> None:
     assert decibels(output, x.double() @ weight.double().t()) > 25
     assert decibels(x.grad, grad.double() @ weight.double()) > 22
     assert decibels(weight.grad, grad.double().t() @ x.double()) > 22
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("counts", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_grouped_products_of_a_gpu_are_those_of_a_cpu(
+    scaling: str, counts: tuple[int, ...]
+) -> None:
+    device = torch.device("cuda")
+    own = recipe(Types.of(device, "nvidia"), scaling)
+    if not multiplies_groups(device, own):
+        pytest.skip("torch has no grouped products in fp8 for this GPU")
+    found = []
+    for place in (device, CPU):
+        x, weight, grad = (each.to(place) for each in expert_matrices())
+        layer = GroupedScaling("fc1", own)
+        ends = ends_of(counts).to(place)
+        output = layer.forward(x, weight, ends, records=True)
+        grad_input = layer.input_gradient(grad, weight, ends, records=True)
+        found.append((output.cpu(), grad_input.cpu()))
+    for mine, reference in zip(*found, strict=True):
+        assert decibels(mine, reference) > 40
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_grouped_products_of_a_gpu_wait_for_nothing(scaling: str) -> None:
+    """The numbers of tokens stay on the device; in the second step, when kernels are compiled."""
+    device = torch.device("cuda")
+    own = recipe(Types.of(device, "nvidia"), scaling)
+    if not multiplies_groups(device, own):
+        pytest.skip("torch has no grouped products in fp8 for this GPU")
+    x, weight, grad = expert_matrices(device)
+    layer = GroupedScaling("fc1", own)
+    ends = ends_of(SPLITS["of-some-experts"]).to(device)
+    for mode in ("default", "error"):
+        layer.forget_weight()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            layer.forward(x, weight, ends, records=True)
+            layer.input_gradient(grad, weight, ends, records=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -22,7 +22,8 @@ from megatron.core.transformer import transformer_block
 from hetero.errors import HeteroError, UserError
 from hetero.tools.operators.recording import built_model
 from megatron.hetero import fp8_engine, model
-from megatron.hetero.fp8 import Fp8Layers, LayerScaling
+from megatron.hetero.fp8 import Fp8Layers
+from megatron.hetero.fp8_scaling import LayerScaling
 from tests.megatron.launches import configured, parsed
 
 CPU = torch.device("cpu")

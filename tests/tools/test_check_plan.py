@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,28 @@ def test_model_adds_parameters_memory_and_boundary_bytes(
     assert "(1 micro-batch in flight)" in text
     # 4 sequences of 8192 tokens of 4096 numbers of two bytes, whatever the sizes on either side.
     assert "boundary: 256.0 MiB a step in 16 slabs, from 4 ranks to 8, then gathered" in text
+
+
+def test_memory_has_weights_in_fp8_of_the_meshes_that_compute_so(
+    capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path
+) -> None:
+    """1.834e9 parameters a rank of the first stage, of which the embedding's stay in bf16."""
+    model = tmp_path / "model.yaml"
+    model.write_text(model_file("llama3.1-8b").read_text() + "\nfp8: {fp8-format: hybrid}\n")
+    plan_file.write_text(UNEQUAL.replace("tensor: 4", "tensor: 4, fp8: none"))
+    words = (plan_file, "--model", model, "--global-batch-size", 64)
+    text = drawn(capsys, *words)
+    in_bf16 = drawn(capsys, plan_file, "--model", "llama3.1-8b", "--global-batch-size", 64)
+    assert text.count("fp8 hybrid") == 1
+    states = [_states(one) for one in (text, in_bf16)]
+    layers = 6 * 218_103_808 * 2 / 2**30
+    assert states[0][0] - states[1][0] == pytest.approx(layers, abs=0.11)
+    assert states[0][2] == states[1][2]
+
+
+def _states(text: str) -> list[float]:
+    """GiB of weights, gradients and optimizer state of each stage's ranks."""
+    return [float(found) for found in re.findall(r"states ([\d.]+) GiB", text)]
 
 
 def test_chunks_of_an_interleaved_stage_are_listed(

@@ -386,6 +386,78 @@ def test_figures_of_bf16_are_not_taken_for_those_of_fp32(tmp_path: Path, refused
     assert "dtype bf16 where the plan's is fp32; plan with --dtype bf16, or measure with" in told
 
 
+FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("other", "flag", "meshes"),
+    [
+        ("MI300X", "hybrid", {"nvidia": "hybrid", "amd": "hybrid"}),
+        ("MI250X", "hybrid", {"nvidia": "hybrid", "amd": "none"}),
+        (None, None, {"amd": "none"}),
+    ],
+)
+def test_training_computes_in_fp8_where_the_plan_says_so(
+    other: str | None, flag: str | None, meshes: dict[str, str], tmp_path: Path
+) -> None:
+    """Of a model whose own file asks for fp8, too."""
+    cluster = "nodes:\n  - {accelerator: MI250X, nodes: 2}\n"
+    if other is not None:
+        cluster = CLUSTER.replace("H100-SXM, nodes: 1", "H100-SXM, nodes: 1, gpus_per_node: 2")
+        cluster = cluster.replace("MI300X, nodes: 1", f"{other}, nodes: 1, gpus_per_node: 2")
+    model = tmp_path / "model.yaml"
+    model.write_text(model_file("llama3-8b").read_text() + "\nfp8: {fp8-format: e4m3}\n")
+    words = request(tmp_path, *FP8, "--model", str(model), "--no-replicas", cluster=cluster)
+    assert main([*words, "--seq-length", "4096"]) == 0
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    files = ["--yaml-cfg", str(model), "--yaml-cfg", str(tmp_path / "out" / "flags.yaml")]
+    more = "--lr 1 --train-iters 1 --mock-data".split()
+    configuration = read_command_line([*files, *more], world_size=plan.world_size)
+    assert configuration.args.fp8_format == flag
+    assert {mesh.vendor: mesh.fp8 for mesh in configuration.plan.meshes} == meshes
+    if flag is not None:
+        assert configuration.args.fp8_recipe == "tensorwise"
+    assert ("fp8: none" in (tmp_path / "out" / "plan.yaml").read_text()) == (other != "MI300X")
+
+
+def test_a_profile_of_bf16_is_not_taken_for_one_of_fp8(tmp_path: Path, refused: Refused) -> None:
+    file = profile_of_one_point(tmp_path)
+    own = ("--profile", file, "--tensor", "1", "--recompute", "none")
+    told = refused(main, request(tmp_path, *own, *FP8))
+    assert "measured without fp8, and layers in fp8 tensorwise are asked for" in told
+    older = CLUSTER.replace("H100-SXM", "A100-SXM4-80GB")
+    measured = Path(file).read_text().replace("H100-SXM", "A100-SXM4-80GB")
+    Path(file).write_text(measured)
+    assert main(request(tmp_path, *own, *FP8, "--no-replicas", cluster=older)) == 0
+
+
+def test_layers_that_stay_in_bf16_need_measurements_of_their_own(
+    tmp_path: Path, refused: Refused
+) -> None:
+    model = tmp_path / "model.yaml"
+    ends = "\nends: {fp8-format: hybrid, fp8-recipe: tensorwise, first-last-layers-bf16: true}\n"
+    model.write_text(model_file("llama3-8b").read_text() + ends)
+    point: dict[str, Any] = {"fp8": "tensorwise"}
+    own = ("--profile", profile_of_one_point(tmp_path, **point), "--recompute", "none")
+    told = refused(main, request(tmp_path, *own, "--tensor", "1", "--model", str(model)))
+    assert "measured in fp8 tensorwise, and layers without fp8 are asked for" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--fp8-format", "hybrid", "--dtype", "fp16"), "needs --dtype bf16"),
+        (("--fp8-recipe", "rowwise"), "nothing is asked for without --fp8-format"),
+    ],
+)
+def test_fp8_flags_that_make_no_sense_are_refused(
+    flags: tuple[str, ...], said: str, tmp_path: Path, refused: Refused
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(model_file("llama3-8b").read_text().replace("bf16: true", "bf16: false"))
+    assert said in refused(main, request(tmp_path, *flags, "--model", str(model)))
+
+
 @pytest.mark.parametrize("pipeline", [True, False], ids=["pipeline", "replicas"])
 def test_a_layout_in_the_model_s_own_file_gives_way_to_the_plan(
     pipeline: bool, tmp_path: Path

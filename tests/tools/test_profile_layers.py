@@ -13,6 +13,8 @@ import torch
 
 from hetero.data.layer_times import HostClock
 from hetero.errors import UserError
+from hetero.planner.accelerators import built_in_accelerators
+from hetero.planner.analytic_profile import AnalyticProfile
 from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
 from hetero.planner.model_shape import load_model, model_shape
 from hetero.tools.layer_profile.measured_stage import (
@@ -214,6 +216,43 @@ def test_layers_with_experts_are_measured_beside_dense_ones_if_there_are_any(
     assert (costs.layer_activation_bytes > 0) is has_dense
     assert profile.model["num_experts"] == 4
     assert main(words) == 2  # it is the profile of another model now
+
+
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise".split()
+
+
+def test_layers_in_fp8_are_measured_beside_those_that_stay_in_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "here.json"
+    words = [*FP8, "--first-last-layers-bf16", "--recompute", "none", "--accelerator", "one"]
+    profile_in_two_rounds("--out", str(out), *words)
+    assert "tensorwise" in capsys.readouterr().out
+    profile = load_profile(out)
+    fp8, bf16 = (profile.costs("one", Point(1, 1, 32, fp8=own)) for own in ("tensorwise", "none"))
+    predicted = AnalyticProfile(model_shape(model_arguments(LLAMA[:-4])), built_in_accelerators())
+    change = [
+        predicted.costs("H200", Point(1, 1, 32, fp8=own)).layer_activation_bytes
+        for own in ("tensorwise", "none")
+    ]
+    # A CPU's attention keeps its output apart from the projection's input, which is halved then.
+    saved = bf16.layer_activation_bytes - fp8.layer_activation_bytes
+    assert saved == pytest.approx(change[1] - change[0] + 2 * 32 * 32, rel=0.02)
+
+
+def test_a_profile_says_in_which_precision_it_was_measured(tmp_path: Path) -> None:
+    out = tmp_path / "here.json"
+    own = ["--recompute", "none", "--accelerator", "one"]
+    profile_in_two_rounds("--out", str(out), *FP8, "--no-fp8-wgrad", *own)
+    (point,) = load_profile(out).accelerators["one"].points
+    assert (point.fp8, point.fp8_weight_gradients) == ("tensorwise", False)
+
+
+def test_sizes_that_fp8_products_cannot_have_are_refused(tmp_path: Path, refused: Refused) -> None:
+    words = ["--out", str(tmp_path / "here.json"), "--accelerator", "H200", *LLAMA, *FP8]
+    told = refused(main, [*words, "--sequence", "8", "--tensor", "1"])
+    assert "fp8 products need multiples of 16" in told
+    assert "--sequence 8" in told
 
 
 def test_tensor_parallel_ranks_are_not_measured_alone_with_experts(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import torch
 
 from hetero.observe.operators.tolerance import Rounding
 
@@ -58,14 +61,31 @@ def operators(args: argparse.Namespace, *, layers: int, repeats: int) -> tuple[O
     return tuple(found)
 
 
+def _operands(args: argparse.Namespace) -> tuple[float, float]:
+    """Of linear layers' products, `Rounding.operands` and `backward_operands`; both vendors' types
+    have the same eps."""
+    if args.fp8_format is None:
+        return 0.0, 0.0
+    e4m3, e5m2 = (torch.finfo(one).eps for one in (torch.float8_e4m3fn, torch.float8_e5m2))
+    gradients = e4m3 if args.fp8_format == "e4m3" else e5m2
+    return math.hypot(e4m3, e4m3), math.hypot(e4m3, gradients)
+
+
 def _layer(args: argparse.Namespace, tokens: int) -> Iterator[tuple[str, str, Rounding]]:
     width = args.kv_channels
     projected = args.num_attention_heads * width
     fc1 = args.ffn_hidden_size * (2 if args.swiglu else 1)
     norm = Rounding(roundings=2, terms=max(args.hidden_size, tokens))
 
+    operands, backward_operands = _operands(args)
+
     def linear(*sizes: int) -> Rounding:
-        return Rounding(roundings=2, terms=max(tokens, *sizes))
+        return Rounding(
+            roundings=2,
+            terms=max(tokens, *sizes),
+            operands=operands,
+            backward_operands=backward_operands,
+        )
 
     yield "input_layernorm", "norm", norm
     yield "linear_qkv", "linear", linear(args.hidden_size, 3 * projected)

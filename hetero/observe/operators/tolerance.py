@@ -8,6 +8,9 @@ One rounding to nearest leaves an error of at most eps/2 of an element and at mo
 root mean square. A kernel may round several times in the tensor's dtype, independently of each
 other, and accumulates its sums in float32, one after the other in the worst case. Half as much
 again is allowed. A reference in float64 has no error of its own; of two devices each brings one.
+
+The matrices of a product in fp8 are rounded before it. As terms have random signs, the error of
+each matrix in parts of its root mean square is an error of the result in parts of its own.
 """
 
 from __future__ import annotations
@@ -40,6 +43,11 @@ class Rounding:
     """How much float32 errors inside grow on their way out, as those in an exponent do."""
     backward: int | None = None
     """`roundings` of the gradients, where they are others."""
+    operands: float = 0.0
+    """eps of what the matrices of a product are rounded to, both together: the root of the sum of
+    their squares. 0 where they are in the tensor's dtype."""
+    backward_operands: float = 0.0
+    """The same of the products of gradients."""
 
     def times(self, *, is_gradient: bool) -> int:
         """How often a value of the result, or of a gradient, is rounded."""
@@ -78,7 +86,9 @@ def tolerance(
     inside = rounding.amplification * math.sqrt(rounding.terms) * torch.finfo(torch.float32).eps
     accumulated = _ACCUMULATION * inside * math.sqrt(sides)
     times = rounding.times(is_gradient=is_gradient) * sides
-    rounded = _ONE_ROUNDING * math.sqrt(times) * info.eps
+    operands = rounding.backward_operands if is_gradient else rounding.operands
+    operands *= math.sqrt(sides)
+    rounded = _ONE_ROUNDING * math.hypot(math.sqrt(times) * info.eps, operands)
     error = rounded + accumulated
     return Tolerance(
         error=error,

@@ -64,6 +64,7 @@ class MeasuredStage:
         inputs = self._inputs(micro_batch, seq_length)
         for _ in range(_WARM_UP):
             self._backward(self._forward(inputs))
+            self.model.fp8.end_step()  # later steps know the maxima of delayed scaling
         clock = clock_of(self._device)
         marks: list[tuple[Any, Any, Any]] = []
         until = time.monotonic() + seconds

@@ -5,7 +5,8 @@ what a first and a last stage cost beyond their layers is the embedding's and th
 with experts has two sorts of layers, each measured in two stages of that sort alone.
 
 Of a sparse layer one device holds all experts, and computes all tokens: what ranks that share them
-would exchange comes on top (`hetero.planner.expert_costs`).
+would exchange comes on top (`hetero.planner.expert_costs`). So does casting weights to fp8, which
+is done once a step.
 
 All of them are timed in turn, again and again, because the speed of a machine drifts: a difference
 of times that are minutes apart says more of that than of a part. Times are medians over rounds.
@@ -68,11 +69,14 @@ class Sweep:
     recompute: Sequence[str]
     seconds: float
     """For one stage at one point, in all rounds."""
+    fp8: Sequence[bool] = (False,)
+    """Whether linear layers are in fp8."""
 
     def stages(self, args: argparse.Namespace) -> int:
         """How many stages are timed at how many points how often, for a progress bar."""
         points = len(self.tensor) * len(self.micro_batch) * len(self.seq_length)
-        return _ROUNDS * points * len(self.recompute) * len(_Stages.of(args).all)
+        points *= len(self.recompute) * len(self.fp8)
+        return _ROUNDS * points * len(_Stages.of(args).all)
 
 
 @dataclass(frozen=True)
@@ -157,11 +161,12 @@ def measure(
     """Measure all points. `wire` would join tensor-parallel ranks, of which only one is there."""
     points: dict[Point, PartCosts] = {}
     spread: dict[Point, float] = {}
-    for tensor, recompute in product(sweep.tensor, sweep.recompute):
-        own = _flags(args, tensor=tensor, recompute=recompute)
+    for tensor, recompute, in_fp8 in product(sweep.tensor, sweep.recompute, sweep.fp8):
+        own = _flags(args, tensor=tensor, recompute=recompute, fp8=in_fp8)
+        precision = (args.fp8_recipe, args.fp8_wgrad) if in_fp8 else ()
         stages = _Stages.of(own)
         timed = [
-            Point(tensor, micro_batch, length, recompute, own.sequence_parallel)
+            Point(tensor, micro_batch, length, recompute, own.sequence_parallel, *precision)
             for micro_batch, length in product(sweep.micro_batch, sweep.seq_length)
         ]
         rounds, memory = _rounds(own, timed, stages, here, sweep.seconds / _ROUNDS, advance)
@@ -170,7 +175,7 @@ def measure(
             if wire is not None and tensor > 1:
                 parts = _with_communication(parts, own, point, wire)
             points[point], spread[point] = parts, _spread(rounds, point, stages)
-    update = _flags(args, tensor=max(sweep.tensor), recompute="none")
+    update = _flags(args, tensor=max(sweep.tensor), recompute="none", fp8=False)
     # An update costs by the parameter, whichever layer that is in.
     update = _of_sort(update, is_sparse=min(_Stages.of(update).deep))
     small, large = (
@@ -235,8 +240,13 @@ def _built_in_turn(
                 yield stage, point, measured
 
 
-def _flags(args: argparse.Namespace, *, tensor: int, recompute: str) -> argparse.Namespace:
+def _flags(
+    args: argparse.Namespace, *, tensor: int, recompute: str, fp8: bool
+) -> argparse.Namespace:
     changed = {"tensor_model_parallel_size": tensor, **_RECOMPUTE[recompute]}
+    # Every layer is of the precision that is measured, also at an end of a stage.
+    changed["first_last_layers_bf16"] = False
+    changed["fp8_format"] = args.fp8_format if fp8 else None
     # Alone it has no sequence to divide.
     changed["sequence_parallel"] = tensor > 1 and "--sequence-parallel" in args.typed_flags
     return argparse.Namespace(**{**vars(args), **changed})

@@ -29,6 +29,8 @@ _LONE_PROCESS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "fp32_residual_connection": False,
+    # Of a few layers these would be all.
+    "first_last_layers_bf16": False,
 }
 _WHAT = (
     "num_layers seq_length micro_batch_size hidden_size ffn_hidden_size num_attention_heads "
@@ -38,7 +40,7 @@ _WHAT = (
     "max_position_embeddings rotary_base rotary_percent rotary_interleaved "
     "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor "
     "untie_embeddings_and_output_weights init_method_std embedding_init_method_std "
-    "init_method_xavier_uniform"
+    "init_method_xavier_uniform fp8_format fp8_recipe fp8_wgrad"
 ).split()
 _HOW = (
     "attention_backend attention_softmax_in_fp32 bias_swiglu_fusion "
@@ -59,13 +61,16 @@ def layer_arguments(words: Sequence[str], *, dtype: str, layers: int) -> argpars
             "compare_ops.py compares those of --transformer-impl local"
         )
     unknown = [said.partition(":")[0] for said in local_only_problems(args)]
-    if args.fp8_format is not None:
-        unknown.append("--fp8-format")
     if args.softmax_scale is not None:
         unknown.append("--softmax-scale")
     if unknown:
         flags = ", ".join(unknown)
         raise UserError(f"compare_ops.py has no reference for {flags}; compare without them")
+    if args.fp8_format is not None and dtype != "bf16":
+        raise UserError(
+            f"--fp8-format {args.fp8_format} is of matrices in bf16, and --dtype is {dtype}; give "
+            "--dtype bf16"
+        )
     for name, value in _LONE_PROCESS.items():
         setattr(args, name, value)
     args.num_layers = layers

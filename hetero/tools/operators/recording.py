@@ -6,12 +6,14 @@ Operators run one by one, from drawn inputs, or all as they follow.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hetero.errors import UserError
@@ -20,14 +22,16 @@ from hetero.observe.operators.operator_list import Operator
 from hetero.observe.operators.sample import Sample, take
 from hetero.observe.operators.tape import Tape, Tensors
 from hetero.plan import Plan
+from hetero.plan.plan import VENDOR_VARIABLE, VENDORS
 from hetero.startup.identity import running_vendor
 from hetero.tools.operators.draws import Draws, fill_weights, input_std
 from hetero.tools.operators.dump import ACCUMULATED, ISOLATED, REFERENCE, Dump, Header
 from hetero.tools.operators.layer_flags import compared_flags, kernel_flags
 from hetero.tools.operators.reference import Reference, rotary_angles
-from megatron.hetero import weights
+from megatron.hetero import fp8, weights
 from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
+from megatron.hetero.fp8_operands import Recipe, Types
 from megatron.hetero.kernels import Kernels, install_kernels, select_kernels
 from megatron.hetero.model import build_chunk, torch_dtype, transformer_config
 from megatron.hetero.operator_hooks import operator_hooks
@@ -185,6 +189,17 @@ def record(args: argparse.Namespace, *, device: str, sample: int) -> Dump:
         )
     place = torch.device(default_device())
     with built_model(args, place) as (model, kernels):
+        alone = dist.group.WORLD
+        assert alone is not None
+        fp8.install(
+            args,
+            [model],
+            [0],
+            vendor=_played_vendor(),
+            group=alone,
+            device=place,
+            fuses_mlps=False,
+        )
         if kernels.weight_gradient and device != REFERENCE:
             _add_gradient_buffers(model)
         return _Side(args, model, kernels, device=device, sample=sample).record()
@@ -194,7 +209,10 @@ def record(args: argparse.Namespace, *, device: str, sample: int) -> Dump:
 def built_model(
     args: argparse.Namespace, place: torch.device
 ) -> Iterator[tuple[GPTModel, Kernels]]:
-    """The model as training builds it, alone in this process, its weights not drawn yet."""
+    """The model as training builds it, alone in this process, its weights not drawn yet.
+
+    Its linear layers are not switched to fp8 yet either.
+    """
     with cpu_shim(), _groups(args.num_layers, place) as (plan, collection):
         config = transformer_config(args, plan, place)
         kernels = install_kernels(
@@ -213,6 +231,17 @@ def built_model(
         model.to(place, torch_dtype(args.params_dtype))
         model.train()
         yield model, kernels
+
+
+def _played_vendor() -> str:
+    """Whose types of fp8 a CPU computes with."""
+    named = os.environ.get(VENDOR_VARIABLE)
+    return named if named in VENDORS else running_vendor()
+
+
+def _fp8_types(args: argparse.Namespace, place: torch.device) -> str:
+    recipe = Recipe.of(args, Types.of(place, _played_vendor()))
+    return "" if recipe is None else recipe.type_names()
 
 
 def _add_gradient_buffers(model: GPTModel) -> None:
@@ -319,7 +348,11 @@ class _Side:
             seed=self._args.seed,
             sample=self._recording.sample,
             flags=compared_flags(self._args),
-            kernels={**kernel_flags(self._args), "fused": self._kernels.names()},
+            kernels={
+                **kernel_flags(self._args),
+                "fused": self._kernels.names(),
+                "fp8": _fp8_types(self._args, torch.device(default_device())),
+            },
             inputs=dict(sorted(self._draws.digests.items())),
             operators=self._ordered(),
         )

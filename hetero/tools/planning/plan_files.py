@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from hetero.plan.plan import NO_FP8
 from hetero.planner.cluster_shape import Cluster, NodeKind
 from hetero.planner.placement import Placement
 from hetero.planner.schedule_timeline import chrome_trace
@@ -45,7 +46,8 @@ def write_solution(
         "flags.yaml": _yaml(
             _taken_back(request)
             | training_flags(placement, folder / "plan.yaml")
-            | _model_flags(request),
+            | _model_flags(request)
+            | _fp8_flags(request, placement),
             _comment(request, found),
         ),
         "report.html": render_solution(request, found, sweeps, command=command),
@@ -230,6 +232,16 @@ def _model_flags(request: PlanningRequest) -> dict[str, Any]:
     """What was asked for on the command line, and the model's own flags may say otherwise."""
     precision = {} if request.dtype == "fp32" else {request.dtype: True}
     return {"seq-length": request.problem.model.seq_length, **precision}
+
+
+def _fp8_flags(request: PlanningRequest, placement: Placement) -> dict[str, Any]:
+    """Of the run; a mesh of the plan file may say `none`."""
+    fp8 = request.problem.options.fp8
+    if not fp8.is_used:
+        return {}
+    if all(mesh.fp8 == NO_FP8 for mesh in placement.plan.meshes):
+        return dict.fromkeys(request.model_flags & {"fp8-format"})
+    return {"fp8-format": fp8.format, "fp8-recipe": fp8.recipe}
 
 
 def _comment(request: PlanningRequest, found: Solution) -> str:

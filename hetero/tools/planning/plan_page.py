@@ -42,7 +42,11 @@ def render_solution(
             lead=headline(request, found),
             notes=["Everything here is predicted; nothing has been run."],
             parts=[
-                Table(MESH_HEAD, mesh_rows(first), numbers=frozenset({1, 3, 4, 5, 7, 9})),
+                Table(
+                    MESH_HEAD,
+                    mesh_rows(first, request.problem.options.fp8.format),
+                    numbers=frozenset({1, 3, 4, 5, 7, 10}),
+                ),
                 *(Text("paragraph", line) for line in explain_bottleneck(request.problem, first)),
                 Text("heading", "Together and alone"),
                 *(Text("paragraph", line) for line in comparison_lines(found)),

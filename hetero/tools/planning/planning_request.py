@@ -14,6 +14,7 @@ from typing import Any
 from hetero.errors import Faults, UserError
 from hetero.planner.analytic_profile import EFFICIENCY, analytic_profile, measured_efficiency
 from hetero.planner.cluster_shape import Cluster, NodeKind, load_cluster
+from hetero.planner.fp8 import BF16, Fp8
 from hetero.planner.layer_profile import (
     AcceleratorProfile,
     MeasuredProfile,
@@ -92,7 +93,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
             if model_yaml is not None:
                 name = str(Path(folder) / "model.yaml")
                 Path(name).write_text(model_yaml, "utf-8")
-            return _model(name, changed, dtype=options.dtype, shares_state=shares_state)
+            return _model(name, changed, options=options, shares_state=shares_state)
 
         read = faults.read(read_model)
     model = None if read is None else read.shape
@@ -116,6 +117,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         _training(options),
         expert_dispatcher=read.expert_dispatcher,
         expert_imbalance=options.expert_imbalance,
+        fp8=read.fp8,
     )
     largest_node = max(kind.gpus_per_node for kind in cluster.kinds)
     joined, sources = _profile(cluster, model, measured, training)
@@ -135,7 +137,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     )
     problem = Problem(cluster, model, joined, space, training)
     notes = _require_points(problem)
-    lines = (*sources, *notes)
+    lines = (*sources, *_without_fp8(cluster, read.fp8), *notes)
     return PlanningRequest(problem, options.model, lines, options.dtype, read.flags, model_yaml)
 
 
@@ -145,17 +147,21 @@ class _Model:
 
     shape: ModelShape
     expert_dispatcher: str
+    fp8: Fp8
+    """With what the command line says of it."""
     flags: frozenset[str]
     """Those that it gives, without dashes."""
 
 
-def _model(name: str, changed: Mapping[str, Any], *, dtype: str, shares_state: bool) -> _Model:
+def _model(
+    name: str, changed: Mapping[str, Any], *, options: argparse.Namespace, shares_state: bool
+) -> _Model:
     """Read the model's file. Raises UserError.
 
     Every key is known to pretrain_gpt.py: one that is misspelt would leave a default.
     """
     flags, _ = read_flags(name)  # of a file that cannot be read nothing else is told
-    file, faults = model_file(name), Faults()
+    file, faults, dtype = model_file(name), Faults(), options.dtype
     faults.sentences += [
         f"the model {file} says {other}, and --dtype is {dtype}; give --dtype {other}"
         for other in ("bf16", "fp16")
@@ -175,10 +181,34 @@ def _model(name: str, changed: Mapping[str, Any], *, dtype: str, shares_state: b
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
     model = faults.read(lambda: load_model(name, **changed))
+    fp8 = faults.read(lambda: _fp8(flags, options))
     faults.refuse()
     assert model is not None
+    assert fp8 is not None
     names = frozenset(one.flag.removeprefix("--") for one in given)
-    return _Model(model, dispatcher_of(flags), names)
+    return _Model(model, dispatcher_of(flags), fp8, names)
+
+
+def _fp8(flags: Mapping[str, Any], options: argparse.Namespace) -> Fp8:
+    """Of the model's file and the command line. Raises UserError."""
+    typed = {"fp8-format": options.fp8_format, "fp8-recipe": options.fp8_recipe}
+    found = Fp8.of_flags({**flags, **{key: value for key, value in typed.items() if value}})
+    if found.is_used and options.dtype != "bf16":
+        raise UserError(
+            f"--fp8-format {found.format} needs --dtype bf16, in which everything but the products "
+            f"is; the plan's is {options.dtype}"
+        )
+    if options.fp8_recipe and not found.is_used:
+        raise UserError(
+            f"--fp8-recipe {options.fp8_recipe}: nothing is asked for without --fp8-format; add it"
+        )
+    return found
+
+
+def _without_fp8(cluster: Cluster, fp8: Fp8) -> list[str]:
+    """A line for each accelerator that computes in bf16 what others compute in fp8."""
+    names = (k.accelerator.name for k in cluster.kinds if k.accelerator.fp8_flops is None)
+    return [f"{name}: in bf16, it has no fp8" for name in dict.fromkeys(names) if fp8.is_used]
 
 
 def _training(options: argparse.Namespace) -> TrainingOptions:
@@ -260,14 +290,22 @@ def _require_points(problem: Problem) -> list[str]:
     Raises a UserError that names the points which an accelerator lacks.
     """
     space, length = problem.space, problem.model.seq_length
-    largest: dict[str, int] = {}
+    largest: dict[tuple[str, Fp8], int] = {}
     for kind in problem.cluster.kinds:
-        name = kind.accelerator.name
-        largest[name] = max(largest.get(name, 0), kind.gpus_per_node)
+        for fp8 in _precisions(kind, problem.options.fp8):
+            key = kind.accelerator.name, fp8
+            largest[key] = max(largest.get(key, 0), kind.gpus_per_node)
     notes, faults = [], Faults()
-    for name, gpus in largest.items():
+    for (name, fp8), gpus in largest.items():
         points = [
-            Point(tensor, micro_batch, length, recompute, space.sequence_parallel and tensor > 1)
+            Point(
+                tensor,
+                micro_batch,
+                length,
+                recompute,
+                space.sequence_parallel and tensor > 1,
+                *((fp8.recipe, fp8.weight_gradients) if fp8.is_used else ()),
+            )
             for tensor in space.tensor
             for micro_batch in space.micro_batch
             for recompute in space.recompute
@@ -289,12 +327,19 @@ def _require_points(problem: Problem) -> list[str]:
     return notes
 
 
+def _precisions(kind: NodeKind, fp8: Fp8) -> list[Fp8]:
+    """In which layers of a kind are computed."""
+    if not fp8.is_used or kind.accelerator.fp8_flops is None:
+        return [BF16]
+    return [fp8, BF16] if fp8.has_bf16_layers else [fp8]
+
+
 def _points_text(points: Iterable[Point]) -> str:
     """Those that differ in their micro-batch alone are told together."""
     micro_batches: dict[str, list[str]] = {}
     for point in points:
         shared = ", sequence parallel" if point.sequence_parallel else ""
-        shape = f"tensor size {point.tensor}{shared}, recompute {point.recompute}"
+        shape = f"tensor size {point.tensor}{shared}, recompute {point.recompute}{point.fp8_text}"
         micro_batches.setdefault(shape, []).append(str(point.micro_batch))
     return "; ".join(
         f"{shape}, micro-batch {' '.join(sizes)}" for shape, sizes in micro_batches.items()

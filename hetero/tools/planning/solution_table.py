@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetero.plan import Mesh
+from hetero.plan.plan import NO_FP8
 from hetero.planner.bottleneck import explain_bottleneck
 from hetero.planner.solution import SimulatedPlan, Solution
 from hetero.text import counted, seconds_text
@@ -10,20 +11,21 @@ from hetero.tools.planning.planning_request import PlanningRequest
 from hetero.tools.reports.text_table import aligned
 
 MESH_HEAD = (
-    *("nodes", "stages", "layers", "TP", "CP", "DP", "EP", "micro-batch", "recompute", "share"),
+    *("nodes", "stages", "layers", "TP", "CP", "DP", "EP", "micro-batch", "recompute"),
+    *("fp8", "share"),
 )
 PLAN_HEAD = ("plan", "step", "tokens/s", "")
 
 
 def solution_text(request: PlanningRequest, found: Solution) -> str:
     first = found.best.first
-    rows = [list(MESH_HEAD), *mesh_rows(first)]
+    rows = [list(MESH_HEAD), *mesh_rows(first, request.problem.options.fp8.format)]
     runners = [list(PLAN_HEAD), *plan_rows(found)]
     return "\n".join(
         [
             headline(request, found),
             "",
-            *aligned(rows, text={0, 2, 6, 8}),
+            *aligned(rows, text={0, 2, 6, 8, 9}),
             "",
             *explain_bottleneck(request.problem, first),
             "",
@@ -43,7 +45,8 @@ def headline(request: PlanningRequest, found: Solution) -> str:
     return f"{request.model_name}: {seconds_text(first.seconds)} a step, {tokens} (predicted)"
 
 
-def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
+def mesh_rows(planned: SimulatedPlan, fp8: str) -> list[list[str]]:
+    """`fp8` is the format of meshes that say none."""
     plan = planned.placement.plan
     rows, stage = [], 0
     for kind, mesh in zip(planned.placement.kinds, plan.meshes, strict=True):
@@ -61,6 +64,7 @@ def mesh_rows(planned: SimulatedPlan) -> list[list[str]]:
                 _experts_text(mesh),
                 str(mesh.micro_batch_size),
                 str(mesh.recompute),
+                (mesh.fp8 or fp8) if fp8 != NO_FP8 else "",
                 str(mesh.share) if plan.whole_replicas else "",
             ]
         )
@@ -94,6 +98,7 @@ def one_line(planned: SimulatedPlan) -> str:
         + (f" x share {mesh.share}" if plan.whole_replicas else "")
         + f", micro-batch {mesh.micro_batch_size}"
         + (f", recompute {mesh.recompute}" if mesh.recompute != "none" else "")
+        + (f", fp8 {mesh.fp8}" if mesh.fp8 is not None else "")
         for kind, mesh in zip(planned.placement.kinds, plan.meshes, strict=True)
     )
     chunks = f", {plan.chunks} chunks a stage" if plan.chunks > 1 else ""

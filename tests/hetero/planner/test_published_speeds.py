@@ -14,6 +14,7 @@ from hetero.plan import Mesh, Plan, split_over_chunks
 from hetero.planner.accelerators import accelerator_from_mapping, built_in_accelerators
 from hetero.planner.analytic_profile import analytic_profile
 from hetero.planner.cluster_shape import cluster_from_mapping
+from hetero.planner.fp8 import Fp8
 from hetero.planner.model_shape import ModelShape, load_model
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import simulate
@@ -96,6 +97,58 @@ def test_our_own_runs_of_eight_gpus(micro_batch: int, batch: int, measured: floa
     mesh = Mesh("nvidia", 2, data=4, micro_batch_size=micro_batch, distributed_optimizer=True)
     predicted = speed("H200", LLAMA_8B, mesh, batch, layers=(17, 15), options=TrainingOptions())
     assert predicted == pytest.approx(measured, rel=0.05)
+
+
+LLAMA2_7B = ModelShape(
+    layers=32,
+    hidden=4096,
+    ffn=11008,
+    heads=32,
+    query_groups=32,
+    head_size=128,
+    vocabulary=32000,
+    seq_length=4096,
+    gated=True,
+    tied=False,
+)
+LLAMA2_13B = replace(LLAMA2_7B, layers=40, hidden=5120, ffn=13824, heads=40, query_groups=40)
+LLAMA2_70B = replace(LLAMA2_7B, layers=80, hidden=8192, ffn=28672, heads=64, query_groups=8)
+
+
+def in_fp8(stages: int, tensor: int, data: int, micro_batch: int, *, context: int = 1) -> Mesh:
+    return Mesh(
+        "nvidia",
+        stages,
+        tensor=tensor,
+        context=context,
+        data=data,
+        micro_batch_size=micro_batch,
+        distributed_optimizer=True,
+        sequence_parallel=tensor > 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "batch", "chunks", "published"),
+    [
+        (gpt(24, 4096, 32, vocabulary=51200, seq_length=2048), in_fp8(1, 1, 64, 4), 2048, 1, 22521),
+        (gpt(44, 6144, 48, vocabulary=51200, seq_length=2048), in_fp8(1, 2, 32, 2), 256, 1, 5851),
+        (gpt(96, 12288, 96, vocabulary=51200, seq_length=2048), in_fp8(8, 4, 4, 1), 256, 6, 726),
+        (gpt(96, 12288, 96, vocabulary=51200, seq_length=2048), in_fp8(8, 4, 16, 2), 2048, 6, 782),
+        (LLAMA2_7B, in_fp8(1, 1, 8, 1), 128, 1, 16847),
+        (LLAMA2_13B, in_fp8(4, 1, 4, 1), 128, 10, 8646),
+        (LLAMA2_70B, in_fp8(4, 4, 4, 1), 128, 20, 1707),
+        (load_model("llama3-8b"), in_fp8(1, 1, 4, 1, context=2), 128, 1, 12036),
+        (load_model("llama3-70b"), in_fp8(4, 4, 2, 1, context=2), 128, 5, 1533),
+    ],
+)
+def test_runs_in_fp8_of_h100(
+    model: ModelShape, mesh: Mesh, batch: int, chunks: int, published: float
+) -> None:
+    """Tokens a second of a GPU; what is reached of the peak is fitted to these."""
+    options = replace(OVERLAPPED, fp8=Fp8(format="hybrid"))
+    reached = speed("H100-SXM", model, mesh, batch, chunks=chunks, options=options)
+    assert reached * 1e12 * model.seq_length / model.flops == pytest.approx(published, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from unittest import mock
 import torch
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megatron.hetero import fp8, kernels, model
+from megatron.hetero import kernels, model
 from megatron.hetero.arguments import Configuration
 from megatron.hetero.data import (
     build_data_iterators,
     dataset_config,
     required_samples,
 )
+from megatron.hetero.fp8_operands import Recipe, Types
 from megatron.hetero.initialize import channel_options, group_backends
 from megatron.hetero.lr_schedule import LrSchedule
 from megatron.hetero.optimizer import build_scheduler, optimizer_config
@@ -64,7 +65,7 @@ def fused_kernels(launch: Configuration) -> dict[str, Any]:
 
 def recipe(launch: Configuration) -> dict[str, Any]:
     """How matrices are cast to fp8 on an NVIDIA GPU."""
-    found = fp8.Recipe.of(launch.args, fp8.Types.of(torch.device("cpu"), "nvidia"))
+    found = Recipe.of(launch.args, Types.of(torch.device("cpu"), "nvidia"))
     return {} if found is None else dataclasses.asdict(found)
 
 

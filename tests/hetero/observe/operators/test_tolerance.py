@@ -15,6 +15,7 @@ from hetero.observe.operators.tolerance import Rounding, tolerance
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HALVES = DTYPES[:2]
 PRODUCT = Rounding(roundings=2, terms=14336)
+EPS = torch.finfo(torch.float8_e4m3fn).eps
 
 
 def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -94,3 +95,20 @@ def test_numbers_too_small_for_the_dtype_are_nobodys_error() -> None:
     exact = torch.full((64,), 1e-9, dtype=torch.float64)
     assert _against(exact.half(), exact).passed
     assert not _against(exact.float() * 1.01, exact).passed
+
+
+@pytest.mark.parametrize("size", [64, 4096])
+def test_matrices_rounded_to_fp8_have_the_error_that_is_allowed_of_them(size: int) -> None:
+    """Whatever the number of terms: their errors have random signs, as the terms have."""
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(128, size, generator=generator) for _ in range(2))
+    rounded = [one.to(torch.float8_e4m3fn).double() for one in (left, right)]
+    exact = left.double() @ right.double().t()
+    error = (rounded[0] @ rounded[1].t() - exact).norm() / exact.norm()
+    both, with_e5m2 = math.hypot(EPS, EPS), math.hypot(EPS, 2 * EPS)
+    of_fp8 = Rounding(roundings=2, terms=size, operands=both, backward_operands=with_e5m2)
+    forward, backward = (
+        tolerance(torch.bfloat16, of_fp8, elements=10_000, is_gradient=is_gradient).error
+        for is_gradient in (False, True)
+    )
+    assert forward / 3 < error < forward < backward

@@ -1,8 +1,10 @@
-"""One rank of the peer: the same LLaMA in plain PyTorch, with torch's own `context_parallel`.
+"""One rank of the peer: the same LLaMA in plain PyTorch.
 
-FSDP2 over the ranks that share the sequence, float32 weights computed in bfloat16, every layer
-recomputed, as torchtitan trains. Started by bench/long_context.py; writes a line of JSON for each
-step to the file that OUT names.
+Ranks that share a sequence have torch's own `context_parallel`: FSDP2, float32 weights computed in
+bfloat16, every layer recomputed, as torchtitan trains. With --compiled one GPU: compiled layers,
+weights, gradients and moments in bfloat16, which is less work than ours; --fp8 has torchao compute
+the layers' linear layers in fp8. Started by bench/long_context.py and bench/fp8_speed.py; writes a
+line of JSON for each step to the file that OUT names.
 """
 
 from __future__ import annotations
@@ -62,9 +64,9 @@ class Llama(nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.embedding = nn.Embedding(args.vocabulary, args.hidden)
+        layers = (Layer(args.hidden, args.heads, args.groups, args.ffn) for _ in range(args.layers))
         self.layers = nn.ModuleList(
-            checkpoint_wrapper(Layer(args.hidden, args.heads, args.groups, args.ffn))
-            for _ in range(args.layers)
+            layers if args.compiled else (checkpoint_wrapper(layer) for layer in layers)
         )
         self.norm = nn.RMSNorm(args.hidden, eps=1e-5)
         self.output = nn.Linear(args.hidden, args.vocabulary, bias=False)
@@ -77,11 +79,40 @@ class Llama(nn.Module):
         return logits
 
 
+def sharded(model: Llama, mesh: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def compiled(model: Llama, fp8: str | None) -> None:
+    model.to(torch.bfloat16)
+    if fp8 is not None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(fp8)
+        convert_to_float8_training(model.layers, config=config)
+    for layer in model.layers:
+        layer.compile()
+
+
+def loss_of(
+    model: Llama, tokens: torch.Tensor, angles: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    logits = model(tokens, angles)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     sizes = ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "sequence", "steps")
     for name in sizes:
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--batch", type=int, default=1, help="number of micro-batches of a step")
+    parser.add_argument("--micro", type=int, default=1, help="number of sequences of one")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--fp8")
     args = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if kind == "cuda" else "cpu")
@@ -93,10 +124,12 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(args)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    loss_function = loss_of
+    if args.compiled:
+        compiled(model, args.fp8)
+        loss_function = torch.compile(loss_of)
+    else:
+        sharded(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=kind == "cuda")
     frequencies = 500_000.0 ** (
         -torch.arange(0, args.hidden // args.heads, 2, device=device) / (args.hidden // args.heads)
@@ -106,23 +139,25 @@ def main() -> None:
             _synchronize(kind)
             began = time.perf_counter()
             generator = torch.Generator(device).manual_seed(step)
-            text = torch.randint(
-                args.vocabulary, (1, args.sequence + 1), device=device, generator=generator
-            )
-            tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-            angles = torch.outer(torch.arange(args.sequence, device=device).float(), frequencies)
-            angles = torch.cat((angles, angles), -1)
-            with _shared(mesh, [tokens, labels, angles]) if size > 1 else nullcontext():
-                logits = model(tokens, angles)
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-                del logits
-                loss.backward()
+            total = torch.zeros((), device=device)
+            for _ in range(args.batch):
+                shape = (args.micro, args.sequence + 1)
+                text = torch.randint(args.vocabulary, shape, device=device, generator=generator)
+                tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+                positions = torch.arange(args.sequence, device=device).float()
+                angles = torch.outer(positions, frequencies)
+                angles = torch.cat((angles, angles), -1)
+                buffers = [tokens, labels, angles]
+                with _shared(mesh, buffers) if size > 1 else nullcontext():
+                    loss = loss_function(model, tokens, angles, labels)
+                    (loss / args.batch).backward()
+                total += loss.detach() / args.batch
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             _synchronize(kind)
             peak = torch.cuda.max_memory_allocated() if kind == "cuda" else 0
-            record = {"seconds": time.perf_counter() - began, "peak": peak, "loss": loss.item()}
+            record = {"seconds": time.perf_counter() - began, "peak": peak, "loss": total.item()}
             out.write(json.dumps(record) + "\n")
     dist.destroy_process_group()
 
