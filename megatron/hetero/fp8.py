@@ -600,8 +600,13 @@ class _Histories:
 
     def _derive(self) -> None:
         # Not in place: an operand keeps the inverse of its scale.
-        self.scales = scale_to(self._largest, self._amax(), margin=self._recipe.margin)
-        self.inverses = 1.0 / self.scales
+        scales = scale_to(self._largest, self._amax(), margin=self._recipe.margin)
+        self.scales, self.inverses = _each_aligned(scales), _each_aligned(1.0 / scales)
+
+
+def _each_aligned(scales: torch.Tensor) -> torch.Tensor:
+    """The same float32 values, each at a multiple of 16 bytes, where cuBLASLt reads factors."""
+    return scales.unsqueeze(-1).repeat(1, 1, 4)[..., 0]
 
 
 class Fp8Layers:

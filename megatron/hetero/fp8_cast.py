@@ -29,8 +29,8 @@ def _load(ptr, at, inside, IS_WHOLE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _rounded(x, ptr):  # type: ignore[no-untyped-def]
-    """x as it would have been written in the type of `ptr`. Without it Triton 3.6 gives a transposed
-    matrix whose second byte of four is wrong, on Hopper."""
+    """x as it would be written in the type of `ptr`. Without it Triton 3.6 compiles a transposed
+    matrix of which one byte in four is wrong, on Hopper."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
 
 

@@ -4,6 +4,7 @@ scales follow from maxima, and which layers are chosen."""
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -481,10 +482,14 @@ def test_a_weight_is_cast_once_until_it_has_changed() -> None:
     assert torch.equal(backward(layer, grad, x, weight), 2 * before)
 
 
+def in_bf16(args: Namespace) -> Namespace:
+    return Namespace(**vars(args) | {"fp8_format": None})
+
+
 def chosen(flags: str) -> list[str]:
     """The names of the layers that a model with these flags has in fp8."""
     args = parsed(f"--bf16 --fp8-format hybrid --padded-vocab-size 128 {flags}")
-    with built_model(args, CPU) as (chunk, _):
+    with built_model(in_bf16(args), CPU) as (chunk, _):
         layers = fp8.install(args, [chunk], [0], vendor="amd", group=None, device=CPU)  # type: ignore[arg-type]
         outside = [n for n, m in chunk.named_modules() if "output_layer" in n and hasattr(m, "fp8")]
         assert not outside
@@ -502,7 +507,7 @@ GATED = "--num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --swiglu --disable
 
 def gated_mlp(flags: str = "") -> torch.nn.Module:
     args = parsed(f"--bf16 --fp8-format e4m3 --padded-vocab-size 128 {GATED} {flags}")
-    with built_model(args, CPU) as (chunk, _):
+    with built_model(in_bf16(args), CPU) as (chunk, _):
         fp8.install(args, [chunk], [0], vendor="nvidia", group=None, device=CPU)  # type: ignore[arg-type]
         mlp: torch.nn.Module = chunk.decoder.layers[0].mlp
         generator = torch.Generator().manual_seed(3)
@@ -732,3 +737,22 @@ def test_grouped_products_of_a_gpu_wait_for_nothing(scaling: str) -> None:
             layer.input_gradient(grad, weight, ends, records=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+def test_every_layer_of_a_gpu_multiplies_by_its_delayed_scales() -> None:
+    device = torch.device("cuda")
+    own = recipe(Types.of(device, "nvidia"), DELAYED)
+    layers = [LayerScaling(f"fc{number}", own) for number in range(3)]
+    histories = fp8._Histories(layers, own, device)
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    for _ in range(2):
+        for layer in layers:
+            x, weight, grad = matrices(device)
+            output = backward(layer, grad, x, weight)
+            assert x.grad is not None
+            assert decibels(output, x.double() @ weight.double().t()) > 25
+            assert decibels(x.grad, grad.double() @ weight.double()) > 22
+        histories.end_step(alone)  # type: ignore[arg-type]
+    assert all(histories.is_known)

@@ -242,7 +242,6 @@ def test_a_gpu_adds_products_to_float32(left: str) -> None:
         add_product(total, *operands)
     expected = 1 + 2 * product(*operands, torch.float32)
     assert torch.allclose(total, expected, rtol=1e-4, atol=1e-3)
-    dtypes = [operand.values.dtype for operand in operands]
     assert adds_in_product(device, *dtypes) == (torch.version.hip is None)
 
 
