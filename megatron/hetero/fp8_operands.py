@@ -131,19 +131,13 @@ def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer, arXiv:2002.05202), of gate_up (rows, 2 * columns).
-
-    Computed in float32.
-    """
+    """silu(gate) * up, in float32, of gate_up (rows, 2 * columns) (Shazeer, arXiv:2002.05202)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Of `swiglu`, (rows, 2 * columns), from its output's gradient (rows, columns).
-
-    Computed in float32.
-    """
+    """Of `swiglu`, (rows, 2 * columns), in float32, from its output's gradient (rows, columns)."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     sigmoid = gate.sigmoid()
     grad_gate = grad.float() * up * sigmoid * (1 + gate * (1 - sigmoid))

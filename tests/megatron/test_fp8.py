@@ -36,7 +36,7 @@ from megatron.hetero.fp8_operands import (
     multiplies_groups,
     require_device,
 )
-from megatron.hetero.fp8_scaling import GroupedScaling, LayerScaling
+from megatron.hetero.fp8_scaling import GroupedScaling, Histories, LayerScaling
 from megatron.hetero.grouped_experts import GroupedLinear
 from megatron.hetero.kernels import AccumulatingWgrad, DelayedWgrad
 from tests.forked_ranks import run_forked, values
@@ -1013,3 +1013,22 @@ def test_grouped_products_of_a_gpu_wait_for_nothing(scaling: str) -> None:
             layer.input_gradient(grad, weight, ends, records=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+def test_every_layer_of_a_gpu_multiplies_by_its_delayed_scales() -> None:
+    device = torch.device("cuda")
+    own = recipe(Types.of(device, "nvidia"), DELAYED)
+    layers = [LayerScaling(f"fc{number}", own) for number in range(3)]
+    histories = Histories(layers, own, device)
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    for _ in range(2):
+        for layer in layers:
+            x, weight, grad = matrices(device)
+            output = backward(layer, grad, x, weight)
+            assert x.grad is not None
+            assert decibels(output, x.double() @ weight.double().t()) > 25
+            assert decibels(x.grad, grad.double() @ weight.double()) > 22
+        histories.end_step(alone)  # type: ignore[arg-type]
+    assert all(histories.is_known)
