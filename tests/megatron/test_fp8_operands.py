@@ -246,18 +246,16 @@ def test_a_gpu_adds_products_to_float32(left: str) -> None:
     drawn = (torch.randn(shape, generator=generator) for shape in ((96, 256), (160, 256)))
     grad, x = (each.to(device) for each in drawn)
     scales = torch.tensor(3.0, device=device), torch.tensor(20.0, device=device)
+    dtypes = getattr(types, left), types.e4m3
     operands = [
         Operand(cast(each, scale, dtype), 1 / scale)
-        for each, scale, dtype in zip(
-            (grad, x), scales, (getattr(types, left), types.e4m3), strict=True
-        )
+        for each, scale, dtype in zip((grad, x), scales, dtypes, strict=True)
     ]
     total = torch.ones(96, 160, device=device)
     for _ in range(2):
         add_product(total, *operands)
     expected = 1 + 2 * product(*operands, torch.float32)
     assert torch.allclose(total, expected, rtol=1e-4, atol=1e-3)
-    dtypes = [operand.values.dtype for operand in operands]
     assert adds_in_product(device, *dtypes) == (torch.version.hip is None)
 
 

@@ -132,7 +132,7 @@ TRAINS = {
     "bench.memory_checkpoint_cost",
     "bench.random_faults",
     *("bench.restart_times", "bench.goodput", "bench.long_context"),
-    *("bench.expert_speed", "bench.public_commands", "bench.fp8_losses"),
+    *("bench.expert_speed", "bench.fp8_speed", "bench.fp8_losses", "bench.public_commands"),
 }
 """Tools that take the training program's flags behind their own, or give it some."""
 STARTS = {
@@ -143,6 +143,7 @@ STARTS = {
     },
     "bench.run_versions": {"--junitxml"},
     "bench.expert_speed": {"--nproc-per-node", "--standalone"},
+    "bench.fp8_speed": {"--nproc-per-node", "--standalone", "--fp8", "--compiled"},
     "bench.public_commands": {"--experimental-attention-variant", "--fp4-format"},
     "bench.record_cost": {"--nproc-per-node"},
     "bench.operator_watch_cost": {"--nproc-per-node"},

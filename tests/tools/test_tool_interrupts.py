@@ -113,6 +113,8 @@ STARTING = {
     "--ffn 64 --sequence 32",
     "expert_speed": "--on-cpu --out {folder}/out.json --layers 1 --hidden 32 --heads 4 --groups 2 "
     "--channels 8 --ffn 16 --experts 4 --topk 2 --sequence 32 --vocabulary 64",
+    "fp8_speed": "--on-cpu --out {folder}/out.json --layers 1 --hidden 64 --heads 4 --groups 2 "
+    "--ffn 64 --sequence 32 --vocabulary 64",
     "long_context": "--on-cpu --out {folder}/out.json --sequences 64 --layers 1 --hidden 32",
     "count_start_up": f"--counted 8 --timed 64 {OUT}",
     "demo": OUT,
