@@ -180,17 +180,16 @@ def blocks(args: argparse.Namespace, sequence: int) -> dict[str, Any]:
             forward = partial(kernel.forward, query, key, value, block)
             backward = partial(kernel.backward, grad, query, key, value, output, lse, block)
             row["blocks"].append([milliseconds(forward), milliseconds(backward)])
-    whole = [
+    query, key, value = (
         drawn(heads // 2, sequence).requires_grad_()
         for heads in (args.heads, args.groups, args.groups)
-    ]
+    )
 
     def attend() -> torch.Tensor:
-        query, key, value = whole
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     forward_ms = milliseconds(attend)
-    both_ms = milliseconds(lambda: attend().backward(torch.ones_like(whole[0])))
+    both_ms = milliseconds(lambda: attend().backward(torch.ones_like(query)))
     found["whole"] = [forward_ms, both_ms - forward_ms]
     return found
 
