@@ -54,6 +54,8 @@ class Accelerator:
     """Peak dense FLOP/s in 8-bit floating point; None where it does not multiply in fp8."""
     has_grouped_mm: bool = False
     """Whether torch's grouped_mm has a kernel; else it computes one expert after the other."""
+    has_fp8_grouped_mm: bool = False
+    """Whether torch's _scaled_grouped_mm has one; else experts stay in bf16."""
 
     @property
     def matmul_flops(self) -> float:
@@ -71,7 +73,8 @@ class Accelerator:
 _NUMBERS = ("memory", "tflops", "memory_bandwidth", "link", "nic")
 _SOURCES = ("source", "matmul_source", "link_source", "nic_source")
 _OPTIONAL = ("link_latency_us", "link_peers", "matmul_tflops", "fp8_tflops")
-_KEYS = frozenset({"vendor", "grouped_mm", *_NUMBERS, *_OPTIONAL, *_SOURCES})
+_GROUPED = ("grouped_mm", "fp8_grouped_mm")
+_KEYS = frozenset({"vendor", *_GROUPED, *_NUMBERS, *_OPTIONAL, *_SOURCES})
 
 
 def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelerator:
@@ -87,9 +90,14 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         faults.sentences.append(
             f"{label} names the vendor {data['vendor']!r}; the vendors are {', '.join(VENDORS)}"
         )
-    if not isinstance(data.get("grouped_mm", False), bool):
+    faults.sentences += [
+        f"{label}: {key} is {data[key]!r}; it must be true or false"
+        for key in _GROUPED
+        if not isinstance(data.get(key, False), bool)
+    ]
+    if data.get("fp8_grouped_mm") is True and "fp8_tflops" not in data:
         faults.sentences.append(
-            f"{label}: grouped_mm is {data['grouped_mm']!r}; it must be true or false"
+            f"{label} has fp8_grouped_mm and no fp8_tflops; give the peak in fp8, or leave it out"
         )
     figures = {"link_latency_us": _LINK_LATENCY_US, **data}
     numbers = {
@@ -118,6 +126,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
         measured_matmul_flops=numbers["matmul_tflops"] * 1e12 if "matmul_tflops" in data else None,
         fp8_flops=numbers["fp8_tflops"] * 1e12 if "fp8_tflops" in data else None,
         has_grouped_mm=data.get("grouped_mm", False),
+        has_fp8_grouped_mm=data.get("fp8_grouped_mm", False),
         **{key: str(data.get(key, where)) for key in _SOURCES},
     )
 

@@ -150,21 +150,34 @@ class _PointModel:
         return self._products(self.model.layer_matrix_parameters)
 
     def _products(self, matrices: float, *, sparse: bool = False) -> PassTimes:
-        """The same of a layer with matrices of so many weights, all ranks together."""
+        """The same of a layer with matrices of so many weights, all ranks together, and of a
+        `sparse` one with its experts."""
         each = 2.0 * self.tokens / self.point.tensor
         in_fp8 = linear_parameters(self.model, sparse=sparse) if self._is_fp8 else 0
         others = self._seconds(each * (matrices - in_fp8) + self._attention_flops)
-        if not in_fp8:
-            return PassTimes(others, 2 * others)
-        part, flops = self.accelerator, each * in_fp8
-        in_bf16 = self._seconds(flops)
+        linear = self._in_fp8(each * in_fp8, weight_gradients=self.point.fp8_weight_gradients)
+        forward, backward = linear.forward + others, linear.backward + 2 * others
+        if sparse:
+            flops = each / 2 * self.model.expert_flops / self.model.seq_length
+            experts = PassTimes(self._seconds(flops), 2 * self._seconds(flops))
+            if self._experts_in_fp8:
+                experts = self._in_fp8(flops, weight_gradients=False)
+            forward, backward = forward + experts.forward, backward + experts.backward
+        return PassTimes(forward, backward)
+
+    def _in_fp8(self, flops: float, *, weight_gradients: bool) -> PassTimes:
+        """Of products whose forward pass has so many FLOPs."""
+        part, in_bf16 = self.accelerator, self._seconds(flops)
         quick = in_bf16 * part.matmul_flops / part.fp8_matmul_flops
-        weight_gradient = quick if self.point.fp8_weight_gradients else in_bf16
-        return PassTimes(quick + others, quick + weight_gradient + 2 * others)
+        return PassTimes(quick, quick + (quick if weight_gradients else in_bf16))
 
     @property
     def _is_fp8(self) -> bool:
         return self.point.fp8 != NO_FP8
+
+    @property
+    def _experts_in_fp8(self) -> bool:
+        return self._is_fp8 and self.accelerator.has_fp8_grouped_mm
 
     def _fp8_layer(self, *, sparse: bool) -> Fp8Layer:
         return Fp8Layer(
@@ -174,6 +187,7 @@ class _PointModel:
             tensor=self.point.tensor,
             sequence_parallel=self.point.sequence_parallel,
             sparse=sparse,
+            experts=self._experts_in_fp8,
         )
 
     @property
@@ -242,7 +256,6 @@ class _PointModel:
     def _with_experts(self, costs: PartCosts) -> PartCosts:
         """Add what a sparse layer costs. Matrices, norms and attention are those of a dense one."""
         model, tensor, element = self.model, self.point.tensor, self.element_bytes
-        chosen = model.mlp_matrices * model.hidden * model.expert_ffn * model.experts_per_token
         # Rows are put in the order of experts and back, and weighed: each read and written.
         rows = self.tokens * model.experts_per_token * 4 * model.hidden / tensor
         widths = self._mlp_widths * (model.experts_per_token * model.expert_ffn + model.shared_ffn)
@@ -262,7 +275,7 @@ class _PointModel:
         return replace(
             costs,
             sparse_layer=self._passes(
-                self._products(model.sparse_matrix_parameters + chosen, sparse=True),
+                self._products(model.sparse_matrix_parameters, sparse=True),
                 self._casts(sparse=True),
                 moved,
                 all_reduces,
@@ -279,9 +292,10 @@ class _PointModel:
         where the accelerator does not compute all at once."""
         weights = self.model.expert_parameters / self.point.tensor
         seconds = weights / self.accelerator.memory_bandwidth
-        read, added = seconds * self.element_bytes, seconds * _GRADIENT_BYTES
+        element = 1 if self._experts_in_fp8 else self.element_bytes
+        read, added = seconds * element, seconds * _GRADIENT_BYTES
         memory = self._recomputed(PassTimes(read, read + added))
-        if self.accelerator.has_grouped_mm:
+        if self.accelerator.has_grouped_mm or self._experts_in_fp8:
             return memory
         each = self.model.num_experts * _EXPERT_SECONDS
         start = self._recomputed(PassTimes(each, each))

@@ -19,9 +19,9 @@ EP-th of the experts. On top come:
   An exchange adds to it: the host waits for the sizes, and so does not run ahead of the GPU.
 
 How long experts compute is their part of the layer's FLOPs, of which those in fp8 count by how much
-faster they are. Not modelled: capacities, which drop
-tokens; groups of experts; that products with few rows are less efficient beyond that; shared
-experts that overlap the exchange (taken as computed before it).
+faster they are. In fp8 a rank casts the rows that it has gathered, more or fewer than the point's.
+Not modelled: capacities, which drop tokens; groups of experts; that products with few rows are less
+efficient beyond that; shared experts that overlap the exchange (taken as computed before it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ from dataclasses import replace
 
 from hetero.planner.cluster_shape import Cluster
 from hetero.planner.communication_costs import all_to_all_seconds, gather_seconds
-from hetero.planner.fp8 import flops_as_in_bf16
+from hetero.planner.fp8 import (
+    cast_bytes,
+    expert_cast_width,
+    expert_flops_as_in_bf16,
+    flops_as_in_bf16,
+)
 from hetero.planner.layer_profile import PartCosts, PassTimes
 from hetero.planner.model_shape import ModelShape
 from hetero.planner.stage_shape import StageShape
@@ -56,17 +61,17 @@ def with_experts(
         exchange = max(exchange, EXCHANGE_HOST_SECONDS)
     accelerator = cluster.kind(stage.kind).accelerator
     whole = flops_as_in_bf16(model, stage.fp8, accelerator, sparse=True)
-    computing = model.expert_flops / whole
-    layer = costs.sparse_layer
+    computing = expert_flops_as_in_bf16(model, stage.fp8, accelerator) / whole
+    again = 2 if stage.recompute == "full" else 1
+    layer, casts = costs.sparse_layer, _more_cast_bytes(stage, model) / accelerator.memory_bandwidth
     forward = _busiest_seconds(
-        layer.forward, costs.experts_at_least.forward, stage, computing, options
+        layer.forward + casts, costs.experts_at_least.forward, stage, computing, options
     )
     backward = _busiest_seconds(
-        layer.backward, costs.experts_at_least.backward, stage, computing, options
+        layer.backward + again * casts, costs.experts_at_least.backward, stage, computing, options
     )
     forward = max(forward, costs.sparse_layer_at_least.forward)
     backward = max(backward, costs.sparse_layer_at_least.backward)
-    again = 2 if stage.recompute == "full" else 1
     return replace(
         costs_of_memory(costs, stage, model=model, options=options),
         sparse_layer=PassTimes(forward + exchange, backward + again * exchange),
@@ -79,6 +84,16 @@ def _busiest_seconds(
     """A pass of a sparse layer, of which experts are this part, on the rank with most tokens."""
     experts = seconds * part
     return seconds - experts + max(experts * imbalance(stage, options), at_least / stage.experts)
+
+
+def _more_cast_bytes(stage: StageShape, model: ModelShape) -> float:
+    """Memory traffic of casting a micro-batch's rows of hidden size in one pass, beyond that of the
+    point's ranks, which gather them over the whole tensor-parallel group; mostly below 0."""
+    if not stage.fp8.is_used or not stage.fp8.experts:
+        return 0.0
+    chosen = _rows(stage, model) * model.experts_per_token
+    more = chosen * (stage.ranks_per_expert - stage.tensor) * model.hidden
+    return more * cast_bytes(stage.fp8.recipe, transposed=False)
 
 
 def imbalance(stage: StageShape, options: TrainingOptions) -> float:
@@ -118,6 +133,10 @@ def costs_of_memory(
         temporary += 2 * stage.ranks_of_experts * rows * model.hidden
     elif stage.ranks_of_experts > 1:
         temporary += 2 * chosen * model.hidden
+    if stage.fp8.is_used and stage.fp8.experts:
+        own = factor * expert_cast_width(model, ranks=stage.ranks_per_expert)
+        more = own - expert_cast_width(model, ranks=stage.tensor)
+        temporary += _rows(stage, model) * model.experts_per_token * more
     if stage.recompute == "full":
         kept, temporary = 0.0, kept + temporary
     return replace(

@@ -1,12 +1,14 @@
 """What fp8 changes of a rank's costs: products of linear layers, casts, and what is kept.
 
-As `megatron.hetero.fp8` computes them, but for experts, and for what tensor-parallel ranks gather:
+As `megatron.hetero.fp8` computes them, but for what tensor-parallel ranks gather:
 
 - Forward, input gradient and weight gradient of attention's and the MLP's linear layers, shared
-  experts' included, are products in fp8. Attention itself, norms, routers, grouped experts,
-  embedding and output layer stay in bf16.
+  experts' included, are products in fp8. Attention itself, norms, routers, embedding and output
+  layer stay in bf16.
+- Of experts forward and input gradient are, on GPUs for which torch has grouped products in fp8.
+  Weight gradients are not: inputs are kept in bf16 for them.
 - Inputs and output gradients are read in bf16 and written in fp8, in one order or in both, in every
-  pass; weights in both orders once a step.
+  pass, those of experts in one; weights in both orders once a step.
 - An input is kept in fp8, transposed, for the weight gradient, in place of the bf16 one; where
   sequence parallelism gathers it, a rank keeps its part in bf16, and casts what it gathers again:
   as with rowwise scaling, and more than what ranks do that cast before they gather. What another
@@ -17,7 +19,7 @@ As `megatron.hetero.fp8` computes them, but for experts, and for what tensor-par
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +49,8 @@ class Fp8:
     """First layers of the model that stay in bf16."""
     bf16_at_end: int = 0
     """Last ones."""
+    experts: bool = True
+    """Whether experts are computed in fp8 too; otherwise they stay in bf16."""
 
     @classmethod
     def of_flags(cls, flags: Mapping[str, Any]) -> Fp8:
@@ -83,6 +87,10 @@ class Fp8:
     def is_used(self) -> bool:
         return self.format != NO_FP8
 
+    def on(self, accelerator: Accelerator) -> Fp8:
+        """The same on GPUs that may have no grouped products in fp8."""
+        return replace(self, experts=accelerator.has_fp8_grouped_mm)
+
     @property
     def has_bf16_layers(self) -> bool:
         """Whether some layers of a model that uses it do not."""
@@ -102,18 +110,26 @@ class Fp8:
 BF16 = Fp8()
 
 
-def divides(model: ModelShape, *, tensor: int, rows: int) -> bool:
-    """Whether GPUs multiply the matrices of a rank in fp8; `rows` are a micro-batch's tokens."""
+def divides(
+    model: ModelShape, *, tensor: int, rows: int, ranks_per_expert: int | None = None
+) -> bool:
+    """Whether GPUs multiply the matrices of a rank in fp8.
+
+    `rows` are a micro-batch's tokens. Without `ranks_per_expert` experts stay in bf16.
+    """
     sides = [model.hidden, rows]
     sides += [part // tensor for part in (model.attention_width, model.output_width)]
     sides += [part // tensor for part in (model.projected_width, model.ffn, model.shared_ffn)]
+    if ranks_per_expert is not None:
+        sides.append(model.expert_ffn // ranks_per_expert)
     if model.latent is not None:
         sides += [model.latent.query_rank, model.latent.key_value_rank, model.latent.rotated_size]
     return not any(side % ALIGNMENT for side in sides)
 
 
 def linear_parameters(model: ModelShape, *, sparse: bool) -> int:
-    """Weights of a layer's linear layers whose products are in fp8."""
+    """Weights of a layer's linear layers whose products are in fp8, experts but the shared ones
+    apart."""
     if not sparse:
         return model.layer_matrix_parameters
     routers = model.hidden * (model.num_experts + model.shared_gate)
@@ -136,10 +152,30 @@ def flops_as_in_bf16(
     every = model.sparse_layer_flops if sparse else model.layer_flops
     if not fp8.is_used:
         return every
+    mean = _seconds_of_bf16(accelerator, weight_gradients=fp8.weight_gradients)
+    every -= (1 - mean) * 2.0 * model.seq_length * linear_parameters(model, sparse=sparse)
+    if sparse:
+        every -= model.expert_flops - expert_flops_as_in_bf16(model, fp8, accelerator)
+    return every
+
+
+def expert_flops_as_in_bf16(model: ModelShape, fp8: Fp8, accelerator: Accelerator) -> float:
+    """The same of the experts that a sparse layer's router chooses."""
+    if not fp8.is_used or not fp8.experts:
+        return model.expert_flops
+    return model.expert_flops * _seconds_of_bf16(accelerator, weight_gradients=False)
+
+
+def _seconds_of_bf16(accelerator: Accelerator, *, weight_gradients: bool) -> float:
+    """Of what the three products of a linear layer take in bf16, the part that they take in fp8."""
     quicker = accelerator.matmul_flops / accelerator.fp8_matmul_flops
-    mean = quicker if fp8.weight_gradients else (2 * quicker + 1) / 3
-    linear = 2.0 * model.seq_length * linear_parameters(model, sparse=sparse)
-    return every - (1 - mean) * linear
+    return quicker if weight_gradients else (2 * quicker + 1) / 3
+
+
+def expert_cast_width(model: ModelShape, *, ranks: int) -> int:
+    """Of a row that one rank routes to an expert, the elements of the largest output gradient that
+    is cast there. So many `ranks` share the expert, and gather each other's rows."""
+    return max(ranks * model.hidden, (2 if model.gated else 1) * model.expert_ffn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +188,9 @@ class Fp8Layer:
     tensor: int
     sequence_parallel: bool
     sparse: bool
+    experts: bool
+    """Whether a sparse layer's experts are in fp8. The rank has the tokens of all of them, and its
+    part of each."""
 
     @property
     def _ffn(self) -> int:
@@ -176,12 +215,25 @@ class Fp8Layer:
         attention = (model.attention_width + model.projected_width) / self.tensor
         return (attention, model.latent_width, model.hidden, *mlp)
 
+    @property
+    def _chosen(self) -> int:
+        """Rows of experts in fp8."""
+        return self.model.experts_per_token if self.sparse and self.experts else 0
+
+    @property
+    def _expert_widths(self) -> tuple[float, float]:
+        """Elements of a row that an expert's activation function takes, and that it gives."""
+        given = self.model.expert_ffn / self.tensor
+        return given * (2 if self.model.gated else 1), given
+
     def forward_cast_bytes(self, *, keeps: bool) -> float:
         """Memory traffic of a forward pass; `keeps`: whether a backward pass follows it."""
         keeps &= self.weight_gradients
         gathered = cast_bytes(self.recipe, transposed=keeps and not self.sequence_parallel)
         sharded = cast_bytes(self.recipe, transposed=keeps)
-        return self._gathered * gathered + self._sharded * sharded
+        rows = self._chosen * (self.model.hidden + self._expert_widths[1])
+        of_experts = rows * cast_bytes(self.recipe, transposed=False)
+        return self._gathered * gathered + self._sharded * sharded + of_experts
 
     @property
     def backward_cast_bytes(self) -> float:
@@ -189,7 +241,8 @@ class Fp8Layer:
         moved = sum(self._outputs) * both
         if self.sequence_parallel and self.weight_gradients:
             moved += self._gathered * both
-        return moved
+        rows = self._chosen * (self.model.hidden + self._expert_widths[0])
+        return moved + rows * cast_bytes(self.recipe, transposed=False)
 
     @property
     def more_kept_bytes(self) -> float:
@@ -207,11 +260,12 @@ class Fp8Layer:
 
     @property
     def temporary_bytes(self) -> float:
-        """Beyond those of bf16: the largest output gradient in both orders."""
+        """Beyond those of bf16: the largest output gradient in both orders, of experts in one."""
         copies = 2 if self.weight_gradients else 1
         if self.recipe == ROWWISE and self.weight_gradients:
             copies += 2
-        return copies * max(self._outputs)
+        of_experts = expert_cast_width(self.model, ranks=self.tensor) / self.tensor
+        return copies * max(self._outputs) + self._chosen * of_experts
 
     @property
     def delayed_element_bytes(self) -> int:

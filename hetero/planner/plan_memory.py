@@ -36,8 +36,10 @@ def stage_memory(
     mesh = plan.meshes[plan.blocks_of_stage(stage)[0].mesh]
     shape = StageShape.of(plan, mesh, stage, model=model, kind=mesh.vendor, fp8=options.fp8)
     passes = in_flight(stage, stages=plan.stages, micro_batches=micro_batches, chunks=plan.chunks)
-    # Only bytes are used, and these do not depend on the accelerator.
-    accelerator = next(iter(built_in_accelerators().values()))
+    # Only bytes are used. They depend on the accelerator in one thing: this one has experts in fp8,
+    # as `shape` has, which take more.
+    known = built_in_accelerators().values()
+    accelerator = next(part for part in known if part.has_fp8_grouped_mm)
     profile = AnalyticProfile(
         model, {accelerator.name: accelerator}, element_bytes=options.activation_bytes
     )

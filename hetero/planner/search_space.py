@@ -132,17 +132,21 @@ class MeshShape:
         """Whether a pipeline with `other` in its place, which differs in the ranks of experts
         alone, is as short and takes as little memory."""
         own, others = self.costs, other.costs
+        ranks, other_ranks = self.stage.ranks_of_experts, other.stage.ranks_of_experts
+        is_fp8 = self.stage.fp8.is_used and self.stage.fp8.experts
         return (
-            self.layer_seconds >= other.layer_seconds
-            and self.expert_state_bytes / self.stage.ranks_of_experts
-            >= other.expert_state_bytes / other.stage.ranks_of_experts
+            self.stage.fp8 == other.stage.fp8
+            # Of experts in fp8, the copies of their weights, and the time of casting them.
+            and (not is_fp8 or ranks <= other_ranks)
+            and self.layer_seconds >= other.layer_seconds
+            and self.expert_state_bytes / ranks >= other.expert_state_bytes / other_ranks
             and own.sparse_layer_activation_bytes >= others.sparse_layer_activation_bytes
             and own.sparse_layer_working_bytes >= others.sparse_layer_working_bytes
             and bool((self.update_seconds_fixed >= other.update_seconds_fixed).all())
             and bool(
                 (
-                    self.expert_update_seconds_per_parameter / self.stage.ranks_of_experts
-                    >= other.expert_update_seconds_per_parameter / other.stage.ranks_of_experts
+                    self.expert_update_seconds_per_parameter / ranks
+                    >= other.expert_update_seconds_per_parameter / other_ranks
                 ).all()
             )
         )
@@ -433,8 +437,15 @@ def stage_shape(
     """
     space, model, fp8 = problem.space, problem.model, problem.options.fp8
     rows = micro_batch * model.seq_length // sizes.context
-    can = kind.accelerator.fp8_flops is not None
-    can = can and divides(model, tensor=sizes.tensor, rows=rows)
+    fp8 = fp8.on(kind.accelerator)
+    sliced = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
+    has_experts = model.num_experts > 0 and fp8.experts
+    can = kind.accelerator.fp8_flops is not None and divides(
+        model,
+        tensor=sizes.tensor,
+        rows=rows,
+        ranks_per_expert=sliced if has_experts else None,
+    )
     return StageShape(
         kind=kind.name,
         layers=(),

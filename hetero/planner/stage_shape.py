@@ -118,15 +118,18 @@ class StageShape:
         return cast_bytes(self.fp8.recipe, transposed=True) * self.fp8_parameters(model)
 
     def fp8_parameters(self, model: ModelShape) -> float:
-        """Those of one rank that are multiplied in fp8."""
+        """Those of one rank that are multiplied in fp8, with those of its experts."""
         if not self.fp8.is_used:
             return 0.0
         dense, sparse = (sum(counts) for counts in zip(*self.dense_and_sparse(), strict=True))
         for bf16_dense, bf16_sparse in self.bf16_layers:
             dense, sparse = dense - bf16_dense, sparse - bf16_sparse
         count = dense * linear_parameters(model, sparse=False)
-        count += sparse * linear_parameters(model, sparse=True) if sparse else 0
-        return count / self.tensor
+        if not sparse:
+            return count / self.tensor
+        count += sparse * linear_parameters(model, sparse=True)
+        of_experts = sparse * model.expert_parameters if self.fp8.experts else 0
+        return count / self.tensor + of_experts / self.ranks_of_experts
 
     def of_experts(self) -> StageShape:
         """The stage as the gradients of experts see it: these are reduced over `copies` of it."""
@@ -189,7 +192,8 @@ def pipeline_stages(
     gpus_used: dict[str, int] = dict.fromkeys(placement.kinds, 0)
     stages: list[list[StageShape]] = [[]]
     for index, (kind, mesh) in enumerate(zip(placement.kinds, plan.meshes, strict=True)):
-        _require_supported(mesh, cluster.kind(kind), gpus_used[kind])
+        node = cluster.kind(kind)
+        _require_supported(mesh, node, gpus_used[kind])
         if plan.whole_replicas and index:
             stages.append([])
         for _ in range(mesh.stages):
@@ -202,7 +206,7 @@ def pipeline_stages(
                     model=model,
                     kind=kind,
                     first_gpu=gpus_used[kind],
-                    fp8=fp8,
+                    fp8=fp8.on(node.accelerator),
                 )
             )
             gpus_used[kind] += mesh.ranks_per_stage

@@ -161,7 +161,12 @@ def _require_possible(
         f"--micro-batch {micro_batch} and --sequence {length} a rank has others; leave them out"
         for tensor, micro_batch, length in product(options.tensor, options.micro_batch, lengths)
         if args.fp8_format is not None
-        and not divides(model, tensor=tensor, rows=micro_batch * length)
+        and not divides(
+            model,
+            tensor=tensor,
+            rows=micro_batch * length,
+            ranks_per_expert=tensor if model.num_experts else None,
+        )
     ]
     if model.latent is not None:
         faults.sentences.append(

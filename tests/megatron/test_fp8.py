@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from megatron.core.transformer.mlp import MLP
 
 from hetero.errors import HeteroError, UserError
+from hetero.planner.fp8 import Fp8
+from hetero.planner.model_shape import model_from_flags
+from hetero.planner.stage_shape import StageShape
 from hetero.tools.operators.recording import built_model
 from megatron.hetero import fp8, grouped_experts
 from megatron.hetero.cpu_shim import cpu_shim
@@ -458,6 +462,52 @@ def grouped_linear() -> GroupedLinear:
     sizes = {"experts": EXPERTS, "inputs": WIDTH, "outputs": OUTPUTS}
     with cpu_shim():
         return GroupedLinear(config, **sizes, split=0, ranks=1)  # type: ignore[arg-type]
+
+
+def test_the_planner_counts_what_experts_keep_to_the_byte() -> None:
+    """Weights of the rank's own experts in both orders, and inputs in bf16."""
+    model = model_from_flags(
+        {
+            "num-layers": 1,
+            "hidden-size": WIDTH,
+            "ffn-hidden-size": OUTPUTS,
+            "num-attention-heads": 1,
+            "seq-length": 64,
+            "padded-vocab-size": 64,
+            "num-experts": 2 * EXPERTS,
+            "moe-ffn-hidden-size": 2 * OUTPUTS,
+        },
+        source="the test",
+    )
+    stage = StageShape(
+        kind="X",
+        layers=(1,),
+        sparse_layers=(1,),
+        has_embedding=False,
+        has_head=False,
+        tensor=2,
+        data=2,
+        experts=2,
+        fp8=Fp8(format="hybrid", recipe=TENSORWISE),
+    )
+    with_experts, without = (
+        one.fp8_weight_bytes(model)
+        for one in (stage, replace(stage, fp8=replace(stage.fp8, experts=False)))
+    )
+    x, weight, _ = expert_matrices()
+    rows, kept = ends_of(SPLITS["of-some-experts"]), 0
+    for matrix in (weight, weight.mT.contiguous()):
+        layer = GroupedScaling("fc", recipe(TYPES["fn"], TENSORWISE))
+        kept += sum(operand.values.nbytes for operand in layer.weight(matrix))
+    assert with_experts - without == kept
+
+    linear = grouped_linear()
+    linear.products = GroupedScaling("fc1", recipe(TYPES["fn"], TENSORWISE))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x, rows)
+    assert [t.dtype for t in saved] == [torch.bfloat16, torch.int32]
+    assert saved[0].data_ptr() == x.data_ptr()
 
 
 class DelayedExperts:

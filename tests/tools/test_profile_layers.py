@@ -226,7 +226,8 @@ def test_layers_in_fp8_are_measured_beside_those_that_stay_in_bf16(
 ) -> None:
     out = tmp_path / "here.json"
     words = [*FP8, "--first-last-layers-bf16", "--recompute", "none", "--accelerator", "one"]
-    profile_in_two_rounds("--out", str(out), *words)
+    # A CPU keeps more of SwiGLU in bf16 than GPUs do, and as much as they where it is fused in fp8.
+    profile_in_two_rounds("--out", str(out), *words, "--no-bias-swiglu-fusion")
     assert "tensorwise" in capsys.readouterr().out
     profile = load_profile(out)
     fp8, bf16 = (profile.costs("one", Point(1, 1, 32, fp8=own)) for own in ("tensorwise", "none"))

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hetero.errors import UserError
 from hetero.plan import Mesh, Plan
-from hetero.planner.accelerators import built_in_accelerators
-from hetero.planner.analytic_profile import AnalyticProfile, measured_efficiency
+from hetero.planner.accelerators import Accelerator, built_in_accelerators
+from hetero.planner.analytic_profile import EFFICIENCY, AnalyticProfile, measured_efficiency
 from hetero.planner.cluster_shape import cluster_from_mapping
 from hetero.planner.fp8 import (
     BF16,
     Fp8,
     cast_bytes,
     divides,
+    expert_flops_as_in_bf16,
     flops_as_in_bf16,
     linear_parameters,
 )
-from hetero.planner.layer_profile import AcceleratorProfile, MeasuredProfile, Point, ProfileError
+from hetero.planner.layer_profile import (
+    AcceleratorProfile,
+    MeasuredProfile,
+    PartCosts,
+    Point,
+    ProfileError,
+)
 from hetero.planner.model_shape import load_model, model_from_flags
 from hetero.planner.placement import Placement
 from hetero.planner.plan_memory import stage_memory
 from hetero.planner.search_space import Problem, SearchSpace
 from hetero.planner.solution import find_best_plans
+from hetero.planner.stage_costs import stage_costs
+from hetero.planner.stage_shape import StageShape, pipeline_stages
 from hetero.planner.step_costs import StepCosts, step_costs
 from hetero.planner.training_options import TrainingOptions
 from tests.hetero.planner.expert_models import QWEN3_30B
@@ -130,26 +140,190 @@ def test_both_orders_of_each_weight_are_kept() -> None:
     assert fp8.activations < bf16.activations
 
 
-def test_experts_and_routers_stay_in_bf16() -> None:
+def sparse_costs(name: str, *, tensor: int = 1) -> list[PartCosts]:
+    """In bf16 and in fp8."""
+    point = Point(tensor, 4, QWEN.seq_length, sequence_parallel=tensor > 1)
+    profile = AnalyticProfile(QWEN, PARTS)
+    return [profile.costs(name, one) for one in (point, in_fp8(point))]
+
+
+def without_grouped(name: str) -> Accelerator:
+    """The same GPU, if torch had no grouped product in fp8 for it."""
+    return replace(PARTS[name], has_fp8_grouped_mm=False)
+
+
+def test_routers_stay_in_bf16() -> None:
     assert QWEN.shared_ffn == 0
     assert linear_parameters(QWEN, sparse=True) == (
         QWEN.layer_matrix_parameters - 3 * QWEN.hidden * QWEN.ffn
     )
-    profile = AnalyticProfile(QWEN, PARTS)
-    point = Point(1, 4, QWEN.seq_length)
-    bf16, fp8 = (profile.costs("H100-SXM", one) for one in (point, in_fp8(point)))
+
+
+def test_experts_stay_in_bf16_where_a_gpu_has_no_grouped_product_in_fp8() -> None:
+    bf16, fp8 = sparse_costs("L40S")
     assert bf16.experts_at_least == fp8.experts_at_least
     saved = bf16.sparse_layer.forward - fp8.sparse_layer.forward
     attention = 2.0 * 4 * QWEN.seq_length * linear_parameters(QWEN, sparse=True)
-    part = PARTS["H100-SXM"]
-    assert 0 < saved < attention / (part.matmul_flops * profile.efficiency) / 2
+    part = PARTS["L40S"]
+    assert 0 < saved < attention / (part.matmul_flops * EFFICIENCY) / 2
+
+
+def test_two_of_three_products_of_experts_are_faster_by_as_much_as_others() -> None:
+    """Beside them, rows are cast in one order: inputs, and output gradients."""
+    part, point = PARTS["H100-SXM"], in_fp8(Point(1, 4, QWEN.seq_length))
+    own, others = (
+        AnalyticProfile(QWEN, {"H100-SXM": one}).costs("H100-SXM", point).sparse_layer
+        for one in (part, without_grouped("H100-SXM"))
+    )
+    tokens = 4 * QWEN.seq_length
+    product = 4 * QWEN.expert_flops / (part.matmul_flops * EFFICIENCY)
+    saved = product * (1 - part.matmul_flops / part.fp8_matmul_flops)
+    cast = 5 * tokens * QWEN.experts_per_token / part.memory_bandwidth
+    inputs, gradients = (cast * (QWEN.hidden + n * QWEN.expert_ffn) for n in (1, 2))
+    assert others.forward - own.forward == pytest.approx(saved - inputs)
+    assert others.backward - own.backward == pytest.approx(saved - gradients)
+
+
+def test_experts_in_fp8_wait_for_half_the_bytes_and_not_for_one_start_each() -> None:
+    bf16, fp8 = sparse_costs("H100-SXM")
+    assert fp8.experts_at_least.forward == bf16.experts_at_least.forward / 2
+    bf16, fp8 = sparse_costs("MI300X")
+    read = QWEN.expert_parameters / PARTS["MI300X"].memory_bandwidth
+    assert fp8.experts_at_least.forward == pytest.approx(read)
+    assert bf16.experts_at_least.forward > 10 * read
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_what_experts_keep_stays_in_bf16(tensor: int) -> None:
+    """Without shared experts, what differs is attention's."""
+    bf16, fp8 = sparse_costs("H100-SXM", tensor=tensor)
+    tokens = 4 * QWEN.seq_length
+    inputs = QWEN.hidden if tensor == 1 else 0
+    more = QWEN.output_width / tensor - inputs
+    kept = fp8.sparse_layer_activation_bytes - bf16.sparse_layer_activation_bytes
+    assert kept == pytest.approx(tokens * more)
+    temporary = fp8.sparse_layer_working_bytes - bf16.sparse_layer_working_bytes
+    attention = 2 * max((QWEN.attention_width + QWEN.projected_width) / tensor, QWEN.hidden)
+    row = max(QWEN.hidden, 2 * QWEN.expert_ffn / tensor)
+    assert temporary == pytest.approx(tokens * (attention + QWEN.experts_per_token * row))
 
 
 def test_experts_are_a_larger_part_of_a_layer_whose_attention_is_faster() -> None:
-    part = PARTS["H100-SXM"]
+    part, experts_in_bf16 = PARTS["H100-SXM"], replace(FP8, experts=False)
     assert flops_as_in_bf16(QWEN, BF16, part, sparse=True) == QWEN.sparse_layer_flops
-    faster = flops_as_in_bf16(QWEN, FP8, part, sparse=True)
-    assert QWEN.expert_flops < faster < QWEN.sparse_layer_flops
+    attention = flops_as_in_bf16(QWEN, experts_in_bf16, part, sparse=True)
+    assert QWEN.expert_flops < attention < QWEN.sparse_layer_flops
+    assert expert_flops_as_in_bf16(QWEN, experts_in_bf16, part) == QWEN.expert_flops
+    quicker = expert_flops_as_in_bf16(QWEN, FP8, part)
+    assert QWEN.expert_flops / 3 < quicker < QWEN.expert_flops
+    every = flops_as_in_bf16(QWEN, FP8, part, sparse=True)
+    assert every == pytest.approx(attention - QWEN.expert_flops + quicker)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"data": 8}, 1),
+        ({"data": 8, "experts": 8}, 8),
+        ({"tensor": 4, "data": 4, "experts": 2}, 8),
+        ({"tensor": 4, "data": 4, "experts": 4, "expert_tensor": 1}, 4),
+    ],
+)
+def test_a_rank_keeps_and_casts_the_weights_of_its_own_experts(
+    sizes: dict[str, Any], ranks: int
+) -> None:
+    tensor = sizes.get("tensor", 1)
+    stage = StageShape(
+        kind="H100-SXM",
+        layers=(3,),
+        sparse_layers=(3,),
+        has_embedding=False,
+        has_head=False,
+        fp8=FP8,
+        bf16_layers=((0, 1),),
+        **sizes,
+    )
+    attention = 2 * linear_parameters(QWEN, sparse=True) / tensor
+    experts = 2 * QWEN.expert_parameters / ranks
+    assert stage.fp8_parameters(QWEN) == attention + experts
+    assert stage.fp8_weight_bytes(QWEN) == 2 * (attention + experts)
+    assert stage.weight_cast_bytes(QWEN) == 6 * (attention + experts)
+    elsewhere = replace(stage, fp8=FP8.on(PARTS["L40S"]))
+    assert elsewhere.fp8_weight_bytes(QWEN) == 2 * attention
+
+
+@pytest.mark.parametrize(("name", "has_experts"), [("H100-SXM", True), ("L40S", False)])
+def test_stages_of_a_plan_have_experts_in_fp8_where_their_gpus_can(
+    name: str, has_experts: bool
+) -> None:
+    plan = Plan((Mesh("nvidia", 1, micro_batch_size=1),), ((QWEN.layers,),))
+    nodes = cluster_from_mapping(cluster(name), source="the test")
+    ((stage,),) = pipeline_stages(Placement(plan, (name,), 8), nodes, QWEN, fp8=FP8)
+    assert stage.fp8.experts is has_experts
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, True), (2, False), (None, True)])
+def test_a_mesh_whose_experts_sixteen_does_not_divide_is_planned_in_bf16(
+    ranks: int | None, expected: bool
+) -> None:
+    """But for GPUs on which experts stay in bf16 whatever their sides are."""
+    model = replace(QWEN, expert_ffn=16)
+    assert divides(model, tensor=2, rows=model.seq_length, ranks_per_expert=ranks) is expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("H200", {"none"}), ("L40S", {None})])
+def test_the_search_looks_at_the_sides_of_experts_that_are_in_fp8(
+    name: str, expected: set[str | None]
+) -> None:
+    model = replace(QWEN, layers=2, sparse_pattern=(1, 1), expert_ffn=776)
+    nodes = cluster_from_mapping(cluster(name), source="the test")
+    space = SearchSpace(global_batch=16, tensor=(1,), micro_batch=(1,), replicas=False)
+    profile = AnalyticProfile(model, PARTS)
+    found = find_best_plans(Problem(nodes, model, profile, space, TrainingOptions(fp8=FP8)))
+    assert found is not None
+    assert {mesh.fp8 for mesh in found.first.placement.plan.meshes} == expected
+
+
+def test_ranks_that_gather_fewer_rows_of_an_expert_cast_fewer() -> None:
+    nodes = cluster_from_mapping(
+        {"nodes": [{"accelerator": "H100-SXM", "gpus_per_node": 8}]}, source="the test"
+    )
+    # So long that kernels last longer than the host takes to start them.
+    model = replace(QWEN, seq_length=2**17)
+    profile = AnalyticProfile(model, PARTS)
+    options = TrainingOptions(expert_dispatcher="alltoall", expert_imbalance=1.0, fp8=FP8)
+    shape = StageShape(
+        kind="H100-SXM",
+        layers=(1,),
+        sparse_layers=(1,),
+        has_embedding=False,
+        has_head=False,
+        tensor=4,
+        expert_tensor=1,
+        sequence_parallel=True,
+        fp8=FP8,
+    )
+    sliced = replace(shape, expert_tensor=4)
+    (sliced_fp8, sliced_bf16), (whole_fp8, whole_bf16) = (
+        [
+            stage_costs(nodes, each, model=model, profile=profile, options=options)
+            for each in (one, one.in_bf16())
+        ]
+        for one in (sliced, shape)
+    )
+    rows, hidden = model.seq_length / 4 * model.experts_per_token, model.hidden
+    own_cast, sliced_cast = max(hidden, 2 * model.expert_ffn), 4 * hidden
+    more = (whole_fp8.sparse_layer_working_bytes - whole_bf16.sparse_layer_working_bytes) - (
+        sliced_fp8.sparse_layer_working_bytes - sliced_bf16.sparse_layer_working_bytes
+    )
+    assert more == pytest.approx(rows * (own_cast - sliced_cast))
+    saved = 5 * rows * 3 * hidden / PARTS["H100-SXM"].memory_bandwidth
+    for direction in ("forward", "backward"):
+        in_fp8, in_bf16 = (
+            getattr(one.sparse_layer, direction) - getattr(other.sparse_layer, direction)
+            for one, other in ((sliced_fp8, whole_fp8), (sliced_bf16, whole_bf16))
+        )
+        assert in_fp8 - in_bf16 == pytest.approx(saved)
 
 
 def test_a_mesh_without_fp8_costs_what_it_does_in_bf16() -> None:

@@ -216,6 +216,17 @@ def test_experts_are_computed_at_once_where_torch_has_a_kernel_for_it() -> None:
         accelerator_from_mapping("X", entry | {"grouped_mm": "yes"}, where="here")
 
 
+def test_experts_are_in_fp8_where_torch_has_a_kernel_for_it() -> None:
+    found = {name for name, part in built_in_accelerators().items() if part.has_fp8_grouped_mm}
+    assert found == {"H100-SXM", "H100-PCIe", "H200", "GH200-96GB", "B200", "MI300X", "MI325X"}
+    figures = {"memory": 1, "tflops": 900, "memory_bandwidth": 1, "link": 1, "nic": 1}
+    entry = {"vendor": "nvidia", **figures, "fp8_grouped_mm": True}
+    with pytest.raises(UserError, match="has fp8_grouped_mm and no fp8_tflops"):
+        accelerator_from_mapping("X", entry, where="here")
+    part = accelerator_from_mapping("X", entry | {"fp8_tflops": 1800}, where="here")
+    assert part.has_fp8_grouped_mm
+
+
 def test_products_faster_than_the_peak_are_refused() -> None:
     figures = {"memory": 1, "tflops": 900, "memory_bandwidth": 1, "link": 1, "nic": 1}
     entry = {"vendor": "amd", **figures, "matmul_tflops": 700}
