@@ -229,9 +229,16 @@ bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint
 
 /* Moving entries. */
 
-static struct rail *choose_rail(struct engine *engine, enum message message, uint64_t nbytes)
+/* A rail for `nbytes` that belong to a message of `message_bytes` in all. */
+static struct rail *choose_rail(struct engine *engine, enum message message, uint64_t nbytes,
+                                uint64_t message_bytes)
 {
-    return speed_choose(engine->rails, engine->rail_count, message, nbytes);
+    if (engine->rail_count == 0)
+        return NULL;
+    if (message_bytes >= engine->rails[engine->small_rail]->operations->small_bytes)
+        return speed_choose(engine->rails, engine->rail_count, message, nbytes);
+    return speed_choose_small(engine->rails, engine->rail_count, message, nbytes,
+                              &engine->small_rail);
 }
 
 static bool send_records(struct engine *engine, uint32_t limit)
@@ -242,10 +249,10 @@ static bool send_records(struct engine *engine, uint32_t limit)
     bool moved = false;
 
     while (sequence_next_unsent(records, limit, &number) &&
-           (rail = choose_rail(engine, MESSAGE_RECORD, sizeof(struct ring_record))) != NULL) {
+           (rail = choose_rail(engine, MESSAGE_RECORD, sizeof(struct ring_record),
+                               record_of(engine->out, number)->header.nbytes)) != NULL) {
         const char *record = (const char *)record_of(engine->out, number);
         uint64_t offset = (uint64_t)(record - (const char *)engine->control);
-
         int code = rail->operations->post_record(rail, number, offset);
 
         if (count_post(engine, rail, MESSAGE_RECORD, code))
@@ -258,7 +265,8 @@ static bool send_records(struct engine *engine, uint32_t limit)
 static bool send_entry_data(struct engine *engine, uint32_t number)
 {
     uint64_t slot, nbytes = entry_span(engine, engine->out, number, &slot);
-    struct rail *rail = choose_rail(engine, MESSAGE_DATA, nbytes);
+    struct rail *rail = choose_rail(engine, MESSAGE_DATA, nbytes,
+                                    record_of(engine->out, number)->header.nbytes);
     double now = engine_now();
 
     if (rail == NULL)
@@ -295,7 +303,7 @@ static bool send_credit(struct engine *engine)
         consumed = incoming->produced;
     if (consumed == incoming->credited && !incoming->credit_lost)
         return false;
-    rail = choose_rail(engine, MESSAGE_CREDIT, 0);
+    rail = choose_rail(engine, MESSAGE_CREDIT, 0, 0);
     /* Reset before the credit lets the sender reuse these numbers. */
     for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
         __atomic_store_n(user_buffer_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,

@@ -36,6 +36,7 @@ struct engine {
     struct incoming incoming;
     struct rail *rails[ENGINE_RAILS];
     int rail_count;
+    int small_rail; /* index of the last rail that small messages went over */
     uint64_t retransmitted; /* entries of lost rails */
     double last_checked;            /* when late rails were looked for */
     double posted_at[RING_ENTRIES]; /* an outgoing entry's data */

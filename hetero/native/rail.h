@@ -33,6 +33,9 @@ struct rail;
 
 struct rail_operations {
     int limits[RAIL_MESSAGES]; /* messages of each kind in flight */
+    /* Records, data and credits of messages below this size stay on one rail while less than it is under
+     * way there. 0 where each message costs the same on any rail. */
+    uint64_t small_bytes;
     /* Post a message; 0 or an errno. `offset` is the record's in the control segment of either end,
      * `slot` the data's offset in the sending ring and in the peer's receiving one. */
     int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset);

@@ -12,6 +12,9 @@
  * minute, and not every second. */
 #define IDLE_GROWTH (1.0 / 500)
 
+/* Leave a rail for small messages once it has less than this part of the fastest one's bandwidth. */
+#define SMALL_RAIL_SHARE 0.5
+
 static double fastest(struct rail *const *rails, int count)
 {
     double max_speed = 0;
@@ -58,6 +61,29 @@ struct rail *speed_choose(struct rail *const *rails, int count, enum message mes
     if (best == NULL || best->in_flight[message] >= best->operations->limits[message])
         return NULL;
     return best;
+}
+
+static bool suits_small(const struct rail *rail, enum message message, uint64_t nbytes,
+                        double max_speed)
+{
+    return rail->live && rail->suspected_since == 0 &&
+           rail->in_flight[message] < rail->operations->limits[message] &&
+           (rail->bytes_per_second == 0 ||
+            rail->bytes_per_second >= SMALL_RAIL_SHARE * max_speed) &&
+           bytes_in_flight_on(rail) + nbytes <= rail->operations->small_bytes;
+}
+
+struct rail *speed_choose_small(struct rail *const *rails, int count, enum message message,
+                                uint64_t nbytes, int *last)
+{
+    struct rail *chosen;
+
+    if (suits_small(rails[*last], message, nbytes, fastest(rails, count)))
+        return rails[*last];
+    chosen = speed_choose(rails, count, message, nbytes);
+    if (chosen != NULL)
+        *last = chosen->index;
+    return chosen;
 }
 
 void speed_add_sample(struct rail *rail, uint64_t nbytes, double seconds)

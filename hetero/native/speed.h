@@ -8,6 +8,10 @@
 /* NULL while the chosen rail has no room: do not fall back to a slower one. */
 struct rail *speed_choose(struct rail *const *rails, int count, enum message message,
                           uint64_t nbytes);
+/* The same of a small message (rail_operations.small_bytes): stay on rail `*last`, which this sets, unless
+ * it has no room or much under way, is in doubt, or is known to be much slower than another. */
+struct rail *speed_choose_small(struct rail *const *rails, int count, enum message message,
+                                uint64_t nbytes, int *last);
 /* Add a bandwidth sample to the rail's moving average. */
 void speed_add_sample(struct rail *rail, uint64_t nbytes, double seconds);
 /* Account for a completed message, on a rail without `bytes_in_flight` of its own. */

@@ -63,6 +63,7 @@ class Incoming(Structure):
 class RailOperations(Structure):
     _fields_ = (
         ("limits", c_int * 3),
+        ("small_bytes", c_uint64),
         *(
             (name, c_void_p)
             for name in (
@@ -120,6 +121,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "incoming_read_back_completed": (None, c_void_p, c_uint8),
     "incoming_discard": (None, c_void_p, c_uint8),
     "speed_choose": (c_void_p, c_void_p, c_int, c_int, c_uint64),
+    "speed_choose_small": (c_void_p, c_void_p, c_int, c_int, c_uint64, c_void_p),
     "speed_completed": (None, c_void_p, c_uint64, c_double, c_double),
     "speed_raise_idle": (None, c_void_p, c_int),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from ctypes import addressof, byref, c_double, c_uint64, c_void_p
+from ctypes import addressof, byref, c_double, c_int, c_uint64, c_void_p
 
 import pytest
 
@@ -11,6 +11,7 @@ from tests.hetero.native.internals import Rail, RailOperations, internals
 
 DATA = 1
 CHUNK = 512 << 10
+SMALL = 4 << 10
 FAST = 12e9
 
 
@@ -19,18 +20,29 @@ class Rails:
 
     def __init__(self, *rails: tuple[int, float]) -> None:
         # Where a rail does not tell `bytes_in_flight`, its own account counts.
-        self._operations = RailOperations(limits=(1, 1, 1))
+        self._operations = RailOperations(limits=(1, 1, 1), small_bytes=CHUNK // 2)
         self.all = [
             Rail(
-                addressof(self._operations), live=True, bytes_in_flight=load, bytes_per_second=speed
+                addressof(self._operations),
+                index=index,
+                live=True,
+                bytes_in_flight=load,
+                bytes_per_second=speed,
             )
-            for load, speed in rails
+            for index, (load, speed) in enumerate(rails)
         ]
         self._table = (c_void_p * len(self.all))(*map(addressof, self.all))
 
     def choose(self) -> int | None:
         chosen = internals().speed_choose(self._table, len(self.all), DATA, CHUNK)
         return list(self._table).index(chosen) if chosen else None
+
+    def choose_small(self, *, last: int) -> tuple[int | None, int]:
+        """The rail for a small message, and the one that is kept for the next."""
+        kept = c_int(last)
+        arguments = self._table, len(self.all), DATA, SMALL, byref(kept)
+        chosen = internals().speed_choose_small(*arguments)
+        return list(self._table).index(chosen) if chosen else None, kept.value
 
     def raise_idle(self) -> None:
         internals().speed_raise_idle(self._table, len(self.all))
@@ -122,3 +134,37 @@ def test_a_short_stall_costs_a_rail_little_of_what_is_known_of_it() -> None:
     rails = Rails((0, FAST), (0, FAST))
     rails.complete(1, posted=0.0, now=0.2)
     assert rails.all[1].bytes_per_second > FAST / 3
+
+
+def test_small_messages_stay_on_one_rail_though_others_are_idle() -> None:
+    assert Rails((0, 0.0), (5 * SMALL, 0.0), (0, FAST)).choose_small(last=1) == (1, 1)
+
+
+def test_they_leave_one_that_has_much_under_way() -> None:
+    assert Rails((0, FAST), (CHUNK, FAST)).choose_small(last=1) == (0, 0)
+
+
+def test_they_leave_one_without_room() -> None:
+    rails = Rails((SMALL, FAST), (0, FAST), (2 * SMALL, FAST))
+    rails.all[1].in_flight[DATA] = 1
+    rails.all[1].bytes_in_flight = CHUNK
+    assert rails.choose_small(last=1) == (0, 0)
+
+
+def test_they_leave_a_slow_one() -> None:
+    assert Rails((0, FAST / 3), (0, FAST)).choose_small(last=0) == (1, 1)
+    assert Rails((0, FAST / 1.5), (0, FAST)).choose_small(last=0) == (0, 0)
+
+
+@pytest.mark.parametrize("fault", [{"live": False}, {"suspected_since": 1.0}])
+def test_they_leave_one_that_is_lost_or_in_doubt(fault: dict[str, float]) -> None:
+    rails = Rails((0, FAST), (0, FAST))
+    for name, value in fault.items():
+        setattr(rails.all[0], name, value)
+    assert rails.choose_small(last=0) == (1, 1)
+
+
+def test_they_wait_where_no_rail_is_left() -> None:
+    rails = Rails((0, FAST))
+    rails.all[0].live = False
+    assert rails.choose_small(last=0) == (None, 0)
