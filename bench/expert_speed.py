@@ -12,12 +12,9 @@ other, not with `one`. `profile` says which kernels a step of `one` consists of.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +25,11 @@ if __name__ == "__main__":
 
     begin_script()
 
-import torch
-
 from bench.timing.kernel_times import KINDS as KINDS_OF_KERNELS
 from bench.timing.kernel_times import kernel_times
-from bench.timing.timed_runs import profiled_events, timed_peer, timed_run
-from hetero.errors import HeteroError
+from bench.timing.timed_runs import measure, profiled_step, timed_peer, timed_run
 from hetero.text import integer
 from hetero.tools import tool_command_line
-from hetero.tools.launching.processes import Step
 from hetero.tools.runs import SIMULATED, Launch
 
 PEER = Path(__file__).parent / "peers/core_experts.py"
@@ -106,52 +99,20 @@ def ours(args: argparse.Namespace, folder: Path, name: str, *more: str) -> dict[
 
 
 def peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    out = folder / "peer.jsonl"
     sizes = [f"--{name}={getattr(args, name)}" for name in SIZES]
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    step = Step(
-        name="plain megatron-core",
-        command=(*launcher, "--nproc-per-node=1", str(PEER), *sizes),
-        log=folder / "peer.log",
-        directory=Path.cwd(),
-        environment=dict(os.environ) | {"OUT": str(out)},
-    )
-    return timed_peer(step, out, tokens=args.sequence * args.batch)
+    tokens = args.sequence * args.batch
+    return timed_peer("plain megatron-core", PEER, sizes, folder, nproc=1, tokens=tokens)
 
 
 def profile(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Milliseconds of one step's kernels by kind, and how long the GPU was idle."""
-    traces = folder / "traces"
-    flags = ["--profile", "--use-pytorch-profiler", "--profile-step-start", "3"]
-    flags += ["--profile-step-end", "4", "--profile-ranks", "0", "--tensorboard-dir", str(traces)]
-    found = ours(args, folder, "one", *flags)
-    if "error" in found:
-        return found
-    events = profiled_events(traces)
-    if events is None:
-        return {"error": "the profiler has written no trace"}
-    return kernel_times(events, KINDS)
+    read = partial(kernel_times, kinds_of=KINDS)
+    return profiled_step(partial(ours, args, folder, "one"), folder / "traces", step=3, read=read)
 
 
-def measure(args: argparse.Namespace) -> str:
-    gpus = torch.cuda.device_count()
-    if not gpus and not args.on_cpu:
-        raise HeteroError("these runs need a GPU; --on-cpu tries the command on a small model")
-    record: dict[str, Any] = {
-        "command": " ".join(["python bench/expert_speed.py", *args.typed]),
-        "date": date.today().isoformat(),
-        "hardware": f"{gpus}x {torch.cuda.get_device_name()}" if gpus else "CPU",
-        "torch": torch.__version__,
-        "model": {name: getattr(args, name) for name in SIZES},
-        "runs": {},
-    }
-    lines = []
-    with tempfile.TemporaryDirectory() as name:
-        for key, row in rows_of(args, Path(name)):
-            record["runs"][key] = row
-            lines.append(f"{key}: {json.dumps(row)[:400]}")
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
-    return "\n".join([*lines, f"written: {args.out}"])
+def record(args: argparse.Namespace) -> str:
+    model = {name: getattr(args, name) for name in SIZES}
+    return measure("expert_speed.py", args, model=model, rows=partial(rows_of, args))
 
 
 def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -182,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.typed = list(sys.argv[1:] if argv is None else argv)
     tool_command_line.require_results_file(args.out, "--out")
-    return tool_command_line.run(lambda: measure(args))
+    return tool_command_line.run(lambda: record(args))
 
 
 if __name__ == "__main__":

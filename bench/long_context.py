@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -37,11 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.timing.timed_runs import profiled_events, timed_peer, timed_run
+from bench.timing.timed_runs import profiled_step, timed_peer, timed_run
 from hetero.errors import HeteroError
 from hetero.text import counted, integer
 from hetero.tools import tool_command_line
-from hetero.tools.launching.processes import Step
 from hetero.tools.runs import Launch
 from megatron.hetero import context_parallel
 
@@ -93,31 +91,14 @@ def ours(args: argparse.Namespace, sequence: int, folder: Path, *more: str, npro
 
 def peer(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
     sizes = ("layers", "hidden", "ffn", "heads", "groups", "vocabulary", "steps")
-    shape = [f"--{name}={getattr(args, name)}" for name in sizes]
-    out = folder / f"peer_{sequence}.jsonl"
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    step = Step(
-        name=f"peer {sequence}",
-        command=(*launcher, "--nproc-per-node=2", str(PEER), *shape, f"--sequence={sequence}"),
-        log=folder / f"peer_{sequence}.log",
-        directory=Path.cwd(),
-        environment=dict(os.environ) | {"OUT": str(out)},
-    )
-    return timed_peer(step, out, tokens=sequence)
+    words = [f"--sequence={sequence}", *(f"--{name}={getattr(args, name)}" for name in sizes)]
+    return timed_peer(f"peer {sequence}", PEER, words, folder, nproc=2, tokens=sequence)
 
 
 def overlap(args: argparse.Namespace, sequence: int, folder: Path) -> Any:
     """Of one step on a ring: seconds of transfers on the GPU, and of those beside computation."""
-    traces = folder / "traces"
-    flags = ["--context-parallel-size", "2", "--profile", "--use-pytorch-profiler"]
-    flags += ["--profile-step-start", "2", "--profile-step-end", "3", "--profile-ranks", "0"]
-    found = ours(args, sequence, folder, *flags, "--tensorboard-dir", str(traces), nproc=2)
-    if "error" in found:
-        return found
-    events = profiled_events(traces)
-    if events is None:
-        return {"error": "the profiler has written no trace"}
-    return hidden_transfers(events)
+    run = partial(ours, args, sequence, folder, "--context-parallel-size", "2", nproc=2)
+    return profiled_step(run, folder / "traces", step=2, read=hidden_transfers)
 
 
 def hidden_transfers(events: Sequence[dict[str, Any]]) -> dict[str, Any]:

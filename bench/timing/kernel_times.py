@@ -21,6 +21,8 @@ def kernel_times(events: Sequence[dict[str, Any]], kinds_of: Mapping[str, str]) 
     `kinds_of` are patterns of the names of kernels, of which the first that fits counts.
     """
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not kernels:
+        return {"error": "the trace has no kernels of a GPU"}
     kinds: Counter[str] = Counter()
     names: Counter[str] = Counter()
     for event in kernels:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
+import os
 import statistics
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hetero.errors import HeteroError
 from hetero.tools.launching.processes import Step, run_step
@@ -29,8 +36,20 @@ def timed_run(launch: Launch, *, tokens: int) -> dict[str, Any]:
     return _figures(seconds, max(peaks), tokens, losses)
 
 
-def timed_peer(step: Step, out: Path, *, tokens: int) -> dict[str, Any]:
-    """The same of a peer's program, which writes a line of JSON for each step to `out`."""
+def timed_peer(
+    name: str, script: Path, words: Sequence[str], folder: Path, *, nproc: int, tokens: int
+) -> dict[str, Any]:
+    """The same of a peer's script, which writes a line of JSON for each step to the file OUT."""
+    label = name.replace(" ", "_")
+    out = folder / f"{label}.jsonl"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    step = Step(
+        name=name,
+        command=(*launcher, f"--nproc-per-node={nproc}", str(script), *words),
+        log=folder / f"{label}.log",
+        directory=Path.cwd(),
+        environment=dict(os.environ) | {"OUT": str(out)},
+    )
     try:
         run_step(step, lambda: None)
     except HeteroError as error:
@@ -51,7 +70,29 @@ def _figures(
     }
 
 
-def profiled_events(traces: Path) -> list[dict[str, Any]] | None:
+def profiled_step(
+    run: Callable[..., dict[str, Any]],
+    traces: Path,
+    *,
+    step: int,
+    read: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """What `read` says of the profiler's events of one step on rank 0; else the run's `error`.
+
+    `run` takes further flags, and gives figures as `timed_run`.
+    """
+    found = run(
+        *("--profile", "--use-pytorch-profiler", "--profile-ranks", "0"),
+        *("--profile-step-start", str(step), "--profile-step-end", str(step + 1)),
+        *("--tensorboard-dir", str(traces)),
+    )
+    if "error" in found:
+        return found
+    events = _events(traces)
+    return {"error": "the profiler has written no trace"} if events is None else read(events)
+
+
+def _events(traces: Path) -> list[dict[str, Any]] | None:
     """The events of the last trace that torch's profiler wrote below a folder; None: of none."""
     files = sorted(traces.rglob("*.json*"))
     if not files:
@@ -60,3 +101,35 @@ def profiled_events(traces: Path) -> list[dict[str, Any]] | None:
     with opened(files[-1], "rt") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     return events
+
+
+def measure(
+    script: str,
+    args: argparse.Namespace,
+    *,
+    model: dict[str, Any],
+    rows: Callable[[Path], Iterable[tuple[str, dict[str, Any]]]],
+) -> str:
+    """Write the record of a benchmark to `args.out`, anew after each of its `rows` (in a temporary
+    folder), and give its lines.
+
+    `args` has the words that were `typed`, and `on_cpu`: whether it may run without a GPU.
+    """
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.on_cpu:
+        raise HeteroError("these runs need a GPU; --on-cpu tries the command on a small model")
+    record: dict[str, Any] = {
+        "command": " ".join([f"python bench/{script}", *args.typed]),
+        "date": date.today().isoformat(),
+        "hardware": f"{gpus}x {torch.cuda.get_device_name()}" if gpus else "CPU",
+        "torch": torch.__version__,
+        "model": model,
+        "runs": {},
+    }
+    lines = []
+    with tempfile.TemporaryDirectory() as name:
+        for key, row in rows(Path(name)):
+            record["runs"][key] = row
+            lines.append(f"{key}: {json.dumps(row)[:400]}")
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    return "\n".join([*lines, f"written: {args.out}"])
