@@ -150,7 +150,7 @@ class _PointModel:
         return self._products(self.model.layer_matrix_parameters)
 
     def _products(self, matrices: float, *, sparse: bool = False) -> PassTimes:
-        """The same of a layer with matrices of so many weights, all ranks together, and of a
+        """The same of a layer whose matrices have `matrices` weights on all ranks together; of a
         `sparse` one with its experts."""
         each = 2.0 * self.tokens / self.point.tensor
         in_fp8 = linear_parameters(self.model, sparse=sparse) if self._is_fp8 else 0
@@ -166,7 +166,7 @@ class _PointModel:
         return PassTimes(forward, backward)
 
     def _in_fp8(self, flops: float, *, weight_gradients: bool) -> PassTimes:
-        """Of products whose forward pass has so many FLOPs."""
+        """Of products whose forward pass has `flops` FLOPs."""
         part, in_bf16 = self.accelerator, self._seconds(flops)
         quick = in_bf16 * part.matmul_flops / part.fp8_matmul_flops
         return PassTimes(quick, quick + (quick if weight_gradients else in_bf16))

@@ -50,7 +50,7 @@ def rank_memory(
     """Peak memory of a rank with the activations of `passes` forward passes in flight.
 
     `bf16` are the costs of its layers that stay in bf16, where others are in fp8. A distributed
-    optimizer shards its state over so many `copies` of the weights, or of experts.
+    optimizer shards its state over `copies` copies of the weights, or of experts.
     """
     shared, experts = stage.shared_parameters(model), stage.expert_parameters(model)
     parameters = shared + experts

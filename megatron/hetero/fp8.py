@@ -67,6 +67,7 @@ from megatron.hetero.fp8_scaling import (
     GroupedScaling,
     Histories,
     LayerScaling,
+    agree_on_maximum,
 )
 from megatron.hetero.grouped_experts import GroupedLinear
 from megatron.hetero.latent_attention import ReplicatedLinear
@@ -81,11 +82,15 @@ class _Call:
 
     scaling: LayerScaling
     adds_to_buffer: bool
-    reduces_input_gradient: bool
-    gathers_sequence: bool
-    group: dist.ProcessGroup | None
     records: bool
     has_backward: bool
+    reduces_input_gradient: bool = False
+    gathers_sequence: bool = False
+    group: dist.ProcessGroup | None = None
+
+    def adds_to(self, weight: torch.Tensor) -> bool:
+        """Whether the weight's gradient goes to its buffer."""
+        return self.adds_to_buffer and hasattr(weight, "main_grad")
 
     @property
     def gathers_cast(self) -> bool:
@@ -184,33 +189,31 @@ def _weight_gradient(
 ) -> torch.Tensor | None:
     """Adds it to the weight's buffer, or returns it."""
     call, weight = ctx.call, ctx.weight
-    scaling, saved = call.scaling, ctx.saved_tensors
-    adds = call.adds_to_buffer and hasattr(weight, "main_grad")
+    saved = ctx.saved_tensors
     if transposed_grad is None:
         total = saved[0] if gathered is None else gathered[0]
         rows = total.reshape(-1, total.shape[-1])
-        if not adds:
+        if not call.adds_to(weight):
             return grad_rows.t().matmul(rows)
         installed_weight_gradient().wgrad_gemm_accum_fp32(rows, grad_rows, weight.main_grad)
+        return _added(weight)
+    if gathered is None:
+        transposed = Operand(*saved)
+    elif call.gathers_cast:
+        transposed = Operand(transpose(gathered[0]), saved[1])
     else:
-        if gathered is None:
-            transposed = Operand(*saved)
-        elif call.gathers_cast:
-            transposed = Operand(transpose(gathered[0]), saved[1])
-        else:
-            _, turned = scaling.operands(INPUT, gathered[0], records=False)
-            assert turned is not None
-            transposed = turned
-        return _give_weight_gradient(call, weight, transposed_grad, transposed)
-    return _added(weight)
+        _, turned = call.scaling.operands(INPUT, gathered[0], records=False)
+        assert turned is not None
+        transposed = turned
+    return _give_weight_gradient(call, weight, transposed_grad, transposed)
 
 
 def _give_weight_gradient(
-    call: _Call, weight: torch.Tensor, grad: Operand, x: Operand
+    call: _Call, weight: Any, grad: Operand, x: Operand
 ) -> torch.Tensor | None:
     """Of transposed matrices: adds it to the weight's buffer, or returns it."""
     scaling = call.scaling
-    if not (call.adds_to_buffer and hasattr(weight, "main_grad")):
+    if not call.adds_to(weight):
         return scaling.multiply(WEIGHT_GRADIENT, grad, x, weight.dtype)
     add = partial(scaling.add_weight_gradient, grad, x)
     installed_weight_gradient().add_product(add, weight.main_grad)
@@ -392,9 +395,6 @@ class Fp8GatedMLP(MLP):
             _Call(
                 scaling=layer.fp8,
                 adds_to_buffer=layer.gradient_accumulation_fusion,
-                reduces_input_gradient=False,
-                gathers_sequence=False,
-                group=None,
                 records=self.training,
                 has_backward=torch.is_grad_enabled(),
             )
@@ -697,9 +697,8 @@ def _all_multiply_groups(
     Delayed maxima are those of the same layers on all of them.
     """
     own = multiplies_groups(device, recipe)
-    if group is None or group.size() == 1:
+    if group is None:
         return own
-    place = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-    lacks = torch.tensor([0.0 if own else 1.0], device=place)
-    dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
+    lacks = torch.tensor(float(not own), device=device)
+    agree_on_maximum(lacks, group)
     return not lacks

@@ -87,7 +87,7 @@ class LayerScaling:
         else:
             amax = magnitude(*inputs, form=form)
             if group is not None:
-                _agree_on_maximum(amax, group)
+                agree_on_maximum(amax, group)
             scale = scale_of(amax, dtype)
             inverse = 1.0 / scale
             if seen is not None:
@@ -130,18 +130,10 @@ class GroupedScaling(LayerScaling):
         super().__init__(name, replace(recipe, gradient=recipe.forward, weight_gradient=False))
 
     def operands(
-        self,
-        role: int,
-        *inputs: torch.Tensor,
-        form: str = PLAIN,
-        transposed: bool = True,
-        records: bool = True,
-        group: dist.ProcessGroup | None = None,
+        self, role: int, *inputs: torch.Tensor, **how: Any
     ) -> tuple[Operand, Operand | None]:
         """As a `LayerScaling`'s, with an inverse for each row."""
-        own, turned = super().operands(
-            role, *inputs, form=form, transposed=transposed, records=records, group=group
-        )
+        own, turned = super().operands(role, *inputs, **how)
         return own.scaled_by_rows(), None if turned is None else turned.scaled_by_rows()
 
     def forward(
@@ -207,7 +199,7 @@ class Histories:
         Collective over `group`. A tensor that was all zeros, or not finite, keeps its last maximum.
         """
         seen = self.seen
-        _agree_on_maximum(seen, group)
+        agree_on_maximum(seen, group)
         last = self.maxima[:, -1]
         if any(self.is_known):
             reach = self._amax() * 2.0**self._recipe.margin
@@ -242,7 +234,7 @@ def _each_aligned(scales: torch.Tensor) -> torch.Tensor:
     return scales.unsqueeze(-1).repeat(1, 1, 4)[..., 0]
 
 
-def _agree_on_maximum(amax: torch.Tensor, group: dist.ProcessGroup) -> None:
+def agree_on_maximum(amax: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace maxima by the largest of all ranks of a group. Collective."""
     if group.size() == 1:
         return
