@@ -227,9 +227,8 @@ class SpanRecorder:
             self._step_begin = self._recorder.phase_since
 
     def end_step(self, *, iteration: int, seconds: float) -> None:
-        """It has ended, and took so long by the training loop's measure."""
+        """It ended where the present phase began, and took so long by the training loop's measure."""
         if self.is_on and self._step_begin is not None:
-            self._recorder.set_phase(Phase.OTHER)
             end = self._recorder.phase_since
             self._steps.append(Step(iteration, self._step_begin, end, seconds))
             self._step_begin = None

@@ -312,6 +312,8 @@ class Trainer:
         # Synchronises with the device, so that the update counts towards this iteration's time.
         loss_scale = self.optimizer.loss_scale
         self._tell_loss_scale(loss_scale)
+        # Before the clock is read: what the trace has of a step lies inside the measured time.
+        self._recorder.set_phase(Phase.OTHER)
         seconds = time.perf_counter() - began
         self._trace.end_step(iteration=self.iteration, seconds=seconds)
         self._release_cache()

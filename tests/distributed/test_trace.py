@@ -97,8 +97,8 @@ def test_the_spans_of_every_rank_add_up_to_the_step(
 ) -> None:
     """The step as the training loop measures it, and as the metrics file has it.
 
-    What lies between the trace's step and the loop's is a few lines of Python, in which a busy
-    machine may hold the rank up: it has to be small in one of the steps only.
+    The trace's step lies inside the loop's. What lies between them is a few lines of Python, in
+    which a busy machine may hold the rank up: it has to be small in one of the steps only.
     """
     found: Run = request.getfixturevalue(name)
     assert found.trace.iterations == TRACED
@@ -106,7 +106,7 @@ def test_the_spans_of_every_rank_add_up_to_the_step(
     for rank in found.trace.ranks:
         assert rank.is_on_gpu == torch.cuda.is_available()
         shares = [covered(rank, iteration) for iteration in TRACED]
-        assert 0.95 < max(shares) < 1.01, shares
+        assert 0.95 < max(shares) < (1.01 if rank.is_on_gpu else 1 + 1e-6), shares
         for iteration in TRACED:
             begin, end = rank.steps[iteration]
             filled = sum(inside for _, inside in rank.of_step(iteration))

@@ -54,6 +54,7 @@ class Ranks:
         self.spans.begin_step()
         began = self.now
         work()
+        self.recorder.set_phase(Phase.OTHER)
         self.spans.end_step(iteration=iteration, seconds=self.now - began)
 
     def spend(self, phase: str, seconds: float) -> None:
