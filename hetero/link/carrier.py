@@ -52,6 +52,7 @@ from hetero.native.binding import (
     VerbsRoute,
     checked,
     native,
+    proxy,
 )
 from hetero.observe import record
 from hetero.observe.record import recorder
@@ -117,6 +118,7 @@ class Carrier:
         handler of a signal may read them in a thread that does so already."""
         self._handle: int | None = checked(
             self._library.carrier_new,
+            proxy(),
             byref(
                 EngineOptions(
                     control=memory.control.address,

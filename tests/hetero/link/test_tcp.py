@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.hetero.link.joined import (
     is_broken,
     noise,
     stream,
+    threads_named,
     wait_for,
 )
 from tests.hetero.link.tcp_ends import (
@@ -384,6 +386,47 @@ def test_a_credit_that_comes_late_from_a_peer_that_has_closed_is_heard(
         one.check()
     assert torch.equal(target, noise(NBYTES))
     assert caplog.messages == []
+
+
+def test_one_proxy_serves_all_links_of_a_process() -> None:
+    with ExitStack() as stack:
+        stack.enter_context(Setup(connections=2).links())
+        threads = len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+        for _ in range(4):
+            stack.enter_context(Setup(connections=2).links())
+        # Of C, each end of a link has two: the streams of its host memory.
+        after = len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+        assert after - threads == 4 * 2 * 2
+        assert [len(threads_named(f"hetero-{n}")) for n in ("proxy", "send", "receive")] == [
+            1,
+            4,
+            4,
+        ]
+
+
+def test_links_whose_rails_are_all_stuck_do_not_delay_another(network: Network) -> None:
+    """More rails than there are threads that send, or receive, all in the middle of an entry."""
+    count, nbytes = 3, 4 * RING_BYTES
+    with ExitStack() as stack:
+        setup = Setup(connections=4, timeout=60.0)
+        stuck = [stack.enter_context(setup.links()) for _ in range(count)]
+        for rail in network.rails:
+            rail.slow_to(64 << 10)
+        targets = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2 * count)]
+        works = [
+            work
+            for number, target in enumerate(targets)
+            for sender, receiver in [stuck[number // 2][:: 1 if number % 2 else -1]]
+            for work in (receiver.recv(target), sender.send(noise(nbytes, number)))
+        ]
+        links = stack.enter_context(Setup(connections=2).links())
+        assert stream(*links, nbytes=NBYTES) == MESSAGES
+        assert not any(work.is_completed() for work in works)
+        for rail in network.rails:
+            rail.slow_to(1 << 30)
+        for work in works:
+            work.wait()
+        assert all(torch.equal(t, noise(nbytes, number)) for number, t in enumerate(targets))
 
 
 def test_a_forked_child_holds_no_connection_of_its_parents_links() -> None:
