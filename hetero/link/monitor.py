@@ -69,7 +69,8 @@ class _Monitor:
         """A heap. Those that a watch has replaced by sooner ones are left in it."""
         self._wake_at: float | None = None
         """The time for which the thread's wake-up is set."""
-        self._stopping = False
+        self.is_over = False
+        """True once the thread ends, and closes what it uses."""
         with ExitStack() as opened:
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             opened.callback(os.close, self._event)
@@ -93,7 +94,7 @@ class _Monitor:
     def _set_wake_up(self) -> None:
         """Call with the lock."""
         when = self._checks[0][0] if self._checks else None
-        if when is None or self._stopping or (self._wake_at is not None and self._wake_at <= when):
+        if when is None or self.is_over or (self._wake_at is not None and self._wake_at <= when):
             return
         self._wake_at = when
         # A timer that is due costs many times as much.
@@ -105,8 +106,9 @@ class _Monitor:
     def stop(self, *, seconds: float) -> None:
         """End the thread, once its last watch is closed, and wait for it."""
         with self.lock:
-            self._stopping = True
-            os.eventfd_write(self._event, 1)
+            if not self.is_over:
+                self.is_over = True
+                os.eventfd_write(self._event, 1)
         if not self.is_current_thread():
             self._thread.join(seconds)
 
@@ -119,7 +121,7 @@ class _Monitor:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self.is_over:
                 for key, _ in self.selector.select():
                     if key.data is not None:
                         self._call(*key.data, descriptor=key.fd)
@@ -129,7 +131,9 @@ class _Monitor:
             for watch in list(self.watches):
                 watch.give_up(error)
         finally:
-            self._opened.close()
+            with self.lock:
+                self.is_over = True
+                self._opened.close()
 
     def _run_checks(self) -> None:
         now, due = time.monotonic(), []
@@ -207,7 +211,7 @@ class Watch:
         """
         with _guard:
             monitor = _monitors.get(self._calls_driver)
-            if monitor is None:
+            if monitor is None or monitor.is_over:
                 name = "link driver monitor" if self._calls_driver else "link monitor"
                 monitor = _monitors[self._calls_driver] = _Monitor(name)
             self._monitor = monitor
@@ -216,7 +220,7 @@ class Watch:
     def add(self, descriptor: int, handler: Callable[[], None]) -> None:
         """Call `handler` whenever the descriptor is readable. It may find nothing to read."""
         with self._monitor.lock:
-            if not self.is_over:
+            if not (self.is_over or self._monitor.is_over):
                 self._monitor.selector.register(descriptor, selectors.EVENT_READ, (self, handler))
                 self.handlers[descriptor] = handler
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import socket
 import threading
@@ -117,6 +118,29 @@ def test_an_exception_ends_one_watch_with_its_text(bells: Callable[..., Bell], w
     assert wait_for(lambda: other.rung == 1)
     assert (len(failing.errors), other.errors) == (1, [])
     assert failing.rung == (what == "handler")
+
+
+def test_an_error_of_the_monitor_itself_fails_all_and_the_next_link_has_another(
+    bells: Callable[..., Bell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = [bells(), bells()]
+    with monkeypatch.context() as patched:
+
+        def select(_: object, timeout: float | None = None) -> None:
+            raise OSError("no more")
+
+        patched.setattr(selectors.DefaultSelector, "select", select)
+        failing[0].ring()
+        assert wait_for(lambda: all(bell.errors for bell in failing))
+    other = bells()
+    other.ring()
+    assert wait_for(lambda: other.rung == 1)
+    for bell in failing:
+        assert [str(error) for error in bell.errors] == ["no more"]
+        bell.watch.check_at(0.0)
+        assert bell.watch.close()
+    other.ring()
+    assert wait_for(lambda: other.rung == 2)
 
 
 def test_a_close_waits_for_the_handler_that_runs_and_nothing_is_called_after(
