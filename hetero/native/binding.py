@@ -32,6 +32,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "host_acquire": (None,),
     "host_write_word": (None, c_void_p, c_uint32),
     "host_ring_doorbell": (None, c_void_p),
+    "host_arm_doorbell": (c_bool, c_void_p, c_uint32),
     # streams.h
     "native_wait_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     "native_write_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
@@ -209,6 +210,7 @@ MessageHeader = _structure["message_header"]
 RailCounters = _structure["rail_counters"]
 RingControl = _structure["ring_control"]
 RingDirection = _structure["ring_direction"]
+RingDoorbell = _structure["ring_doorbell"]
 RingEnd = _structure["ring_end"]
 RingRecord = _structure["ring_record"]
 RingWord = _structure["ring_word"]

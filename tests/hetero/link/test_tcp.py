@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link import slow_rails, tcp
-from hetero.link.carrier import RailMonitor, RailState
+from hetero.link.carrier import RailMonitor
+from hetero.link.ring_link import RingLink
 from hetero.link.tcp import _reachable, open_connections, tune
 from hetero.observe.record import Recorder
 from hetero.startup.process import allow_open_files
@@ -69,6 +70,11 @@ def open_sockets() -> set[str]:
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     found = {os.readlink(link) for link in links if os.path.islink(link)}
     return {name for name in found if name.startswith("socket:")}
+
+
+def rails_of(link: RingLink) -> RailMonitor:
+    monitor: RailMonitor = link._ends.rails.__self__  # type: ignore[attr-defined]
+    return monitor
 
 
 def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -264,8 +270,10 @@ def test_a_peer_that_has_ended_where_every_connection_broke_is_told(
     Neither hears that the peer has closed the link.
     """
     with Setup(timeout=SHORT).links() as links:
-        work = links[1 - ended].recv(torch.zeros(5))
         break_all(network)
+        # After it: the message's own time would else be over first.
+        assert wait_for(lambda: rails_of(links[1 - ended])._cut_at is not None)
+        work = links[1 - ended].recv(torch.zeros(5))
         links[ended].close()
         with pytest.raises(LinkError, match=told):
             work.wait()
@@ -347,21 +355,14 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails_where_that_is_heard_late
 
 
 def test_closing_end_reports_no_rail_of_a_closing_peer_as_lost(
-    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, is_waiting = RailMonitor._await_answer, threading.Event()
-
-    def noted(monitor: RailMonitor, rail: RailState) -> None:
-        is_waiting.set()
-        real(monitor, rail)
-
-    monkeypatch.setattr(RailMonitor, "_await_answer", noted)
     with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
         assert stream(one, other, nbytes=NBYTES) == MESSAGES
         for connection in network.control:
             connection.silence()
         other.close()
-        assert is_waiting.wait(20)
+        assert wait_for(lambda: any(rail.answer_until for rail in rails_of(one)._rails))
         one.close()
     assert caplog.messages == []
 
