@@ -4,8 +4,9 @@
 
 Two ranks of two simulated vendors make one call after another. The parts are nested functions of
 the call's path. One is timed at a time, from its entry to its return, so that timers never add up;
-a part costs its function's time less that of the next one inside. A figure is the median of rounds
-in turn over all functions, each of which is the median of its calls, on the rank that takes longer.
+a part costs its function's time less that of the next one inside. A round times every function in
+turn and takes the median of its calls. A figure is that of the least disturbed round, as other work
+on the machine only adds to it, on the rank that takes longer.
 On a GPU this is the time of the CPU, which enqueues calls. Calls of Python and of C functions are
 counted in other calls, by the profiler's hook in the caller's thread.
 """
@@ -189,7 +190,7 @@ def measure_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             for part in (*PARTS, WAIT):
                 rounds[part.name].append(one_round(case, part, options.calls))
-        inside = {name: statistics.median(values) for name, values in rounds.items()}
+        inside = {name: min(values) for name, values in rounds.items()}
         found[operation] = {"inside_us": inside, "calls": count_calls(case)}
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -7,15 +7,7 @@ from collections.abc import Generator
 import torch
 
 from hetero.collectives.all_gather import all_gather
-from hetero.collectives.layout import (
-    Piece,
-    chunk_spans,
-    chunks_ahead,
-    direct_bytes,
-    materialize,
-    shared_pieces,
-    split_segments,
-)
+from hetero.collectives.layout import Piece, equal_segments, materialize, shared_pieces
 from hetero.collectives.schedule import (
     CallContext,
     P2PBatch,
@@ -30,7 +22,7 @@ def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -
     """Reduce flat memory in place."""
     if not flat.numel():
         return iter(())
-    if flat.nbytes <= direct_bytes(context.layout, context.device):
+    if context.sizes.reduces_directly(context.layout, flat.nbytes):
         return all_reduce_direct(context, flat, reduction)
     return _all_reduce_sharded(context, flat, reduction)
 
@@ -47,7 +39,10 @@ def all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduc
         partials[vendor] = torch.empty_like(flat)
         batch.recv(rank, partials[vendor])
     yield batch
-    combine_in_order(reduction, partials, out=flat)
+    if len(partials) == 2:  # as combine_in_order does, without its list of vendors
+        reduction.combine(partials[0], partials[1], out=flat)
+    else:
+        combine_in_order(reduction, partials, out=flat)
 
 
 def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
@@ -55,10 +50,10 @@ def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Red
 
     The steps of successive chunks overlap.
     """
-    spans = chunk_spans(
-        context.layout, context.device, flat.numel(), element_size=flat.element_size()
+    spans = context.sizes.reduced_chunks(
+        context.layout, flat.numel(), element_size=flat.element_size()
     )
-    ahead = chunks_ahead(context.device, len(spans))
+    ahead = context.sizes.chunks_ahead(len(spans))
     pipeline = [
         _Chunk(context, flat[span.begin : span.end], reduction, ahead=ahead) for span in spans
     ]
@@ -200,6 +195,6 @@ def _gathered(
     """Every rank's tensor, all of one shape, stacked along a new first dimension."""
     size = context.layout.size
     table = tensor.new_empty((size, *tensor.shape))
-    pieces = split_segments(table, [tensor.nbytes] * size)
+    pieces = equal_segments(table, size)
     yield from all_gather(context, pieces, materialize(tensor), table=table)
     return table

@@ -33,9 +33,13 @@ from hetero.collectives.arguments import (
     is_fake,
     only_list,
     own_timeout,
-    require_dense,
     require_matching_numel,
-    require_no_internal_overlap,
+    require_one_dtype,
+    require_one_per_rank,
+    require_one_size,
+    require_rank,
+    require_usable,
+    split_bytes,
 )
 from hetero.collectives.broadcast import broadcast
 from hetero.collectives.communicator import Communicator
@@ -43,6 +47,7 @@ from hetero.collectives.failures import LEFT, RankStatus, Statuses
 from hetero.collectives.layout import (
     Layout,
     Member,
+    equal_segments,
     full_segment,
     materialize,
     output_buffer,
@@ -179,8 +184,10 @@ class HeteroProcessGroup(dist.ProcessGroup):
         reduction: str = "",
         root: int | None = None,
         sparse: bool = False,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Check the arguments of a call, and run it after the calls before it.
+
+        Returns None once a call is done for which its caller waits at once.
 
         Args:
             algorithm: what the call does (schedule.py).
@@ -198,15 +205,13 @@ class HeteroProcessGroup(dist.ProcessGroup):
             return self._coalesced(_finished_work(operation, tensors))
         communicator = self._communicator_for(used[0].device)
         device = communicator.device
-        for tensor in used:
-            if tensor.device != device:
-                raise RuntimeError(
-                    f"{operation}: tensors on {device} and on {tensor.device}; "
-                    "move them to one device"
-                )
-            if not sparse:
-                require_dense(operation, tensor)
-        require_no_internal_overlap(operation, tensors if results is None else results)
+        require_usable(
+            operation,
+            used,
+            device=device,
+            written=tensors if results is None else results,
+            sparse=sparse,
+        )
         timeout = own_timeout(opts)
         if timeout not in (None, communicator.timeout) and device.type != "cpu":
             raise ValueError(
@@ -215,7 +220,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
                 "set_timeout()"
             )
         if root is not None:
-            self._require_rank(operation, "root", root)
+            require_rank(operation, "root", root, size=self._layout.size)
         with profiled(operation):
             work = communicator.run(
                 algorithm,
@@ -227,24 +232,31 @@ class HeteroProcessGroup(dist.ProcessGroup):
                 blocking=not getattr(opts, "asyncOp", True),
                 timeout=timeout,
             )
-        return self._coalesced(work)
+        return None if work is None else self._coalesced(work)
+
+    def _copy(
+        self,
+        algorithm: Callable[[CallContext, list[torch.Tensor], list[torch.Tensor]], Schedule],
+        operation: str,
+        outputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        **more: Any,
+    ) -> dist.Work | None:
+        """Run a call that copies: `algorithm` gets contiguous memory for outputs and inputs.
+
+        `more`: arguments of `_run`.
+        """
+
+        def whole(context: CallContext) -> Schedule:
+            buffers = [output_buffer(output) for output in outputs]
+            yield from algorithm(context, buffers, [materialize(tensor) for tensor in inputs])
+            for buffer, output in zip(buffers, outputs, strict=True):
+                write_back(buffer, output)
+
+        return self._run(whole, operation, outputs, **more)
 
     def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
         return reduction_for(opts.reduceOp, like.dtype, size=self._layout.size, on_cpu=like.is_cpu)
-
-    def _require_one_per_rank(self, parts: Sequence[Any], operation: str) -> None:
-        if len(parts) != self._layout.size:
-            raise ValueError(
-                f"{operation}: {counted(len(parts), 'tensor')} for "
-                f"{counted(self.size(), 'rank')}; give one for each"
-            )
-
-    def _require_rank(self, operation: str, what: str, rank: int) -> None:
-        if not 0 <= rank < self._layout.size:
-            raise ValueError(
-                f"{operation}: {what} {rank} is out of range for a group of "
-                f"{counted(self.size(), 'rank')}; give one of 0 to {self.size() - 1}"
-            )
 
     def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
         if self._coalescing is not None:
@@ -258,56 +270,51 @@ class HeteroProcessGroup(dist.ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return CoalescedWork(works)
 
-    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.AllreduceOptions, given, named)
         return self._all_reduce("all_reduce", as_list(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.AllreduceCoalescedOptions, given, named)
         return self._all_reduce("all_reduce (coalesced)", as_list(tensors), opts)
 
-    def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        if tensors[0].is_sparse or any(tensor.is_sparse for tensor in tensors[1:]):
-            return self._all_reduce_sparse(tensors, opts)
+    def _all_reduce(
+        self, operation: str, tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
         reduction = self._reduction(opts, tensors[0])
-        _require_one_dtype(tensors)
+        if sparse := any([tensor.is_sparse for tensor in tensors]):  # noqa: C419  faster
+            require_sum(reduction)
+            operation = f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})"
+        else:
+            require_one_dtype(tensors)
 
         def algorithm(context: CallContext) -> Schedule:
-            # Reduce all in one buffer, so that many small tensors cost as much as one.
-            if len(tensors) == 1:
-                flat = reduction.prepare(tensors[0])
-                yield from all_reduce(context, flat, reduction)
-                reduction.finish(flat, tensors[0])
+            if sparse:
+                for tensor in tensors:
+                    yield from all_reduce_sparse(context, tensor, reduction)
                 return
+            # Reduce all in one buffer, so that many small tensors cost as much as one.
             parts = [reduction.prepare(tensor) for tensor in tensors]
-            flat = torch.cat(parts)
-            yield from all_reduce(context, flat, reduction)
-            for part, tensor in zip(flat.split([p.numel() for p in parts]), tensors, strict=True):
+            if len(parts) > 1:
+                flat = torch.cat(parts)
+                yield from all_reduce(context, flat, reduction)
+                parts = list(flat.split([part.numel() for part in parts]))
+            else:
+                yield from all_reduce(context, parts[0], reduction)
+            for part, tensor in zip(parts, tensors, strict=True):
                 reduction.finish(part, tensor)
 
         return self._run(
-            algorithm, operation, tensors, common=tensors, opts=opts, reduction=reduction.name
-        )
-
-    def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        reduction = self._reduction(opts, tensors[0])
-        require_sum(reduction)
-
-        def algorithm(context: CallContext) -> Schedule:
-            for tensor in tensors:
-                yield from all_reduce_sparse(context, tensor, reduction)
-
-        return self._run(
             algorithm,
-            f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})",
+            operation,
             tensors,
             common=tensors,
             opts=opts,
             reduction=reduction.name,
-            sparse=True,
+            sparse=sparse,
         )
 
-    def reduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def reduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.ReduceOptions, given, named)
         (tensor,) = as_list(tensors)
         reduction = self._reduction(opts, tensor)
@@ -330,48 +337,48 @@ class HeteroProcessGroup(dist.ProcessGroup):
             root=opts.rootRank,
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, *given: Any, **named: Any
+    ) -> dist.Work | None:
         opts = as_options(c10d.ReduceScatterOptions, given, named)
         (output,), parts = as_list(outputs), only_list(inputs)
-        self._require_one_per_rank(parts, "reduce_scatter")
-        reduction = self._reduction(opts, output)
-        sizes = {part.numel() for part in parts}
+        require_one_per_rank("reduce_scatter", parts, size=self._layout.size)
+        reduction, rank = self._reduction(opts, output), self._layout.rank
+        are_equal = len({part.numel() for part in parts}) == 1
+        if output.numel() != parts[rank].numel():
+            raise ValueError(
+                f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
+                f"this rank's input {parts[rank].numel()}; give both the same"
+            )
 
         def algorithm(context: CallContext) -> Schedule:
             prepared = [reduction.prepare(part) for part in parts]
             flat = torch.cat(prepared)
-            if len(sizes) == 1:
+            if are_equal:
                 result = reduction.output_buffer(output)
                 yield from reduce_scatter(context, result, flat, reduction)
-                reduction.finish(result, output)
-                return
-            # Parts of different sizes: all-reduce everything, and keep this rank's part.
-            yield from all_reduce(context, flat, reduction)
-            own = flat.split([part.numel() for part in prepared])[self._layout.rank]
-            reduction.finish(own.clone(), output)
+            else:  # all-reduce everything, and keep this rank's part
+                yield from all_reduce(context, flat, reduction)
+                result = flat.split([part.numel() for part in prepared])[rank].clone()
+            reduction.finish(result, output)
 
-        if output.numel() != parts[self._layout.rank].numel():
-            raise ValueError(
-                f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
-                f"this rank's input {parts[self._layout.rank].numel()}; give both the same"
-            )
         return self._run(
             algorithm,
             "reduce_scatter",
             [output],
-            common=[output] if len(sizes) == 1 else parts,
+            common=[output] if are_equal else parts,
             opts=opts,
             reduction=reduction.name,
         )
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         return self.reduce_scatter_single_coalesced([output], [source], *given, **named)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         opts = as_options(c10d.ReduceScatterOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
         reductions = [self._reduction(opts, output) for output in outputs]
@@ -398,15 +405,15 @@ class HeteroProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.BroadcastOptions, given, named)
-        tensors = as_list(tensors)
-        results = [] if self._layout.rank == opts.rootRank else tensors
+        tensors, root = as_list(tensors), opts.rootRank
+        results = [] if self._layout.rank == root else tensors
 
         def algorithm(context: CallContext) -> Schedule:
             for tensor in tensors:
                 memory = materialize(tensor)
-                yield from broadcast(context, memory, root=opts.rootRank)
+                yield from broadcast(context, memory, root=root)
                 if results:
                     write_back(memory, tensor)
 
@@ -417,102 +424,83 @@ class HeteroProcessGroup(dist.ProcessGroup):
             common=tensors,
             results=results,
             opts=opts,
-            root=opts.rootRank,
+            root=root,
         )
 
-    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
-        opts = as_options(c10d.AllgatherOptions, given, named)
-        parts, (source,) = only_list(outputs), as_list(inputs)
-        self._require_one_per_rank(parts, "all_gather")
-        return self._all_gather([parts], [source], opts)
+    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work | None:
+        return self.allgather_coalesced(
+            [[part] for part in only_list(outputs)], inputs, *given, **named
+        )
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
+        """outputs[r][i] receives inputs[i] of rank r. The ranks' sizes may differ."""
         opts = as_options(c10d.AllgatherOptions, given, named)
-        self._require_one_per_rank(outputs, "all_gather")
+        size, rank = self._layout.size, self._layout.rank
+        require_one_per_rank("all_gather", outputs, size=size)
+        inputs = as_list(inputs)
         by_tensor = [as_list(parts) for parts in zip(*outputs, strict=True)]
-        return self._all_gather(by_tensor, as_list(inputs), opts)
-
-    def _all_gather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
-    ) -> dist.Work:
-        """outputs[i][r] receives inputs[i] of rank r. The ranks' sizes may differ."""
-
-        def algorithm(context: CallContext) -> Schedule:
-            for parts, source in zip(outputs, inputs, strict=True):
-                sizes = [part.nbytes for part in parts]
-                buffers = [output_buffer(part) for part in parts]
-                if min(sizes) == max(sizes):
-                    pieces = [full_segment(buffer) for buffer in buffers]
-                    yield from all_gather(context, pieces, materialize(source))
-                else:
-                    row = as_bytes(materialize(source))
-                    table = row.new_empty(len(parts), max(sizes))
-                    row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
-                    pieces = split_segments(table, [max(sizes)] * len(parts))
-                    yield from all_gather(context, pieces, row, table=table)
-                    for rank, buffer in enumerate(buffers):
-                        as_bytes(buffer).copy_(table[rank, : sizes[rank]])
-                _write_back(buffers, parts)
-
-        if any(
-            p[self._layout.rank].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)
-        ):
+        if any(p[rank].nbytes != s.nbytes for p, s in zip(by_tensor, inputs, strict=True)):
             raise ValueError(
                 "all_gather: this rank's output and its input differ in size; give both the same"
             )
-        return self._run(
-            algorithm,
-            "all_gather",
-            [part for parts in outputs for part in parts],
-            common=[
-                part
-                for parts in outputs
-                for part in (parts[:1] if _have_equal_sizes(parts) else parts)
-            ],
-            opts=opts,
-        )
+
+        def algorithm(context: CallContext, buffers: Tensors, sources: Tensors) -> Schedule:
+            for number, source in enumerate(sources):
+                parts = buffers[number * size : (number + 1) * size]
+                sizes = [part.nbytes for part in parts]
+                longest = max(sizes)
+                if min(sizes) == longest:
+                    yield from all_gather(context, [full_segment(part) for part in parts], source)
+                    continue
+                row = as_bytes(source)
+                table = row.new_empty(size, longest)
+                row = torch.nn.functional.pad(row, (0, longest - row.numel()))
+                yield from all_gather(context, equal_segments(table, size), row, table=table)
+                for part, gathered in zip(parts, table, strict=True):
+                    as_bytes(part).copy_(gathered[: part.nbytes])
+
+        common = []
+        for parts in by_tensor:
+            common += parts[:1] if len({part.nbytes for part in parts}) == 1 else parts
+        outputs = [part for parts in by_tensor for part in parts]
+        return self._copy(algorithm, "all_gather", outputs, inputs, common=common, opts=opts)
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         return self.all_gather_single_coalesced([output], [source], *given, **named)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         opts = as_options(c10d.AllgatherOptions, given, named)
-        outputs, inputs = as_list(outputs), as_list(inputs)
+        outputs, inputs, size = as_list(outputs), as_list(inputs), self._layout.size
         for output, source in zip(outputs, inputs, strict=True):
-            require_matching_numel("all_gather", small=source, large=output, size=self._layout.size)
+            require_matching_numel("all_gather", small=source, large=output, size=size)
 
-        def algorithm(context: CallContext) -> Schedule:
-            for output, source in zip(outputs, inputs, strict=True):
-                buffer = output_buffer(output)
-                pieces = split_segments(buffer, [source.nbytes] * self._layout.size)
-                yield from all_gather(context, pieces, materialize(source), table=buffer)
-                write_back(buffer, output)
+        def algorithm(context: CallContext, buffers: Tensors, sources: Tensors) -> Schedule:
+            for table, source in zip(buffers, sources, strict=True):
+                yield from all_gather(context, equal_segments(table, size), source, table=table)
 
-        return self._run(algorithm, "all_gather", outputs, common=inputs, opts=opts)
+        return self._copy(algorithm, "all_gather", outputs, inputs, common=inputs, opts=opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any) -> dist.Work:
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
+    ) -> dist.Work | None:
         opts = as_options(c10d.AllToAllOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
-        self._require_one_per_rank(outputs, "all_to_all")
-        self._require_one_per_rank(inputs, "all_to_all")
+        for tensors in (outputs, inputs):
+            require_one_per_rank("all_to_all", tensors, size=self._layout.size)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffers = [output_buffer(output) for output in outputs]
-            targets = [full_segment(buffer) for buffer in buffers]
-            sources = [full_segment(materialize(tensor)) for tensor in inputs]
-            yield from all_to_all(context, targets, sources)
-            _write_back(buffers, outputs)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            return all_to_all(context, [*map(full_segment, targets)], [*map(full_segment, sources)])
 
-        return self._run(algorithm, "all_to_all", outputs, opts=opts)
+        return self._copy(algorithm, "all_to_all", outputs, inputs, opts=opts)
 
     def all_to_all_single(
         self,
@@ -522,77 +510,52 @@ class HeteroProcessGroup(dist.ProcessGroup):
         input_splits: Sequence[int] = (),
         *given: Any,
         **named: Any,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         opts = as_options(c10d.AllToAllOptions, given, named)
         output, source = as_list([output, source])
-        output_sizes = self._split_bytes(output, output_splits, "output")
-        input_sizes = self._split_bytes(source, input_splits, "input")
+        output_sizes = split_bytes(output, output_splits, "output", size=self._layout.size)
+        input_sizes = split_bytes(source, input_splits, "input", size=self._layout.size)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffer = output_buffer(output)
-            targets = split_segments(buffer, output_sizes)
-            sources = split_segments(materialize(source), input_sizes)
-            yield from all_to_all(context, targets, sources)
-            write_back(buffer, output)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            outputs = split_segments(targets[0], output_sizes)
+            return all_to_all(context, outputs, split_segments(sources[0], input_sizes))
 
-        return self._run(algorithm, "all_to_all", [output], opts=opts)
+        return self._copy(algorithm, "all_to_all", [output], [source], opts=opts)
 
     alltoall_base = all_to_all_single
 
-    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
-        """The bytes for each rank, in order."""
-        length = tensor.shape[0] if tensor.dim() else 1
-        size = self._layout.size
-        if not splits:
-            if length % size:
-                raise ValueError(
-                    f"all_to_all: the {what} has {counted(length, 'row')} for "
-                    f"{counted(size, 'rank')}; give a multiple, or split sizes"
-                )
-            return [tensor.nbytes // size] * size
-        if len(splits) != size or sum(splits) != length or min(splits) < 0:
-            raise ValueError(
-                f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
-                f"{list(splits)}; give {size} of 0 or more that add up to it"
-            )
-        return [split * (tensor.nbytes // length if length else 0) for split in splits]
-
-    def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.GatherOptions, given, named)
-        (source,) = as_list(inputs)
-        parts = only_list(outputs)
-        if self._layout.rank == opts.rootRank:
-            self._require_one_per_rank(parts, "gather")
-            _require_size(parts, source, "gather")
+        (source,), parts, root = as_list(inputs), only_list(outputs), opts.rootRank
+        if self._layout.rank == root:
+            require_one_per_rank("gather", parts, size=self._layout.size)
+            require_one_size("gather", parts, source)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffers = [output_buffer(part) for part in parts]
-            yield from gather(context, buffers, materialize(source), root=opts.rootRank)
-            _write_back(buffers, parts)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            return gather(context, targets, sources[0], root=root)
 
-        return self._run(algorithm, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
+        return self._copy(
+            algorithm, "gather", parts, [source], common=[source], opts=opts, root=root
+        )
 
-    def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.ScatterOptions, given, named)
-        (output,) = as_list(outputs)
-        parts = only_list(inputs)
-        if self._layout.rank == opts.rootRank:
-            self._require_one_per_rank(parts, "scatter")
-            _require_size(parts, output, "scatter")
+        (output,), parts, root = as_list(outputs), only_list(inputs), opts.rootRank
+        if self._layout.rank == root:
+            require_one_per_rank("scatter", parts, size=self._layout.size)
+            require_one_size("scatter", parts, output)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffer, sources = output_buffer(output), [materialize(part) for part in parts]
-            yield from scatter(context, buffer, sources, root=opts.rootRank)
-            write_back(buffer, output)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            return scatter(context, targets[0], sources, root=root)
 
-        return self._run(
-            algorithm, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
+        return self._copy(
+            algorithm, "scatter", [output], parts, common=[output], opts=opts, root=root
         )
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = as_list(tensors)
-        self._require_rank("send", "destination", rank)
-        require_dense("send", tensor)
+        require_rank("send", "destination", rank, size=self._layout.size)
+        require_usable("send", [tensor], device=tensor.device)
         if is_fake(tensor):
             return self._coalesced(_finished_work("send", [tensor]))
         with profiled("send"):
@@ -608,9 +571,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = as_list(tensors)
         if rank is not None:
-            self._require_rank("recv", "source", rank)
-        require_dense("recv", tensor)
-        require_no_internal_overlap("recv", [tensor])
+            require_rank("recv", "source", rank, size=self._layout.size)
+        require_usable("recv", [tensor], device=tensor.device, written=[tensor])
         if is_fake(tensor):
             return self._coalesced(_finished_work("recv", [tensor]))
         buffer = output_buffer(tensor)
@@ -621,9 +583,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
             )
         return self._coalesced(work)
 
-    def barrier(self, *given: Any, **named: Any) -> dist.Work:
+    def barrier(self, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.BarrierOptions, given, named)
-
         one = torch.ones(1, dtype=torch.int32, device="cpu")
         reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), one.dtype, size=self.size())
         if self._gpu_communicator is not None:
@@ -813,30 +774,6 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return sum(communicator.sequence for communicator in self._communicators)
-
-
-def _require_one_dtype(tensors: Tensors) -> None:
-    if len(tensors) > 1 and len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError(f"one call reduces tensors of one dtype, got {sorted(map(str, dtypes))}")
-
-
-def _require_size(parts: Tensors, own: torch.Tensor, operation: str) -> None:
-    for rank, part in enumerate(parts):
-        if part.nbytes != own.nbytes:
-            raise ValueError(
-                f"{operation}: the tensor for rank {rank} of the group has "
-                f"{counted(part.nbytes, 'byte')} and this rank's own {own.nbytes}; give all the "
-                "same size"
-            )
-
-
-def _write_back(buffers: Tensors, tensors: Tensors) -> None:
-    for buffer, tensor in zip(buffers, tensors, strict=True):
-        write_back(buffer, tensor)
-
-
-def _have_equal_sizes(parts: Tensors) -> bool:
-    return len({part.nbytes for part in parts}) == 1
 
 
 def _require_subset(ranks: Sequence[int], *, size: int) -> None:

@@ -9,10 +9,6 @@ import torch
 from hetero.collectives.all_reduce import all_reduce_direct
 from hetero.collectives.layout import (
     Span,
-    chunk_spans,
-    chunks_ahead,
-    columns,
-    direct_bytes,
     equal_parts,
     full_segment,
     overlaps,
@@ -35,14 +31,14 @@ def reduce_scatter(
     length = result.numel()
     if not length:
         return iter(())
-    layout, device, element_size = context.layout, context.device, result.element_size()
+    layout, sizes, element_size = context.layout, context.sizes, result.element_size()
     if layout.alignment == 1:  # only the additions overlap with the transfers
-        spans = chunk_spans(layout, device, length, element_size=element_size)
-    elif flat.nbytes <= direct_bytes(layout, device):
+        spans = sizes.reduced_chunks(layout, length, element_size=element_size)
+    elif sizes.reduces_directly(layout, flat.nbytes):
         return _reduce_scatter_direct(context, result, flat, reduction)
     else:
-        spans = columns(layout, device, length, element_size=element_size, rows=layout.size)
-    ahead = chunks_ahead(device, len(spans))
+        spans = sizes.columns(layout, length, element_size=element_size, rows=layout.size)
+    ahead = sizes.chunks_ahead(len(spans))
     if context.library is None and len(spans) <= 1 + ahead:
         return _reduce_scatter_between_vendors(context, result, flat, reduction, spans)
     table = flat.view(-1, length)
