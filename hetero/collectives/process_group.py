@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +41,12 @@ from hetero.collectives.arguments import (
 from hetero.collectives.broadcast import broadcast
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.failures import LEFT, RankStatus, Statuses
+from hetero.collectives.identities import (
+    announce,
+    building,
+    exchange_identities,
+    exchange_results,
+)
 from hetero.collectives.layout import (
     Layout,
     Member,
@@ -54,7 +57,8 @@ from hetero.collectives.layout import (
     split_segments,
     write_back,
 )
-from hetero.collectives.links import clone, own_address
+from hetero.collectives.links import clone
+from hetero.collectives.monitored_barrier import monitored_barrier
 from hetero.collectives.reduce_scatter import reduce_scatter
 from hetero.collectives.schedule import Algorithm, CallContext, Schedule
 from hetero.collectives.torch_patches import skip_dynamo, support_ddp
@@ -68,16 +72,11 @@ from hetero.collectives.world import (
     join_world,
     world_with,
 )
-from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
-from hetero.startup.exchange import Exchange
-from hetero.startup.identity import identify, require_equal
-from hetero.startup.process import LAUNCHER_VARIABLE, unknown_variables
 from hetero.startup.store import BoundedStore, host_of
 from hetero.text import counted, spans
 
 BACKEND = "hetero"
-_BARRIER_GRACE_SECONDS = 2.0
 Tensors = Sequence[torch.Tensor]
 
 
@@ -599,41 +598,16 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose error names, on rank 0, a rank that is missing, or all of them.
-
-        The errors are RuntimeErrors in gloo's words.
-        """
-        timeout = self._timeout if timeout is None else timeout
-        seconds, rank = timeout.total_seconds(), self._layout.rank
+        """A barrier whose error names, on rank 0, a rank that is missing, or all of them."""
         self._monitored_barriers += 1
-        if rank:  # rank 0, which names the missing ones, gives up first
-            seconds += _BARRIER_GRACE_SECONDS
-        barrier = Exchange(
-            BoundedStore(self._store, seconds=seconds + _BARRIER_GRACE_SECONDS),
-            f"monitored barrier {self._monitored_barriers}",
-            member=rank,
+        monitored_barrier(
+            self._store,
+            rank=self._layout.rank,
             size=self._layout.size,
+            number=self._monitored_barriers,
+            timeout=self._timeout if timeout is None else timeout,
+            wait_all_ranks=wait_all_ranks,
         )
-        try:
-            barrier.run(timeout=seconds)
-        except ExchangeError as error:
-            missing = [member for member in error.missing if member]
-            if error.store_lost or not (rank or missing):
-                text = str(error)
-            elif rank:
-                text = (
-                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
-                    "while waiting for send/recv from rank 0; see what rank 0 says"
-                )
-            elif not timeout:
-                text = f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
-            else:
-                named = missing if wait_all_ranks else missing[:1]
-                text = (
-                    f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, named))} failed "
-                    f"to pass monitoredBarrier in {timeout}; see the log there"
-                )
-            raise RuntimeError(text) from error
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -722,21 +696,23 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
         Every rank of this group calls it, each with the ranks of the group that it will be in.
         """
-        _require_subset(ranks, size=self.size())
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size())):
+            raise ValueError(
+                f"split_group: the ranks {list(ranks)} must be ranks of a group of "
+                f"{counted(self.size(), 'rank')}: some of 0 to {self.size() - 1}, each once"
+            )
         if self.rank() not in ranks:
             return None
-        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        options = _DistributedBackendOptions()
+        options.global_ranks_in_group = [dist.get_global_rank(self, rank) for rank in ranks]
+        options.group_rank, options.group_size = list(ranks).index(self.rank()), len(ranks)
         # Name it after its ranks. PyTorch's own name contains how many groups a rank is in, which
         # differs between ranks.
-        name = f"{spans(global_ranks)} of {self._name}"
-        subgroup: Any = create_subgroup(
-            dist.PrefixStore("split/", self._store),
-            rank=list(ranks).index(self.rank()),
-            global_ranks=global_ranks,
-            name=name,
-            timeout=timeout or self.options._timeout,
-        )
-        subgroup._set_group_name(group_name or name)
+        options.group_id = f"{spans(options.global_ranks_in_group)} of {self._name}"
+        options.store = dist.PrefixStore("split/", self._store)
+        options.timeout = timeout or self._timeout
+        subgroup: Any = create_group(options)
+        subgroup._set_group_name(group_name or options.group_id)
         subgroup._set_group_desc(group_desc or "")
         return subgroup
 
@@ -776,15 +752,6 @@ class HeteroProcessGroup(dist.ProcessGroup):
         return sum(communicator.sequence for communicator in self._communicators)
 
 
-def _require_subset(ranks: Sequence[int], *, size: int) -> None:
-    """Refuse ranks that could never all join the subgroup."""
-    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
-        raise ValueError(
-            f"split_group: the ranks {list(ranks)} must be ranks of a group of "
-            f"{counted(size, 'rank')}: some of 0 to {size - 1}, each once"
-        )
-
-
 def _finished_work(operation: str, tensors: list[torch.Tensor]) -> CollectiveWork:
     work = CollectiveWork(operation, tensors, timeout=0.0, group="")
     work.finish()
@@ -800,7 +767,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
     # may have been others.
     names = spans(global_ranks)
-    with _building(options.group_id):
+    with building(options.group_id):
         shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
         incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
@@ -819,8 +786,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
             begun = begin_world(global_rank, global_ranks)
         if begun is not None:
             cleanup.callback(begun.close)
-        with _building(options.group_id):
-            layout, worlds, address = _exchange_identities(
+        with building(options.group_id):
+            layout, worlds, address = exchange_identities(
                 store, options, global_ranks, planned_vendor=planned, world=world, begun=begun
             )
         crosses = len(layout.vendors) > 1
@@ -839,7 +806,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         elif len(worlds) > 1:
             world = None  # a member has left that of the others
         group, error = None, None
-        announcement = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
+        announcement = announce(
+            options.group_id or "0", layout, is_silent=is_planned or is_active()
+        )
         try:
             if not crosses:
                 group = _vendor_group(options, layout)
@@ -858,16 +827,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                     raise unreachable
         except Exception as failure:
             error = failure
-        with _building(options.group_id):
-            _exchange(
-                store,
-                "results",
-                options,
-                {},
-                error=error,
-                name_members=lambda members: ", ".join(str(layout.members[m]) for m in members),
-                require_alive=partial(_require_alive, world, global_ranks),
-            )
+        with building(options.group_id):
+            exchange_results(store, options, layout, error=error, world=world)
         assert group is not None
         if begun is not None and (crosses or begun.is_of_all):
             begun.begin(group, layout)
@@ -877,29 +838,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         return group
 
 
-def _require_alive(world: World | None, global_ranks: Sequence[int], member: int) -> None:
-    if world is not None:
-        world.require_alive(global_ranks[member])
-
-
 def _exited_in(world: World | None) -> Callable[[Member], bool]:
     return lambda member: world is not None and world.has_exited(member.global_rank)
-
-
-def create_subgroup(
-    store: dist.Store,
-    *,
-    rank: int,
-    global_ranks: Sequence[int],
-    name: str,
-    timeout: timedelta,
-) -> dist.ProcessGroup:
-    """Returns a group for `split_group`, which PyTorch leaves to the group that is split."""
-    options = _DistributedBackendOptions()
-    options.store, options.timeout, options.group_id = store, timeout, name
-    options.group_rank, options.group_size = rank, len(global_ranks)
-    options.global_ranks_in_group = list(global_ranks)
-    return create_group(options)
 
 
 def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
@@ -930,134 +870,3 @@ def is_active() -> bool:
         return False
     configs = dist.distributed_c10d._world.pg_backend_config.values()
     return any("hetero" in str(config) for config in configs)
-
-
-def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> str:
-    """Prints the first group's ranks and transport.
-
-    Deferred until the first cross-vendor link opens: the line to print then is returned, without
-    the transport. It is empty if there is nothing to print.
-    """
-    if is_silent or layout.rank != 0 or layout.size == 1 or is_active():
-        return ""
-    if LAUNCHER_VARIABLE not in os.environ:
-        for sentence in unknown_variables(os.environ):
-            print_line(f"hetero: warning: {sentence}")
-    counts = Counter((member.vendor, member.simulated) for member in layout.members)
-    simulated = " (simulated)" if any(member.simulated for member in layout.members) else ""
-    parts = [f"{count} {vendor}" for (vendor, _), count in counts.items()]
-    text = f"hetero: group {name} of {counted(layout.size, 'rank')}: {' + '.join(parts)}{simulated}"
-    if len(layout.vendors) == 1:
-        library = "nccl" if torch.cuda.is_available() else "gloo"
-        print_line(f"{text} over {library}")
-        return ""
-    return text
-
-
-@contextlib.contextmanager
-def _building(name: str) -> Iterator[None]:
-    """Have errors of the store and of members say which group could not be built."""
-    try:
-        yield
-    except (HeteroError, dist.DistNetworkError) as error:
-        raise LinkError(f"group {name} could not be built: {error}") from error
-
-
-def _exchange_identities(
-    store: BoundedStore,
-    options: Any,
-    global_ranks: Sequence[int],
-    *,
-    planned_vendor: str,
-    world: World | None,
-    begun: World | None,
-) -> tuple[Layout, set[str], Mapping[str, Any] | None]:
-    """Exchange every member's host, vendor and address. If one cannot find its own, all fail.
-
-    Args:
-        world: that these ranks already share, as far as this one knows.
-        begun: that this rank begins.
-
-    Returns the layout, the names of the worlds that members share, and where the one that a member
-    begins is found.
-    """
-    global_rank = global_ranks[options.group_rank]
-    own: dict[str, Any] = {"host": socket.gethostname()}
-    try:
-        identity = identify(
-            rank=global_rank,
-            local_rank=int(os.environ.get("LOCAL_RANK", global_rank)),
-            planned_vendor=planned_vendor,
-            flags={},
-        )
-        own |= {"vendor": identity.vendor, "version": identity.project_version}
-        own["simulated"] = identity.simulated
-        store_host = host_of(options.store)
-        own["address"] = own_address(store_host)
-        own["world"] = "" if world is None else world.name
-        if begun is not None and (address := begun.address_for(store_host)) is not None:
-            own["liveness"] = address
-    except (UserError, ValueError, OSError) as error:
-        own["error"] = str(error)
-    identities = _exchange(
-        store,
-        "identities",
-        options,
-        own,
-        name_members=lambda members: spans(global_ranks[member] for member in members),
-        require_alive=partial(_require_alive, world, global_ranks),
-    )
-    for rank, told in zip(global_ranks, identities, strict=True):
-        if "error" in told:
-            raise LinkError(f"rank {rank} on {told['host']}: {told['error']}")
-    hosts = {rank: told["host"] for rank, told in zip(global_ranks, identities, strict=True)}
-    versions = [told["version"] for told in identities]
-    require_equal(hosts, versions, what="versions of this project")
-    members = tuple(
-        Member(
-            rank=rank,
-            global_rank=global_ranks[rank],
-            host=told["host"],
-            vendor=told["vendor"],
-            address=told["address"],
-            simulated=told["simulated"],
-        )
-        for rank, told in enumerate(identities)
-    )
-    worlds = {told["world"] for told in identities}
-    address = next((told["liveness"] for told in identities if "liveness" in told), None)
-    return Layout(members, options.group_rank), worlds, address
-
-
-def _exchange(
-    store: BoundedStore,
-    what: str,
-    options: Any,
-    own: Mapping[str, Any],
-    *,
-    error: Exception | None = None,
-    name_members: Callable[[Sequence[int]], str],
-    require_alive: Callable[[int], None],
-) -> list[dict[str, Any]]:
-    """Exchange values between the group's members; ExchangeError on all if one does not come.
-
-    `require_alive` raises LinkError if a member is known to have exited.
-    """
-    exchange = Exchange(
-        store,
-        what,
-        member=options.group_rank,
-        size=options.group_size,
-        name_members=name_members,
-        remedy="see the log there",
-    )
-
-    def check() -> None:
-        if missing := exchange.absent() or exchange.missing():
-            require_alive(missing[0])
-        else:  # the last one exited before it could end the exchange, which has all values
-            exchange.abort(LinkError("a member exited"))
-
-    exchange.arrive()
-    exchange.submit(own, error=error)
-    return exchange.wait(options.timeout.total_seconds(), check=check)
