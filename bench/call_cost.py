@@ -4,11 +4,11 @@
 
 Two ranks of two simulated vendors make one call after another. The parts are nested functions of
 the call's path. One is timed at a time, from its entry to its return, so that timers never add up;
-a part costs its function's time less that of the next one inside. A round times every function in
-turn and takes the median of its calls. A figure is that of the least disturbed round, as other work
-on the machine only adds to it, on the rank that takes longer.
-On a GPU this is the time of the CPU, which enqueues calls. Calls of Python and of C functions are
-counted in other calls, by the profiler's hook in the caller's thread.
+a part costs its function's time less that of the next one inside. Functions take turns, and a
+figure is the first decile of a function's calls, since other work on the machine only adds to them,
+on the rank that takes longer. On a GPU this is the time of the CPU, which enqueues calls. Calls of
+Python and of C functions are counted in other calls, by the profiler's hook in the caller's thread;
+the call with the fewest counts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ OPERATIONS = {
 }
 """Bytes of each, as in nccl-tests: of the whole buffer."""
 _TIMEOUT = timedelta(seconds=60)
-_COUNTED_CALLS = 20
+_COUNTED_CALLS = 50
+_C_FUNCTIONS = "functions of C"
 _ELEMENT_BYTES = 4
 
 
@@ -118,8 +119,8 @@ def timed(part: Part, spent: list[int]) -> Iterator[None]:
             setattr(part.owner, name, function)
 
 
-def one_round(case: Case, part: Part, calls: int) -> float:
-    """Microseconds of a call inside a part, or of the whole call if it has no functions."""
+def one_round(case: Case, part: Part, calls: int) -> list[int]:
+    """Nanoseconds of each call inside a part, or of the whole call if it has no functions."""
     group = dist.distributed_c10d._get_default_group()
     spent: list[int] = []
     case.refill()
@@ -131,29 +132,31 @@ def one_round(case: Case, part: Part, calls: int) -> float:
             if not part.functions:
                 spent[-1] = time.perf_counter_ns() - begun
     synchronize(case.result.device)
-    return statistics.median(spent) / 1e3
+    return spent
 
 
-def count_calls(case: Case) -> dict[str, float]:
+def count_calls(case: Case) -> dict[str, int]:
     """Calls of Python functions in one call, by file from its package on, and those of C's."""
     group = dist.distributed_c10d._get_default_group()
-    found: Counter[str] = Counter()
+    counters: list[Counter[str]] = []
 
     def on_event(frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
-            found[_short(frame.f_code.co_filename)] += 1
+            counters[-1][_short(frame.f_code.co_filename)] += 1
         elif event == "c_call":
-            found["functions of C"] += 1
+            counters[-1][_C_FUNCTIONS] += 1
 
     for _ in range(_COUNTED_CALLS):
+        counters.append(Counter())
         sys.setprofile(on_event)
         try:
             case.call(group)
         finally:
             sys.setprofile(None)
     synchronize(case.result.device)
-    del found[_short(__file__)]
-    return {name: round(count / _COUNTED_CALLS, 1) for name, count in sorted(found.items())}
+    fewest = min(counters, key=Counter.total)
+    del fewest[_short(__file__)]
+    return dict(sorted(fewest.items()))
 
 
 def _short(path: str) -> str:
@@ -186,11 +189,11 @@ def measure_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
         setup = Setup(rank, len(VENDORS), size // _ELEMENT_BYTES, torch.float32, device, "sum")
         case = next(iter(setup.cases(operation)))
         one_round(case, PARTS[0], options.calls)
-        rounds: dict[str, list[float]] = {part.name: [] for part in (*PARTS, WAIT)}
+        spent: dict[str, list[int]] = {part.name: [] for part in (*PARTS, WAIT)}
         for _ in range(options.rounds):
             for part in (*PARTS, WAIT):
-                rounds[part.name].append(one_round(case, part, options.calls))
-        inside = {name: min(values) for name, values in rounds.items()}
+                spent[part.name] += one_round(case, part, options.calls)
+        inside = {name: statistics.quantiles(ns, n=10)[0] / 1e3 for name, ns in spent.items()}
         found[operation] = {"inside_us": inside, "calls": count_calls(case)}
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -214,7 +217,7 @@ def table(operations: dict[str, Any]) -> str:
     lines = [f"us of a call | whole | {' | '.join(names)} | Python calls, torch's, C's"]
     for operation, found in operations.items():
         calls = dict(found["calls"])
-        c_calls, torchs = calls.pop("functions of C", 0), calls.get("torch", 0)
+        c_calls, torchs = calls.pop(_C_FUNCTIONS, 0), calls.get("torch", 0)
         parts = " | ".join(f"{found['parts_us'][name]:.1f}" for name in names)
         counts = f"{sum(calls.values()):.0f}, {torchs:.0f}, {c_calls:.0f}"
         lines.append(f"{operation} | {found['whole_us']:.1f} | {parts} | {counts}")
@@ -269,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rounds", type=integer(1), default=40, help="number of rounds over all parts"
     )
     parser.add_argument(
-        "--calls", type=integer(1), default=250, help="number of calls in a round of a part"
+        "--calls", type=integer(2), default=250, help="number of calls in a round of a part"
     )
     parser.add_argument(
         "--json", type=Path, required=True, metavar="FILE", help="the JSON file to write"

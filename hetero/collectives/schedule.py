@@ -134,9 +134,6 @@ class P2PBatch:
 
     def _share_out(self, left: Sequence[Transfer]) -> None:
         """Give each batch what is left to wait for of its own; the followers' comes last."""
-        if not self._followers:
-            self._pending = left
-            return
         end = len(left)
         for batch in reversed(self._followers):
             begin = end - len(batch.ops)
@@ -168,22 +165,18 @@ class P2PBatch:
 
     def poll(self, microseconds: int = _POLL_MICROSECONDS) -> bool:
         """Issue the batch if needed, and poll that long; returns True once all of it is done."""
+        context = self._context
         if self._pending is None:
             if (messages := self._messages()) is None:
                 return False
             self._pending = ()
             if messages:
-                self._share_out(
-                    self._context.ring.order(
-                        messages,
-                        tag=self._context.tag,
-                        microseconds=microseconds,
-                        waited=len(self.ops),
-                    )
+                left = context.ring.order(
+                    messages, tag=context.tag, microseconds=microseconds, waited=len(self.ops)
                 )
-        elif self._pending and self._context.ring.progress(
-            self._pending, microseconds=microseconds
-        ):
+                if left or self._followers:
+                    self._share_out(left)
+        elif self._pending and context.ring.progress(self._pending, microseconds=microseconds):
             self._pending = ()
         return not self._pending
 
