@@ -11,7 +11,9 @@ from hetero.collectives.layout import (
     Layout,
     Member,
     Span,
+    copy_segment,
     equal_parts,
+    equal_segments,
     overlaps,
     shared_pieces,
 )
@@ -107,3 +109,15 @@ def test_three_ranks_face_one():
 def test_a_span_is_placed_in_the_memory_of_another():
     assert Span(3, 5).relative_to(Span(2, 9)) == slice(1, 3)
     assert overlaps(Span(0, 4), [Span(6, 9), Span(4, 6), Span(3, 5)]) == [(2, Span(3, 4))]
+
+
+@pytest.mark.parametrize("count", [24, 40_000], ids=["small", "larger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["one dtype", "two dtypes"])
+def test_a_segment_is_copied_into_its_place_and_nowhere_else(count, dtype):
+    source, nbytes = torch.arange(count, dtype=torch.float32), 4 * count
+    table = torch.zeros(3 * nbytes, dtype=torch.uint8).view(dtype)
+    copy_segment(equal_segments(table, 3)[1], (source, 0, nbytes))
+    before, copied, after = table.view(torch.uint8).view(3, -1)
+    assert torch.equal(copied, source.view(torch.uint8))
+    assert not before.any()
+    assert not after.any()
