@@ -2,13 +2,13 @@
 
     python bench/call_cost.py --json call_cost.json [--device cpu] [--rounds 40] [--calls 250]
 
-Two ranks of two simulated vendors make one call after another. The parts are nested functions of
-the call's path. One is timed at a time, from its entry to its return, so that timers never add up;
-a part costs its function's time less that of the next one inside. Functions take turns, and a
-figure is the first decile of a function's calls, since other work on the machine only adds to them,
-on the rank that takes longer. On a GPU this is the time of the CPU, which enqueues calls. Calls of
-Python and of C functions are counted in other calls, by the profiler's hook in the caller's thread;
-the call with the fewest counts.
+Two ranks of two simulated vendors make one call after another, on a CPU each on a core of its own.
+The parts are nested functions of the call's path. One is timed at a time, from its entry to its
+return, so that timers never add up; a part costs its function's time less that of the next one
+inside. Functions take turns, and a figure is the first decile of a function's calls, since other
+work on the machine only adds to them, on the rank that takes longer. On a GPU this is the time of
+the CPU, which enqueues calls. Calls of Python and of C functions are counted in other calls, by the
+profiler's hook in the caller's thread; the call with the fewest counts.
 """
 
 from __future__ import annotations
@@ -178,6 +178,9 @@ def measure_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    else:  # where both are on one for a while, a call takes twice as long
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     hetero.register()
     store = dist.FileStore(f"{folder}/store", len(VENDORS))
     dist.init_process_group(

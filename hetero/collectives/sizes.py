@@ -79,21 +79,19 @@ class Sizes:
 
 
 _CPU = Sizes(
-    # 2+2 ranks of a 2-core CPU take 1.6 ms for 64 KiB, most of it gloo's latency. Not measured
-    # where it ends.
+    # No measurement is kept of where the direct form stops being the faster one.
     direct=64 * _KIB,
-    # Larger tensors are cut, so that a chunk is reduced in the cache while the next one arrives.
     direct_of_one_per_vendor=_MIB,
     # The ranks of one host share its memory: a link to another vendor is as fast as one within,
     # and 2+2 ranks gather 64 MiB in 29 ms (2026-11-26_collectives_whole_rows_2-core-CPU.json).
     direct_copy=_WHOLE,
-    # A chunk that was just received is still in the cache when it is reduced.
+    # A chunk that was just received is still in the cache when it is reduced. No measurement kept.
     reduced_chunk=(4 * _MIB, 4 * _MIB),
     # Its ranks share cores and memory in every step, so that nothing overlaps.
     copied_chunk=(_WHOLE, _WHOLE),
-    # More, and a chunk has left the cache when it is reduced.
+    # With more a chunk has left the cache when it is reduced. Not measured.
     ahead=1,
-    # A copy of 64 KiB takes 2 us, as little as one more call into C from Python.
+    # A copy of 64 KiB takes 2 us, less than one more call into C from Python.
     copy_first=64 * _KIB,
 )
 _CPU_NETWORK = Sizes(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
