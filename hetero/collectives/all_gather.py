@@ -8,9 +8,6 @@ import torch
 
 from hetero.collectives.layout import (
     Segment,
-    chunks_ahead,
-    columns,
-    copies_directly,
     copy_segment,
     equal_parts,
     full_segment,
@@ -44,7 +41,7 @@ def all_gather(
     if not row.numel():
         return iter(())
     layout, nbytes = context.layout, len(rows) * row.nbytes
-    if layout.alignment > 1 and copies_directly(layout, context.device, nbytes):
+    if layout.alignment > 1 and context.sizes.copies_directly(layout, nbytes):
         return _all_gather_direct(context, rows, row)
     if context.library is None:
         return _all_gather_one_per_vendor(context, rows, row)
@@ -90,7 +87,7 @@ def _all_gather_one_per_vendor(
     layout, batch, source = context.layout, P2PBatch(context), full_segment(row)
     if any(share_memory(rows[rank], source) for rank in layout.remote_ranks):
         row = row.clone()  # another rank's row would be received into what is being sent
-    for span in columns(context.layout, context.device, row.nbytes, element_size=1, rows=len(rows)):
+    for span in context.sizes.columns(layout, row.nbytes, element_size=1, rows=len(rows)):
         for vendor in layout.other_vendors:
             ranks = layout.vendors[vendor]
             for rank, part in zip(ranks, equal_parts(len(span), len(ranks)), strict=True):
@@ -114,8 +111,8 @@ def _all_gather_into_rows(
 def _all_gather_into_table(
     context: CallContext, table: torch.Tensor, row: torch.Tensor
 ) -> Schedule:
-    spans = columns(context.layout, context.device, row.numel(), element_size=1, rows=len(table))
-    ahead = chunks_ahead(context.device, len(spans))
+    spans = context.sizes.columns(context.layout, row.numel(), element_size=1, rows=len(table))
+    ahead = context.sizes.chunks_ahead(len(spans))
     pipeline = [
         _Chunk(context, table[:, s.begin : s.end], row[s.begin : s.end], ahead=ahead) for s in spans
     ]

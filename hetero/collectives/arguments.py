@@ -13,19 +13,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.text import counted
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NO_TIME = timedelta()
+
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Returns True if a tensor has no memory, as under FakeTensorMode or on the device `meta`.
 
     Calls of such tensors do nothing, as over PyTorch's groups.
     """
-    return tensor.is_meta or (type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor))
+    return tensor.is_meta or (type(tensor) not in _PLAIN and isinstance(tensor, FakeTensor))
 
 
 def as_list(tensors: Any) -> list[torch.Tensor]:
     """Returns one tensor or several as a list, each with memory that the call can use."""
     several = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-    return [tensor if type(tensor) is torch.Tensor else _with_memory(tensor) for tensor in several]
+    return [tensor if type(tensor) in _PLAIN else _with_memory(tensor) for tensor in several]
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,8 +72,8 @@ def as_options(kind: Callable[[], Any], given: Sequence[Any], named: Mapping[str
 
 def own_timeout(options: Any) -> float | None:
     """Returns the timeout of one call in seconds; None if its options leave it to the group."""
-    seconds = options.timeout.total_seconds()
-    return seconds if seconds > 0 else None
+    timeout: timedelta = options.timeout
+    return timeout.total_seconds() if timeout > _NO_TIME else None
 
 
 def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
@@ -80,16 +83,31 @@ def only_list(lists: Sequence[Any]) -> list[torch.Tensor]:
     return as_list(lists[0])
 
 
-def require_dense(operation: str, tensor: torch.Tensor) -> None:
-    """Refuse sparse and quantized tensors, before anything is sent."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
-        raise ValueError(f"{operation}: {kind} is not carried; give it to_dense() or dequantize()")
+def require_usable(
+    operation: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    device: torch.device,
+    written: Sequence[torch.Tensor] = (),
+    sparse: bool = False,
+) -> None:
+    """Refuse, before anything is sent, tensors that are elsewhere, sparse or quantized.
 
-
-def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse to write to tensors whose elements share memory, before anything is sent."""
+    Args:
+        written: those of the tensors that take a result; their elements must not share memory.
+        sparse: whether the call takes sparse tensors.
+    """
     for tensor in tensors:
+        if tensor.device != device:
+            raise RuntimeError(
+                f"{operation}: tensors on {device} and on {tensor.device}; move them to one device"
+            )
+        if not sparse and (tensor.layout is not torch.strided or tensor.is_quantized):
+            kind = "a quantized tensor" if tensor.is_quantized else f"a tensor of {tensor.layout}"
+            raise ValueError(
+                f"{operation}: {kind} is not carried; give it to_dense() or dequantize()"
+            )
+    for tensor in written:
         if tensor.is_sparse or tensor.is_contiguous():
             continue
         if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -97,6 +115,59 @@ def require_no_internal_overlap(operation: str, tensors: Sequence[torch.Tensor])
                 f"{operation}: elements of a tensor {list(tensor.shape)} that takes the result lie "
                 "in one place, as expand() puts them; give it contiguous()"
             )
+
+
+def require_one_per_rank(operation: str, parts: Sequence[Any], *, size: int) -> None:
+    if len(parts) != size:
+        raise ValueError(
+            f"{operation}: {counted(len(parts), 'tensor')} for {counted(size, 'rank')}; "
+            "give one for each"
+        )
+
+
+def require_rank(operation: str, what: str, rank: int, *, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{operation}: {what} {rank} is out of range for a group of {counted(size, 'rank')}; "
+            f"give one of 0 to {size - 1}"
+        )
+
+
+def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    if len(tensors) > 1 and len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError(f"one call reduces tensors of one dtype, got {sorted(map(str, dtypes))}")
+
+
+def require_one_size(operation: str, parts: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    """`parts`: those of all ranks, at the root of a gather or a scatter."""
+    for rank, part in enumerate(parts):
+        if part.nbytes != own.nbytes:
+            raise ValueError(
+                f"{operation}: the tensor for rank {rank} of the group has "
+                f"{counted(part.nbytes, 'byte')} and this rank's own {own.nbytes}; give all the "
+                "same size"
+            )
+
+
+def split_bytes(tensor: torch.Tensor, splits: Sequence[int], what: str, *, size: int) -> list[int]:
+    """How many bytes of an all-to-all's `what`, input or output, are each rank's, in order.
+
+    `splits`: rows of each rank; the same for all if it is empty.
+    """
+    length = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if length % size:
+            raise ValueError(
+                f"all_to_all: the {what} has {counted(length, 'row')} for {counted(size, 'rank')}; "
+                "give a multiple, or split sizes"
+            )
+        return [tensor.nbytes // size] * size
+    if len(splits) != size or sum(splits) != length or min(splits) < 0:
+        raise ValueError(
+            f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
+            f"{list(splits)}; give {size} of 0 or more that add up to it"
+        )
+    return [split * (tensor.nbytes // length if length else 0) for split in splits]
 
 
 def require_matching_numel(

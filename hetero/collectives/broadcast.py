@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hetero.collectives.layout import (
-    chunks_ahead,
-    columns,
-    copies_directly,
-    overlaps,
-)
+from hetero.collectives.layout import overlaps
 from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, ShardedChunk, overlapped
 from hetero.link.base import as_bytes
 
@@ -18,7 +13,7 @@ def broadcast(context: CallContext, memory: torch.Tensor, *, root: int) -> Sched
     """Copy the root's contiguous memory into every rank's."""
     if not memory.numel():
         return iter(())
-    if copies_directly(context.layout, context.device, memory.nbytes):
+    if context.sizes.copies_directly(context.layout, memory.nbytes):
         return _broadcast_whole(context, memory, root=root)
     return _broadcast_sharded(context, as_bytes(memory), root=root)
 
@@ -49,8 +44,8 @@ def _broadcast_sharded(context: CallContext, flat: torch.Tensor, *, root: int) -
 
     The steps of successive chunks overlap.
     """
-    spans = columns(context.layout, context.device, flat.numel(), element_size=1)
-    ahead = chunks_ahead(context.device, len(spans))
+    spans = context.sizes.columns(context.layout, flat.numel(), element_size=1)
+    ahead = context.sizes.chunks_ahead(len(spans))
     pipeline = [
         _Chunk(context, flat[span.begin : span.end], root=root, ahead=ahead) for span in spans
     ]

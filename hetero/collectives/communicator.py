@@ -48,7 +48,6 @@ _CLOSE_SECONDS = 5.0
 _CATCH_UP_SECONDS = 1e-3
 """How long a caller lets the worker finish earlier calls before it submits another one. Two
 threads that both use torch take Python's lock from each other, up to 5 ms each time."""
-_NO_MODE = contextlib.nullcontext()
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
 """The timeout of a link for messages of CPU tensors: in effect none, because each message has its
 own deadline. `wait()` on its handle fails after the group's timeout, and a receive may be posted
@@ -191,47 +190,58 @@ class Communicator:
         root: int | None = None,
         blocking: bool = False,
         timeout: float | None = None,
-    ) -> CollectiveWork:
+    ) -> CollectiveWork | None:
         """Run one call of the group, after those before it.
 
         Args:
             tensors: what the work's future holds.
             common: tensors whose dtype and numbers of elements must be the same on all ranks.
             root: in the group.
-            blocking: whether the caller would wait at once.
+            blocking: whether the caller waits at once. The call then needs no handle: it is done
+                (on a GPU: enqueued in the caller's stream) when this returns None, and raises its
+                error. This is also what PyTorch expects of a group.
             timeout: of this call, in seconds; the group's if None. For CPU tensors only: transfers
                 of earlier calls may still be under way on a GPU, and a link has one timeout.
         """
         self._stream.require_no_capture()
         with self._submission:
             self.sequence += 1
+            dtype = dtype_name((common or tensors)[0].dtype)
             call = Call(
                 self.sequence,
                 operation,
-                dtype_name(common[0].dtype) if common else "",
+                dtype if common else "",
                 tuple([tensor.numel() for tensor in common]),
                 reduction,
                 None if root is None else self.layout.members[root].global_rank,
             )
-            seconds = self.timeout if timeout is None else timeout
-            work = CollectiveWork(call, tensors, timeout=seconds, group=self.name)
-            work.entry = CallEntry(
+            entry = CallEntry(
                 self._recorded_name,
                 self.sequence,
                 operation,
-                call.dtype or dtype_name(tensors[0].dtype),
+                dtype,
                 tuple([tensor.shape for tensor in tensors]),
                 call.root,
                 reduction,
-                timeout=seconds,
+                timeout=self.timeout if timeout is None else timeout,
             )
-            self._recorder.add_call(work.entry)
-            if self._error is not None:
-                work.finish(self._error)
-                return work
-            running = RunningCall(call, work, algorithm, self._context)
-            may_start_here = blocking or (self._is_connected and self._stream.exists)
-            if may_start_here and self._worker.try_acquire(seconds=_CATCH_UP_SECONDS):
+            self._recorder.add_call(entry)
+            running = RunningCall(
+                call,
+                entry,
+                algorithm,
+                self._context,
+                in_inference_mode=any(map(torch.Tensor.is_inference, tensors)),
+            )
+            may_start_here = self._error is None and (
+                blocking or (self._is_connected and self._stream.exists)
+            )
+            starts_here = may_start_here and self._worker.try_acquire(seconds=_CATCH_UP_SECONDS)
+            if not (starts_here and blocking):
+                running.work = CollectiveWork(
+                    call, tensors, timeout=entry.timeout, group=self.name, entry=entry
+                )
+            if starts_here:
                 try:
                     if blocking:
                         self._progress(running)
@@ -239,11 +249,19 @@ class Communicator:
                         self._start_in_callers_thread(running)
                 finally:
                     self._worker.release()
+            elif self._error is not None:
+                running.finish(self._error)
             else:
                 event = self._stream.record_event()
                 self._worker.submit(lambda: self._run_on_side_stream(running, event))
-        self._worker.run_pending()
-        return work
+        if running.work is not None:
+            self._worker.run_pending()
+            if not blocking:
+                return running.work
+            running.work.wait()
+        elif running.error is not None:
+            raise running.error
+        return None
 
     def _start_in_callers_thread(self, running: RunningCall) -> None:
         """Progress a GPU's call as far as no peer has to come first; leave the rest to the worker.
@@ -267,7 +285,7 @@ class Communicator:
             with self._stream.as_current():
                 self._progress(running, on_side_stream=True)
         except Exception as error:  # the GPU's own, after which no call of it works
-            running.work.finish(self._fail(running, error))
+            running.finish(self._fail(running, error))
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -379,28 +397,32 @@ class Communicator:
         `on_side_stream`: the current stream is not the caller's.
         """
         if self._error is not None:
-            running.work.finish(self._error)
+            running.finish(self._error)
             return True
         try:
             if not running.is_started:
                 self._prepare(running)
-            with torch.inference_mode() if running.in_inference_mode else _NO_MODE:
-                if not running.progress(blocking=blocking):
-                    return False
+            if running.in_inference_mode:
+                with torch.inference_mode():
+                    is_done = running.progress(blocking=blocking)
+            else:
+                is_done = running.progress(blocking=blocking)
+            if not is_done:
+                return False
             held = [running.algorithm] if on_side_stream and self._stream.exists else None
             end = None if held is None else self._stream.record_end(held)
         except Exception as error:
-            running.work.finish(self._fail(running, error))
+            running.finish(self._fail(running, error))
             return True
         self._last_call = running.call
         stream = None if held is None else self._stream.stream
-        running.work.finish(end_event=end, stream=stream, held=held)
+        running.finish(end_event=end, stream=stream, held=held)
         return True
 
     def _prepare(self, running: RunningCall) -> None:
         """Before a call starts: set its timeout and tag, open links, and compare tags."""
         self._links.check()
-        seconds = running.work.timeout
+        seconds = running.timeout
         if seconds != self._links.timeout:
             self._links.set_timeout(seconds)
             if self._library is not None:
@@ -424,7 +446,7 @@ class Communicator:
         self._recorder.report_failure(f"{running.call} of group {self.name} failed: {error}")
         self._abort_calls()
         if self._error is None:
-            self._error = self._explained(own, timeout=running.work.timeout)
+            self._error = self._explained(own, timeout=running.timeout)
             self._error.__cause__ = error
         self._abort_messages()
         return self._error

@@ -6,6 +6,7 @@ ordered by their lowest rank, the ranks of a vendor by their number.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -203,98 +204,6 @@ def shared_pieces(span: Span, parts: tuple[tuple[Span, ...], ...]) -> tuple[Piec
     )
 
 
-_DIRECT_BYTES = 64 << 10
-_DIRECT_BYTES_ONE_PER_VENDOR = {"cpu": 1 << 20, "cuda": 64 << 20}
-CHUNK_BYTES = 4 << 20
-"""On a CPU: a chunk that was just received is still in the cache when it is reduced."""
-_NETWORK_CHUNK_BYTES = 16 << 20
-"""On CPUs of several hosts: of a table that is gathered or scattered, or a tensor that is sent."""
-_GPU_CHUNK_BYTES, _GPU_CHUNKS = (128 << 20, 512 << 20), 4
-"""On GPUs: bounds of a chunk's size, and how many chunks of a call overlap their steps.
-
-A chunk costs a rank's CPU up to half a millisecond.
-"""
-_CHUNKS_AHEAD = {"cpu": 1, "cuda": 3}
-"""How many further chunks are in flight while one is reduced.
-
-A GPU's transfer is ordered after all that the stream holds, so issue it several chunks ahead,
-before their reductions are enqueued. A CPU should still find in its cache what it reduces.
-"""
-_ALIGNED_BYTES = 512
-
-
-def direct_bytes(layout: Layout, device: torch.device) -> int:
-    """Up to this size the algorithm with the fewest steps is the fastest.
-
-    With it every rank gets the other vendors' whole part: of a reduction, or of a table of rows.
-    """
-    if layout.alignment == 1:
-        return _DIRECT_BYTES_ONE_PER_VENDOR[device.type]
-    return _DIRECT_BYTES
-
-
-def copies_directly(layout: Layout, device: torch.device, nbytes: int) -> bool:
-    """Returns True where to copy with the fewest steps: small tensors, and any on CPUs of one host.
-
-    The ranks of one host share its memory, so a link to another vendor is as fast as one within.
-    """
-    is_one_host_of_cpus = device.type == "cpu" and not layout.has_several_hosts
-    return is_one_host_of_cpus or nbytes <= direct_bytes(layout, device)
-
-
-def chunk_spans(
-    layout: Layout, device: torch.device, length: int, *, element_size: int
-) -> list[Span]:
-    """The chunks of `length` elements that are reduced; the same on all ranks."""
-    nbytes = CHUNK_BYTES if device.type == "cpu" else _gpu_chunk_bytes(length * element_size)
-    return _chunks(layout, length, nbytes, element_size)
-
-
-def columns(
-    layout: Layout, device: torch.device, length: int, *, element_size: int, rows: int = 1
-) -> list[Span]:
-    """The chunks of a table's columns, to overlap steps within a vendor with those across.
-
-    One chunk where that gains nothing: if no vendor has a second rank, and among CPU ranks of one
-    host, which share its cores and memory in every step.
-
-    Args:
-        length: elements of each of the `rows`.
-    """
-    total = length * rows * element_size
-    if layout.alignment == 1 or (device.type == "cpu" and not layout.has_several_hosts):
-        return [Span(0, length)]
-    nbytes = _NETWORK_CHUNK_BYTES if device.type == "cpu" else _gpu_chunk_bytes(total)
-    return _chunks(layout, length, nbytes // rows, element_size)
-
-
-def _gpu_chunk_bytes(total: int) -> int:
-    least, most = _GPU_CHUNK_BYTES
-    return min(max(least, total // _GPU_CHUNKS), most)
-
-
-def _chunks(layout: Layout, length: int, nbytes: int, element_size: int) -> list[Span]:
-    """Split `length` elements into chunks of about `nbytes`.
-
-    All but the last have shards of one length at every vendor, at addresses at which a GPU copies
-    fast.
-    """
-    if length * element_size <= nbytes:
-        return [Span(0, length)]
-    alignment = layout.alignment * max(1, _ALIGNED_BYTES // element_size)
-    step = nbytes // element_size
-    step = max(alignment, step - step % alignment)
-    return [Span(begin, min(length, begin + step)) for begin in range(0, length, step)]
-
-
-def chunks_ahead(device: torch.device, chunks: int) -> int:
-    """Returns how many further chunks are in flight while one is reduced.
-
-    0 for a single chunk: its messages need not start before they are waited for.
-    """
-    return _CHUNKS_AHEAD[device.type] if chunks > 1 else 0
-
-
 # A call writes to `tensor.data`, whose changes autograd does not count, as PyTorch's groups write
 # to memory. With `detach()` the backward of a step that all-reduces an activation in place fails.
 
@@ -303,6 +212,8 @@ Segment = tuple[torch.Tensor, int, int]
 
 Only a vendor's library needs a tensor of just these bytes, which takes three torch operations.
 """
+_SMALL_COPY_BYTES = 64 << 10
+"""On a CPU: a larger copy takes longer than PyTorch's dispatch, and must not keep Python's lock."""
 
 
 def _is_materialized(tensor: torch.Tensor) -> bool:
@@ -344,6 +255,12 @@ def split_segments(tensor: torch.Tensor, sizes: Sequence[int]) -> list[Segment]:
     return [(tensor, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
+def equal_segments(tensor: torch.Tensor, count: int) -> list[Segment]:
+    """`count` consecutive segments of one size."""
+    size = tensor.nbytes // count
+    return [(tensor, number * size, size) for number in range(count)]
+
+
 def segment_bytes(segment: Segment) -> torch.Tensor:
     """A segment as flat bytes."""
     tensor, offset, nbytes = segment
@@ -374,7 +291,10 @@ def share_memory(segment: Segment, other: Segment) -> bool:
 
 def copy_segment(target: Segment, source: Segment) -> None:
     """Copy a segment into another one of its size."""
-    if target[0].dtype is source[0].dtype:
+    if source[2] <= _SMALL_COPY_BYTES and source[0].is_cpu and target[0].is_cpu:
+        memory, offset, nbytes = source
+        ctypes.memmove(target[0].data_ptr() + target[1], memory.data_ptr() + offset, nbytes)
+    elif target[0].dtype is source[0].dtype:
         _elements(target).copy_(_elements(source))
     else:
         segment_bytes(target).copy_(segment_bytes(source))

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,23 +30,35 @@ from hetero.collectives.arguments import (
     is_fake,
     only_list,
     own_timeout,
-    require_dense,
     require_matching_numel,
-    require_no_internal_overlap,
+    require_one_dtype,
+    require_one_per_rank,
+    require_one_size,
+    require_rank,
+    require_usable,
+    split_bytes,
 )
 from hetero.collectives.broadcast import broadcast
 from hetero.collectives.communicator import Communicator
 from hetero.collectives.failures import LEFT, RankStatus, Statuses
+from hetero.collectives.identities import (
+    announce,
+    building,
+    exchange_identities,
+    exchange_results,
+)
 from hetero.collectives.layout import (
     Layout,
     Member,
+    equal_segments,
     full_segment,
     materialize,
     output_buffer,
     split_segments,
     write_back,
 )
-from hetero.collectives.links import clone, own_address
+from hetero.collectives.links import clone
+from hetero.collectives.monitored_barrier import monitored_barrier
 from hetero.collectives.reduce_scatter import reduce_scatter
 from hetero.collectives.schedule import Algorithm, CallContext, Schedule
 from hetero.collectives.torch_patches import skip_dynamo, support_ddp
@@ -63,16 +72,11 @@ from hetero.collectives.world import (
     join_world,
     world_with,
 )
-from hetero.errors import ExchangeError, HeteroError, LinkError, UserError, print_line
 from hetero.link.base import Link, as_bytes
-from hetero.startup.exchange import Exchange
-from hetero.startup.identity import identify, require_equal
-from hetero.startup.process import LAUNCHER_VARIABLE, unknown_variables
 from hetero.startup.store import BoundedStore, host_of
 from hetero.text import counted, spans
 
 BACKEND = "hetero"
-_BARRIER_GRACE_SECONDS = 2.0
 Tensors = Sequence[torch.Tensor]
 
 
@@ -179,8 +183,10 @@ class HeteroProcessGroup(dist.ProcessGroup):
         reduction: str = "",
         root: int | None = None,
         sparse: bool = False,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Check the arguments of a call, and run it after the calls before it.
+
+        Returns None once a call is done for which its caller waits at once.
 
         Args:
             algorithm: what the call does (schedule.py).
@@ -198,15 +204,13 @@ class HeteroProcessGroup(dist.ProcessGroup):
             return self._coalesced(_finished_work(operation, tensors))
         communicator = self._communicator_for(used[0].device)
         device = communicator.device
-        for tensor in used:
-            if tensor.device != device:
-                raise RuntimeError(
-                    f"{operation}: tensors on {device} and on {tensor.device}; "
-                    "move them to one device"
-                )
-            if not sparse:
-                require_dense(operation, tensor)
-        require_no_internal_overlap(operation, tensors if results is None else results)
+        require_usable(
+            operation,
+            used,
+            device=device,
+            written=tensors if results is None else results,
+            sparse=sparse,
+        )
         timeout = own_timeout(opts)
         if timeout not in (None, communicator.timeout) and device.type != "cpu":
             raise ValueError(
@@ -215,7 +219,7 @@ class HeteroProcessGroup(dist.ProcessGroup):
                 "set_timeout()"
             )
         if root is not None:
-            self._require_rank(operation, "root", root)
+            require_rank(operation, "root", root, size=self._layout.size)
         with profiled(operation):
             work = communicator.run(
                 algorithm,
@@ -227,24 +231,31 @@ class HeteroProcessGroup(dist.ProcessGroup):
                 blocking=not getattr(opts, "asyncOp", True),
                 timeout=timeout,
             )
-        return self._coalesced(work)
+        return None if work is None else self._coalesced(work)
+
+    def _copy(
+        self,
+        algorithm: Callable[[CallContext, list[torch.Tensor], list[torch.Tensor]], Schedule],
+        operation: str,
+        outputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        **more: Any,
+    ) -> dist.Work | None:
+        """Run a call that copies: `algorithm` gets contiguous memory for outputs and inputs.
+
+        `more`: arguments of `_run`.
+        """
+
+        def whole(context: CallContext) -> Schedule:
+            buffers = [output_buffer(output) for output in outputs]
+            yield from algorithm(context, buffers, [materialize(tensor) for tensor in inputs])
+            for buffer, output in zip(buffers, outputs, strict=True):
+                write_back(buffer, output)
+
+        return self._run(whole, operation, outputs, **more)
 
     def _reduction(self, opts: Any, like: torch.Tensor) -> Reduction:
         return reduction_for(opts.reduceOp, like.dtype, size=self._layout.size, on_cpu=like.is_cpu)
-
-    def _require_one_per_rank(self, parts: Sequence[Any], operation: str) -> None:
-        if len(parts) != self._layout.size:
-            raise ValueError(
-                f"{operation}: {counted(len(parts), 'tensor')} for "
-                f"{counted(self.size(), 'rank')}; give one for each"
-            )
-
-    def _require_rank(self, operation: str, what: str, rank: int) -> None:
-        if not 0 <= rank < self._layout.size:
-            raise ValueError(
-                f"{operation}: {what} {rank} is out of range for a group of "
-                f"{counted(self.size(), 'rank')}; give one of 0 to {self.size() - 1}"
-            )
 
     def _coalesced(self, work: CollectiveWork) -> CollectiveWork:
         if self._coalescing is not None:
@@ -258,56 +269,51 @@ class HeteroProcessGroup(dist.ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return CoalescedWork(works)
 
-    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def allreduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.AllreduceOptions, given, named)
         return self._all_reduce("all_reduce", as_list(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.AllreduceCoalescedOptions, given, named)
         return self._all_reduce("all_reduce (coalesced)", as_list(tensors), opts)
 
-    def _all_reduce(self, operation: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        if tensors[0].is_sparse or any(tensor.is_sparse for tensor in tensors[1:]):
-            return self._all_reduce_sparse(tensors, opts)
+    def _all_reduce(
+        self, operation: str, tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work | None:
         reduction = self._reduction(opts, tensors[0])
-        _require_one_dtype(tensors)
+        if sparse := any([tensor.is_sparse for tensor in tensors]):  # noqa: C419  faster
+            require_sum(reduction)
+            operation = f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})"
+        else:
+            require_one_dtype(tensors)
 
         def algorithm(context: CallContext) -> Schedule:
-            # Reduce all in one buffer, so that many small tensors cost as much as one.
-            if len(tensors) == 1:
-                flat = reduction.prepare(tensors[0])
-                yield from all_reduce(context, flat, reduction)
-                reduction.finish(flat, tensors[0])
+            if sparse:
+                for tensor in tensors:
+                    yield from all_reduce_sparse(context, tensor, reduction)
                 return
+            # Reduce all in one buffer, so that many small tensors cost as much as one.
             parts = [reduction.prepare(tensor) for tensor in tensors]
-            flat = torch.cat(parts)
-            yield from all_reduce(context, flat, reduction)
-            for part, tensor in zip(flat.split([p.numel() for p in parts]), tensors, strict=True):
+            if len(parts) > 1:
+                flat = torch.cat(parts)
+                yield from all_reduce(context, flat, reduction)
+                parts = list(flat.split([part.numel() for part in parts]))
+            else:
+                yield from all_reduce(context, parts[0], reduction)
+            for part, tensor in zip(parts, tensors, strict=True):
                 reduction.finish(part, tensor)
 
         return self._run(
-            algorithm, operation, tensors, common=tensors, opts=opts, reduction=reduction.name
-        )
-
-    def _all_reduce_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        reduction = self._reduction(opts, tensors[0])
-        require_sum(reduction)
-
-        def algorithm(context: CallContext) -> Schedule:
-            for tensor in tensors:
-                yield from all_reduce_sparse(context, tensor, reduction)
-
-        return self._run(
             algorithm,
-            f"all_reduce (sparse in {counted(tensors[0].sparse_dim(), 'dimension')})",
+            operation,
             tensors,
             common=tensors,
             opts=opts,
             reduction=reduction.name,
-            sparse=True,
+            sparse=sparse,
         )
 
-    def reduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def reduce(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.ReduceOptions, given, named)
         (tensor,) = as_list(tensors)
         reduction = self._reduction(opts, tensor)
@@ -330,48 +336,48 @@ class HeteroProcessGroup(dist.ProcessGroup):
             root=opts.rootRank,
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, *given: Any, **named: Any
+    ) -> dist.Work | None:
         opts = as_options(c10d.ReduceScatterOptions, given, named)
         (output,), parts = as_list(outputs), only_list(inputs)
-        self._require_one_per_rank(parts, "reduce_scatter")
-        reduction = self._reduction(opts, output)
-        sizes = {part.numel() for part in parts}
+        require_one_per_rank("reduce_scatter", parts, size=self._layout.size)
+        reduction, rank = self._reduction(opts, output), self._layout.rank
+        are_equal = len({part.numel() for part in parts}) == 1
+        if output.numel() != parts[rank].numel():
+            raise ValueError(
+                f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
+                f"this rank's input {parts[rank].numel()}; give both the same"
+            )
 
         def algorithm(context: CallContext) -> Schedule:
             prepared = [reduction.prepare(part) for part in parts]
             flat = torch.cat(prepared)
-            if len(sizes) == 1:
+            if are_equal:
                 result = reduction.output_buffer(output)
                 yield from reduce_scatter(context, result, flat, reduction)
-                reduction.finish(result, output)
-                return
-            # Parts of different sizes: all-reduce everything, and keep this rank's part.
-            yield from all_reduce(context, flat, reduction)
-            own = flat.split([part.numel() for part in prepared])[self._layout.rank]
-            reduction.finish(own.clone(), output)
+            else:  # all-reduce everything, and keep this rank's part
+                yield from all_reduce(context, flat, reduction)
+                result = flat.split([part.numel() for part in prepared])[rank].clone()
+            reduction.finish(result, output)
 
-        if output.numel() != parts[self._layout.rank].numel():
-            raise ValueError(
-                f"reduce_scatter: the output has {counted(output.numel(), 'element')} and "
-                f"this rank's input {parts[self._layout.rank].numel()}; give both the same"
-            )
         return self._run(
             algorithm,
             "reduce_scatter",
             [output],
-            common=[output] if len(sizes) == 1 else parts,
+            common=[output] if are_equal else parts,
             opts=opts,
             reduction=reduction.name,
         )
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         return self.reduce_scatter_single_coalesced([output], [source], *given, **named)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         opts = as_options(c10d.ReduceScatterOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
         reductions = [self._reduction(opts, output) for output in outputs]
@@ -398,15 +404,15 @@ class HeteroProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> dist.Work:
+    def broadcast(self, tensors: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.BroadcastOptions, given, named)
-        tensors = as_list(tensors)
-        results = [] if self._layout.rank == opts.rootRank else tensors
+        tensors, root = as_list(tensors), opts.rootRank
+        results = [] if self._layout.rank == root else tensors
 
         def algorithm(context: CallContext) -> Schedule:
             for tensor in tensors:
                 memory = materialize(tensor)
-                yield from broadcast(context, memory, root=opts.rootRank)
+                yield from broadcast(context, memory, root=root)
                 if results:
                     write_back(memory, tensor)
 
@@ -417,102 +423,83 @@ class HeteroProcessGroup(dist.ProcessGroup):
             common=tensors,
             results=results,
             opts=opts,
-            root=opts.rootRank,
+            root=root,
         )
 
-    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
-        opts = as_options(c10d.AllgatherOptions, given, named)
-        parts, (source,) = only_list(outputs), as_list(inputs)
-        self._require_one_per_rank(parts, "all_gather")
-        return self._all_gather([parts], [source], opts)
+    def allgather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work | None:
+        return self.allgather_coalesced(
+            [[part] for part in only_list(outputs)], inputs, *given, **named
+        )
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Any, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
+        """outputs[r][i] receives inputs[i] of rank r. The ranks' sizes may differ."""
         opts = as_options(c10d.AllgatherOptions, given, named)
-        self._require_one_per_rank(outputs, "all_gather")
+        size, rank = self._layout.size, self._layout.rank
+        require_one_per_rank("all_gather", outputs, size=size)
+        inputs = as_list(inputs)
         by_tensor = [as_list(parts) for parts in zip(*outputs, strict=True)]
-        return self._all_gather(by_tensor, as_list(inputs), opts)
-
-    def _all_gather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
-    ) -> dist.Work:
-        """outputs[i][r] receives inputs[i] of rank r. The ranks' sizes may differ."""
-
-        def algorithm(context: CallContext) -> Schedule:
-            for parts, source in zip(outputs, inputs, strict=True):
-                sizes = [part.nbytes for part in parts]
-                buffers = [output_buffer(part) for part in parts]
-                if min(sizes) == max(sizes):
-                    pieces = [full_segment(buffer) for buffer in buffers]
-                    yield from all_gather(context, pieces, materialize(source))
-                else:
-                    row = as_bytes(materialize(source))
-                    table = row.new_empty(len(parts), max(sizes))
-                    row = torch.nn.functional.pad(row, (0, max(sizes) - row.numel()))
-                    pieces = split_segments(table, [max(sizes)] * len(parts))
-                    yield from all_gather(context, pieces, row, table=table)
-                    for rank, buffer in enumerate(buffers):
-                        as_bytes(buffer).copy_(table[rank, : sizes[rank]])
-                _write_back(buffers, parts)
-
-        if any(
-            p[self._layout.rank].nbytes != s.nbytes for p, s in zip(outputs, inputs, strict=True)
-        ):
+        if any(p[rank].nbytes != s.nbytes for p, s in zip(by_tensor, inputs, strict=True)):
             raise ValueError(
                 "all_gather: this rank's output and its input differ in size; give both the same"
             )
-        return self._run(
-            algorithm,
-            "all_gather",
-            [part for parts in outputs for part in parts],
-            common=[
-                part
-                for parts in outputs
-                for part in (parts[:1] if _have_equal_sizes(parts) else parts)
-            ],
-            opts=opts,
-        )
+
+        def algorithm(context: CallContext, buffers: Tensors, sources: Tensors) -> Schedule:
+            for number, source in enumerate(sources):
+                parts = buffers[number * size : (number + 1) * size]
+                sizes = [part.nbytes for part in parts]
+                longest = max(sizes)
+                if min(sizes) == longest:
+                    yield from all_gather(context, [full_segment(part) for part in parts], source)
+                    continue
+                row = as_bytes(source)
+                table = row.new_empty(size, longest)
+                row = torch.nn.functional.pad(row, (0, longest - row.numel()))
+                yield from all_gather(context, equal_segments(table, size), row, table=table)
+                for part, gathered in zip(parts, table, strict=True):
+                    as_bytes(part).copy_(gathered[: part.nbytes])
+
+        common = []
+        for parts in by_tensor:
+            common += parts[:1] if len({part.nbytes for part in parts}) == 1 else parts
+        outputs = [part for parts in by_tensor for part in parts]
+        return self._copy(algorithm, "all_gather", outputs, inputs, common=common, opts=opts)
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         return self.all_gather_single_coalesced([output], [source], *given, **named)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         opts = as_options(c10d.AllgatherOptions, given, named)
-        outputs, inputs = as_list(outputs), as_list(inputs)
+        outputs, inputs, size = as_list(outputs), as_list(inputs), self._layout.size
         for output, source in zip(outputs, inputs, strict=True):
-            require_matching_numel("all_gather", small=source, large=output, size=self._layout.size)
+            require_matching_numel("all_gather", small=source, large=output, size=size)
 
-        def algorithm(context: CallContext) -> Schedule:
-            for output, source in zip(outputs, inputs, strict=True):
-                buffer = output_buffer(output)
-                pieces = split_segments(buffer, [source.nbytes] * self._layout.size)
-                yield from all_gather(context, pieces, materialize(source), table=buffer)
-                write_back(buffer, output)
+        def algorithm(context: CallContext, buffers: Tensors, sources: Tensors) -> Schedule:
+            for table, source in zip(buffers, sources, strict=True):
+                yield from all_gather(context, equal_segments(table, size), source, table=table)
 
-        return self._run(algorithm, "all_gather", outputs, common=inputs, opts=opts)
+        return self._copy(algorithm, "all_gather", outputs, inputs, common=inputs, opts=opts)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any) -> dist.Work:
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, *given: Any, **named: Any
+    ) -> dist.Work | None:
         opts = as_options(c10d.AllToAllOptions, given, named)
         outputs, inputs = as_list(outputs), as_list(inputs)
-        self._require_one_per_rank(outputs, "all_to_all")
-        self._require_one_per_rank(inputs, "all_to_all")
+        for tensors in (outputs, inputs):
+            require_one_per_rank("all_to_all", tensors, size=self._layout.size)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffers = [output_buffer(output) for output in outputs]
-            targets = [full_segment(buffer) for buffer in buffers]
-            sources = [full_segment(materialize(tensor)) for tensor in inputs]
-            yield from all_to_all(context, targets, sources)
-            _write_back(buffers, outputs)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            return all_to_all(context, [*map(full_segment, targets)], [*map(full_segment, sources)])
 
-        return self._run(algorithm, "all_to_all", outputs, opts=opts)
+        return self._copy(algorithm, "all_to_all", outputs, inputs, opts=opts)
 
     def all_to_all_single(
         self,
@@ -522,77 +509,52 @@ class HeteroProcessGroup(dist.ProcessGroup):
         input_splits: Sequence[int] = (),
         *given: Any,
         **named: Any,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         opts = as_options(c10d.AllToAllOptions, given, named)
         output, source = as_list([output, source])
-        output_sizes = self._split_bytes(output, output_splits, "output")
-        input_sizes = self._split_bytes(source, input_splits, "input")
+        output_sizes = split_bytes(output, output_splits, "output", size=self._layout.size)
+        input_sizes = split_bytes(source, input_splits, "input", size=self._layout.size)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffer = output_buffer(output)
-            targets = split_segments(buffer, output_sizes)
-            sources = split_segments(materialize(source), input_sizes)
-            yield from all_to_all(context, targets, sources)
-            write_back(buffer, output)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            outputs = split_segments(targets[0], output_sizes)
+            return all_to_all(context, outputs, split_segments(sources[0], input_sizes))
 
-        return self._run(algorithm, "all_to_all", [output], opts=opts)
+        return self._copy(algorithm, "all_to_all", [output], [source], opts=opts)
 
     alltoall_base = all_to_all_single
 
-    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
-        """The bytes for each rank, in order."""
-        length = tensor.shape[0] if tensor.dim() else 1
-        size = self._layout.size
-        if not splits:
-            if length % size:
-                raise ValueError(
-                    f"all_to_all: the {what} has {counted(length, 'row')} for "
-                    f"{counted(size, 'rank')}; give a multiple, or split sizes"
-                )
-            return [tensor.nbytes // size] * size
-        if len(splits) != size or sum(splits) != length or min(splits) < 0:
-            raise ValueError(
-                f"all_to_all: the {what} has {counted(length, 'row')} and the split sizes are "
-                f"{list(splits)}; give {size} of 0 or more that add up to it"
-            )
-        return [split * (tensor.nbytes // length if length else 0) for split in splits]
-
-    def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.GatherOptions, given, named)
-        (source,) = as_list(inputs)
-        parts = only_list(outputs)
-        if self._layout.rank == opts.rootRank:
-            self._require_one_per_rank(parts, "gather")
-            _require_size(parts, source, "gather")
+        (source,), parts, root = as_list(inputs), only_list(outputs), opts.rootRank
+        if self._layout.rank == root:
+            require_one_per_rank("gather", parts, size=self._layout.size)
+            require_one_size("gather", parts, source)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffers = [output_buffer(part) for part in parts]
-            yield from gather(context, buffers, materialize(source), root=opts.rootRank)
-            _write_back(buffers, parts)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            return gather(context, targets, sources[0], root=root)
 
-        return self._run(algorithm, "gather", parts, common=[source], opts=opts, root=opts.rootRank)
+        return self._copy(
+            algorithm, "gather", parts, [source], common=[source], opts=opts, root=root
+        )
 
-    def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.ScatterOptions, given, named)
-        (output,) = as_list(outputs)
-        parts = only_list(inputs)
-        if self._layout.rank == opts.rootRank:
-            self._require_one_per_rank(parts, "scatter")
-            _require_size(parts, output, "scatter")
+        (output,), parts, root = as_list(outputs), only_list(inputs), opts.rootRank
+        if self._layout.rank == root:
+            require_one_per_rank("scatter", parts, size=self._layout.size)
+            require_one_size("scatter", parts, output)
 
-        def algorithm(context: CallContext) -> Schedule:
-            buffer, sources = output_buffer(output), [materialize(part) for part in parts]
-            yield from scatter(context, buffer, sources, root=opts.rootRank)
-            write_back(buffer, output)
+        def algorithm(context: CallContext, targets: Tensors, sources: Tensors) -> Schedule:
+            return scatter(context, targets[0], sources, root=root)
 
-        return self._run(
-            algorithm, "scatter", [output], common=[output], opts=opts, root=opts.rootRank
+        return self._copy(
+            algorithm, "scatter", [output], parts, common=[output], opts=opts, root=root
         )
 
     def send(self, tensors: Any, rank: int, tag: int = 0) -> dist.Work:
         (tensor,) = as_list(tensors)
-        self._require_rank("send", "destination", rank)
-        require_dense("send", tensor)
+        require_rank("send", "destination", rank, size=self._layout.size)
+        require_usable("send", [tensor], device=tensor.device)
         if is_fake(tensor):
             return self._coalesced(_finished_work("send", [tensor]))
         with profiled("send"):
@@ -608,9 +570,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def _recv(self, tensors: Any, rank: int | None, tag: int) -> dist.Work:
         (tensor,) = as_list(tensors)
         if rank is not None:
-            self._require_rank("recv", "source", rank)
-        require_dense("recv", tensor)
-        require_no_internal_overlap("recv", [tensor])
+            require_rank("recv", "source", rank, size=self._layout.size)
+        require_usable("recv", [tensor], device=tensor.device, written=[tensor])
         if is_fake(tensor):
             return self._coalesced(_finished_work("recv", [tensor]))
         buffer = output_buffer(tensor)
@@ -621,9 +582,8 @@ class HeteroProcessGroup(dist.ProcessGroup):
             )
         return self._coalesced(work)
 
-    def barrier(self, *given: Any, **named: Any) -> dist.Work:
+    def barrier(self, *given: Any, **named: Any) -> dist.Work | None:
         opts = as_options(c10d.BarrierOptions, given, named)
-
         one = torch.ones(1, dtype=torch.int32, device="cpu")
         reduction = reduction_for(dist.ReduceOp(dist.ReduceOp.SUM), one.dtype, size=self.size())
         if self._gpu_communicator is not None:
@@ -638,41 +598,16 @@ class HeteroProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose error names, on rank 0, a rank that is missing, or all of them.
-
-        The errors are RuntimeErrors in gloo's words.
-        """
-        timeout = self._timeout if timeout is None else timeout
-        seconds, rank = timeout.total_seconds(), self._layout.rank
+        """A barrier whose error names, on rank 0, a rank that is missing, or all of them."""
         self._monitored_barriers += 1
-        if rank:  # rank 0, which names the missing ones, gives up first
-            seconds += _BARRIER_GRACE_SECONDS
-        barrier = Exchange(
-            BoundedStore(self._store, seconds=seconds + _BARRIER_GRACE_SECONDS),
-            f"monitored barrier {self._monitored_barriers}",
-            member=rank,
+        monitored_barrier(
+            self._store,
+            rank=self._layout.rank,
             size=self._layout.size,
+            number=self._monitored_barriers,
+            timeout=self._timeout if timeout is None else timeout,
+            wait_all_ranks=wait_all_ranks,
         )
-        try:
-            barrier.run(timeout=seconds)
-        except ExchangeError as error:
-            missing = [member for member in error.missing if member]
-            if error.store_lost or not (rank or missing):
-                text = str(error)
-            elif rank:
-                text = (
-                    f"Rank {rank} successfully reached monitoredBarrier, but received errors "
-                    "while waiting for send/recv from rank 0; see what rank 0 says"
-                )
-            elif not timeout:
-                text = f"Rank 0 timed out in monitoredBarrier after {timeout}; give it more time"
-            else:
-                named = missing if wait_all_ranks else missing[:1]
-                text = (
-                    f"{'Ranks' if wait_all_ranks else 'Rank'} {', '.join(map(str, named))} failed "
-                    f"to pass monitoredBarrier in {timeout}; see the log there"
-                )
-            raise RuntimeError(text) from error
 
     def links(self) -> list[Link]:
         """The links to ranks of other vendors that its collectives have opened so far."""
@@ -761,21 +696,23 @@ class HeteroProcessGroup(dist.ProcessGroup):
 
         Every rank of this group calls it, each with the ranks of the group that it will be in.
         """
-        _require_subset(ranks, size=self.size())
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size())):
+            raise ValueError(
+                f"split_group: the ranks {list(ranks)} must be ranks of a group of "
+                f"{counted(self.size(), 'rank')}: some of 0 to {self.size() - 1}, each once"
+            )
         if self.rank() not in ranks:
             return None
-        global_ranks = [dist.get_global_rank(self, rank) for rank in ranks]
+        options = _DistributedBackendOptions()
+        options.global_ranks_in_group = [dist.get_global_rank(self, rank) for rank in ranks]
+        options.group_rank, options.group_size = list(ranks).index(self.rank()), len(ranks)
         # Name it after its ranks. PyTorch's own name contains how many groups a rank is in, which
         # differs between ranks.
-        name = f"{spans(global_ranks)} of {self._name}"
-        subgroup: Any = create_subgroup(
-            dist.PrefixStore("split/", self._store),
-            rank=list(ranks).index(self.rank()),
-            global_ranks=global_ranks,
-            name=name,
-            timeout=timeout or self.options._timeout,
-        )
-        subgroup._set_group_name(group_name or name)
+        options.group_id = f"{spans(options.global_ranks_in_group)} of {self._name}"
+        options.store = dist.PrefixStore("split/", self._store)
+        options.timeout = timeout or self._timeout
+        subgroup: Any = create_group(options)
+        subgroup._set_group_name(group_name or options.group_id)
         subgroup._set_group_desc(group_desc or "")
         return subgroup
 
@@ -815,39 +752,6 @@ class HeteroProcessGroup(dist.ProcessGroup):
         return sum(communicator.sequence for communicator in self._communicators)
 
 
-def _require_one_dtype(tensors: Tensors) -> None:
-    if len(tensors) > 1 and len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
-        raise ValueError(f"one call reduces tensors of one dtype, got {sorted(map(str, dtypes))}")
-
-
-def _require_size(parts: Tensors, own: torch.Tensor, operation: str) -> None:
-    for rank, part in enumerate(parts):
-        if part.nbytes != own.nbytes:
-            raise ValueError(
-                f"{operation}: the tensor for rank {rank} of the group has "
-                f"{counted(part.nbytes, 'byte')} and this rank's own {own.nbytes}; give all the "
-                "same size"
-            )
-
-
-def _write_back(buffers: Tensors, tensors: Tensors) -> None:
-    for buffer, tensor in zip(buffers, tensors, strict=True):
-        write_back(buffer, tensor)
-
-
-def _have_equal_sizes(parts: Tensors) -> bool:
-    return len({part.nbytes for part in parts}) == 1
-
-
-def _require_subset(ranks: Sequence[int], *, size: int) -> None:
-    """Refuse ranks that could never all join the subgroup."""
-    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
-        raise ValueError(
-            f"split_group: the ranks {list(ranks)} must be ranks of a group of "
-            f"{counted(size, 'rank')}: some of 0 to {size - 1}, each once"
-        )
-
-
 def _finished_work(operation: str, tensors: list[torch.Tensor]) -> CollectiveWork:
     work = CollectiveWork(operation, tensors, timeout=0.0, group="")
     work.finish()
@@ -863,7 +767,7 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
     # PyTorch may reuse the name, and with it the store's keys, of a destroyed group, whose members
     # may have been others.
     names = spans(global_ranks)
-    with _building(options.group_id):
+    with building(options.group_id):
         shared = BoundedStore(options.store, seconds=options.timeout.total_seconds())
         incarnation = shared.add(f"incarnation/{names}/{options.group_rank}", 1)
     options.store = dist.PrefixStore(f"incarnation {incarnation} of {names}", options.store)
@@ -882,8 +786,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
             begun = begin_world(global_rank, global_ranks)
         if begun is not None:
             cleanup.callback(begun.close)
-        with _building(options.group_id):
-            layout, worlds, address = _exchange_identities(
+        with building(options.group_id):
+            layout, worlds, address = exchange_identities(
                 store, options, global_ranks, planned_vendor=planned, world=world, begun=begun
             )
         crosses = len(layout.vendors) > 1
@@ -902,7 +806,9 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         elif len(worlds) > 1:
             world = None  # a member has left that of the others
         group, error = None, None
-        announcement = _announce_group(options.group_id or "0", layout, is_silent=is_planned)
+        announcement = announce(
+            options.group_id or "0", layout, is_silent=is_planned or is_active()
+        )
         try:
             if not crosses:
                 group = _vendor_group(options, layout)
@@ -921,16 +827,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
                     raise unreachable
         except Exception as failure:
             error = failure
-        with _building(options.group_id):
-            _exchange(
-                store,
-                "results",
-                options,
-                {},
-                error=error,
-                name_members=lambda members: ", ".join(str(layout.members[m]) for m in members),
-                require_alive=partial(_require_alive, world, global_ranks),
-            )
+        with building(options.group_id):
+            exchange_results(store, options, layout, error=error, world=world)
         assert group is not None
         if begun is not None and (crosses or begun.is_of_all):
             begun.begin(group, layout)
@@ -940,29 +838,8 @@ def create_group(options: Any, backend_options: Any = None) -> dist.ProcessGroup
         return group
 
 
-def _require_alive(world: World | None, global_ranks: Sequence[int], member: int) -> None:
-    if world is not None:
-        world.require_alive(global_ranks[member])
-
-
 def _exited_in(world: World | None) -> Callable[[Member], bool]:
     return lambda member: world is not None and world.has_exited(member.global_rank)
-
-
-def create_subgroup(
-    store: dist.Store,
-    *,
-    rank: int,
-    global_ranks: Sequence[int],
-    name: str,
-    timeout: timedelta,
-) -> dist.ProcessGroup:
-    """Returns a group for `split_group`, which PyTorch leaves to the group that is split."""
-    options = _DistributedBackendOptions()
-    options.store, options.timeout, options.group_id = store, timeout, name
-    options.group_rank, options.group_size = rank, len(global_ranks)
-    options.global_ranks_in_group = list(global_ranks)
-    return create_group(options)
 
 
 def _vendor_group(options: Any, layout: Layout) -> dist.ProcessGroup:
@@ -993,134 +870,3 @@ def is_active() -> bool:
         return False
     configs = dist.distributed_c10d._world.pg_backend_config.values()
     return any("hetero" in str(config) for config in configs)
-
-
-def _announce_group(name: str, layout: Layout, *, is_silent: bool) -> str:
-    """Prints the first group's ranks and transport.
-
-    Deferred until the first cross-vendor link opens: the line to print then is returned, without
-    the transport. It is empty if there is nothing to print.
-    """
-    if is_silent or layout.rank != 0 or layout.size == 1 or is_active():
-        return ""
-    if LAUNCHER_VARIABLE not in os.environ:
-        for sentence in unknown_variables(os.environ):
-            print_line(f"hetero: warning: {sentence}")
-    counts = Counter((member.vendor, member.simulated) for member in layout.members)
-    simulated = " (simulated)" if any(member.simulated for member in layout.members) else ""
-    parts = [f"{count} {vendor}" for (vendor, _), count in counts.items()]
-    text = f"hetero: group {name} of {counted(layout.size, 'rank')}: {' + '.join(parts)}{simulated}"
-    if len(layout.vendors) == 1:
-        library = "nccl" if torch.cuda.is_available() else "gloo"
-        print_line(f"{text} over {library}")
-        return ""
-    return text
-
-
-@contextlib.contextmanager
-def _building(name: str) -> Iterator[None]:
-    """Have errors of the store and of members say which group could not be built."""
-    try:
-        yield
-    except (HeteroError, dist.DistNetworkError) as error:
-        raise LinkError(f"group {name} could not be built: {error}") from error
-
-
-def _exchange_identities(
-    store: BoundedStore,
-    options: Any,
-    global_ranks: Sequence[int],
-    *,
-    planned_vendor: str,
-    world: World | None,
-    begun: World | None,
-) -> tuple[Layout, set[str], Mapping[str, Any] | None]:
-    """Exchange every member's host, vendor and address. If one cannot find its own, all fail.
-
-    Args:
-        world: that these ranks already share, as far as this one knows.
-        begun: that this rank begins.
-
-    Returns the layout, the names of the worlds that members share, and where the one that a member
-    begins is found.
-    """
-    global_rank = global_ranks[options.group_rank]
-    own: dict[str, Any] = {"host": socket.gethostname()}
-    try:
-        identity = identify(
-            rank=global_rank,
-            local_rank=int(os.environ.get("LOCAL_RANK", global_rank)),
-            planned_vendor=planned_vendor,
-            flags={},
-        )
-        own |= {"vendor": identity.vendor, "version": identity.project_version}
-        own["simulated"] = identity.simulated
-        store_host = host_of(options.store)
-        own["address"] = own_address(store_host)
-        own["world"] = "" if world is None else world.name
-        if begun is not None and (address := begun.address_for(store_host)) is not None:
-            own["liveness"] = address
-    except (UserError, ValueError, OSError) as error:
-        own["error"] = str(error)
-    identities = _exchange(
-        store,
-        "identities",
-        options,
-        own,
-        name_members=lambda members: spans(global_ranks[member] for member in members),
-        require_alive=partial(_require_alive, world, global_ranks),
-    )
-    for rank, told in zip(global_ranks, identities, strict=True):
-        if "error" in told:
-            raise LinkError(f"rank {rank} on {told['host']}: {told['error']}")
-    hosts = {rank: told["host"] for rank, told in zip(global_ranks, identities, strict=True)}
-    versions = [told["version"] for told in identities]
-    require_equal(hosts, versions, what="versions of this project")
-    members = tuple(
-        Member(
-            rank=rank,
-            global_rank=global_ranks[rank],
-            host=told["host"],
-            vendor=told["vendor"],
-            address=told["address"],
-            simulated=told["simulated"],
-        )
-        for rank, told in enumerate(identities)
-    )
-    worlds = {told["world"] for told in identities}
-    address = next((told["liveness"] for told in identities if "liveness" in told), None)
-    return Layout(members, options.group_rank), worlds, address
-
-
-def _exchange(
-    store: BoundedStore,
-    what: str,
-    options: Any,
-    own: Mapping[str, Any],
-    *,
-    error: Exception | None = None,
-    name_members: Callable[[Sequence[int]], str],
-    require_alive: Callable[[int], None],
-) -> list[dict[str, Any]]:
-    """Exchange values between the group's members; ExchangeError on all if one does not come.
-
-    `require_alive` raises LinkError if a member is known to have exited.
-    """
-    exchange = Exchange(
-        store,
-        what,
-        member=options.group_rank,
-        size=options.group_size,
-        name_members=name_members,
-        remedy="see the log there",
-    )
-
-    def check() -> None:
-        if missing := exchange.absent() or exchange.missing():
-            require_alive(missing[0])
-        else:  # the last one exited before it could end the exchange, which has all values
-            exchange.abort(LinkError("a member exited"))
-
-    exchange.arrive()
-    exchange.submit(own, error=error)
-    return exchange.wait(options.timeout.total_seconds(), check=check)

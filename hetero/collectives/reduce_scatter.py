@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.collectives.all_reduce import all_reduce_direct
+from hetero.collectives.all_reduce import all_reduce_direct, combine
 from hetero.collectives.layout import (
     Span,
-    chunk_spans,
-    chunks_ahead,
-    columns,
-    direct_bytes,
     equal_parts,
     full_segment,
     overlaps,
@@ -21,7 +17,7 @@ from hetero.collectives.layout import (
     share_memory,
 )
 from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, overlapped
-from hetero.collectives.vendor_library import LibraryWork, Reduction, combine_in_order
+from hetero.collectives.vendor_library import LibraryWork, Reduction
 
 
 def reduce_scatter(
@@ -35,14 +31,14 @@ def reduce_scatter(
     length = result.numel()
     if not length:
         return iter(())
-    layout, device, element_size = context.layout, context.device, result.element_size()
+    layout, sizes, element_size = context.layout, context.sizes, result.element_size()
     if layout.alignment == 1:  # only the additions overlap with the transfers
-        spans = chunk_spans(layout, device, length, element_size=element_size)
-    elif flat.nbytes <= direct_bytes(layout, device):
+        spans = sizes.reduced_chunks(layout, length, element_size=element_size)
+    elif sizes.reduces_directly(layout, flat.nbytes):
         return _reduce_scatter_direct(context, result, flat, reduction)
     else:
-        spans = columns(layout, device, length, element_size=element_size, rows=layout.size)
-    ahead = chunks_ahead(device, len(spans))
+        spans = sizes.columns(layout, length, element_size=element_size, rows=layout.size)
+    ahead = sizes.chunks_ahead(len(spans))
     if context.library is None and len(spans) <= 1 + ahead:
         return _reduce_scatter_between_vendors(context, result, flat, reduction, spans)
     table = flat.view(-1, length)
@@ -96,13 +92,13 @@ def _reduce_scatter_between_vendors(
                 batch.recv(rank, partials[vendor], first, len(part) * unit)
     if len(batches) == 1:
         yield batches[0]
-        combine_in_order(reduction, partials, out=result)
+        combine(reduction, partials, out=result)
         return
     batches[0].issue_with(batches[1:])
     for span, batch in zip(spans, batches, strict=True):
         yield batch
         parts = {vendor: row[span.begin : span.end] for vendor, row in partials.items()}
-        combine_in_order(reduction, parts, out=result[span.begin : span.end])
+        combine(reduction, parts, out=result[span.begin : span.end])
 
 
 class _Chunk:
@@ -169,7 +165,7 @@ class _Chunk:
         if self._own_work is not None:
             self._own_work.wait()
         partials = {self._context.layout.vendor: self._own, **self._received}
-        combine_in_order(self._reduction, partials, out=self._result)
+        combine(self._reduction, partials, out=self._result)
         # Free the memory now: that of all chunks together is as large as the table.
         self._own, self._received, self._works = self._result, {}, []
         self._batch = P2PBatch(self._context)

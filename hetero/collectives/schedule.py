@@ -34,6 +34,7 @@ from hetero.collectives.layout import (
     same_memory,
 )
 from hetero.collectives.links import Links
+from hetero.collectives.sizes import sizes_for
 from hetero.collectives.vendor_library import LibraryWork, VendorLibrary
 from hetero.link.base import Work as Transfer
 from hetero.link.ring_exchange import Message, RingExchange
@@ -41,10 +42,6 @@ from hetero.link.ring_exchange import Message, RingExchange
 _WAIT_SPIN_MICROSECONDS = 500
 _POLL_MICROSECONDS = 200
 """About what handing the rest of a call over to another thread costs a slow CPU."""
-_COPY_FIRST_BYTES = {"cpu": 64 << 10, "cuda": 32 << 20}
-"""Up to this size a rank's own row is copied before the batch is issued, which then takes one call
-into C. A GPU copies 32 MiB in 25 us, less than issuing the batch separately takes in Python.
-"""
 
 
 class CallContext:
@@ -62,6 +59,7 @@ class CallContext:
         self.library = library
         """None if this rank is the only one of its vendor."""
         self.device = device
+        self.sizes = sizes_for(layout, device)
         self.links = links
         self.tag = 0
         """Of the current call."""
@@ -125,7 +123,7 @@ class P2PBatch:
         No-op if both are the same memory.
         """
         if not same_memory(target, source):
-            if source[2] > _COPY_FIRST_BYTES[source[0].device.type]:
+            if source[2] > self._context.sizes.copy_first:
                 self.start()
             copy_segment(target, source)
 
@@ -149,7 +147,10 @@ class P2PBatch:
             ops = [op for batch in (self, *self._followers) for op in batch.ops]
         by_rank = links.by_rank
         try:  # mostly all are open
-            return [(by_rank[op[0]], *op[1:]) for op in ops]
+            return [
+                (by_rank[rank], memory, offset, nbytes, is_receive)
+                for rank, memory, offset, nbytes, is_receive in ops
+            ]
         except KeyError:
             if not self._context.may_block:
                 return None
@@ -164,22 +165,18 @@ class P2PBatch:
 
     def poll(self, microseconds: int = _POLL_MICROSECONDS) -> bool:
         """Issue the batch if needed, and poll that long; returns True once all of it is done."""
+        context = self._context
         if self._pending is None:
             if (messages := self._messages()) is None:
                 return False
             self._pending = ()
             if messages:
-                self._share_out(
-                    self._context.ring.order(
-                        messages,
-                        tag=self._context.tag,
-                        microseconds=microseconds,
-                        waited=len(self.ops),
-                    )
+                left = context.ring.order(
+                    messages, tag=context.tag, microseconds=microseconds, waited=len(self.ops)
                 )
-        elif self._pending and self._context.ring.progress(
-            self._pending, microseconds=microseconds
-        ):
+                if left or self._followers:
+                    self._share_out(left)
+        elif self._pending and context.ring.progress(self._pending, microseconds=microseconds):
             self._pending = ()
         return not self._pending
 

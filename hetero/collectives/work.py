@@ -192,8 +192,6 @@ class CollectiveWork(dist.Work):
     _finished_future: torch.futures.Future[list[torch.Tensor]] | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _source = -1
-    entry: CallEntry | None = None
-    """This call's in the flight recorder."""
 
     def __init__(
         self,
@@ -203,11 +201,17 @@ class CollectiveWork(dist.Work):
         timeout: float,
         group: str,
         grace: float = _GRACE_SECONDS,
+        entry: CallEntry | None = None,
     ) -> None:
-        """`what` is formatted in errors only; `grace` is added to `timeout` in `wait()`."""
+        """
+        Args:
+            what: formatted in errors only.
+            timeout: of the call, in seconds; `grace` is added to it in `wait()`.
+            entry: the call's in the flight recorder.
+        """
         super().__init__()
         self._what, self._tensors, self._group = what, tensors, group
-        self.timeout, self._grace = timeout, grace
+        self.timeout, self._grace, self.entry = timeout, grace, entry
         self._lock = threading.Lock()
 
     def finish(
@@ -229,10 +233,8 @@ class CollectiveWork(dist.Work):
             self._stream, self._held = stream, held
             self._is_finished = True
             future, event = self._finished_future, self._finished_event
-        if (entry := self.entry) is not None:
-            entry.completed = time.time_ns()
-            if error is not None:
-                entry.error = str(error)
+        if self.entry is not None:
+            _record_end(self.entry, error)
         if event is not None:
             event.set()
         if future is not None:
@@ -373,8 +375,8 @@ class Worker:
         self._running = threading.Lock()
         self._pending = 0
         self._is_closed = False
-        self._mutex = threading.RLock()  # the handler of a signal may close the group
-        self._pending_changed = threading.Condition(self._mutex)
+        # With a lock that may be taken again: the handler of a signal may close the group.
+        self._pending_changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._thread_id = self._thread.ident
@@ -403,7 +405,8 @@ class Worker:
             if task is None:
                 self._queue.put(None)
                 return
-            self._execute(task)
+            task()
+            self._end_task()
 
     def try_acquire(self, *, seconds: float = 0.0) -> bool:
         """Let the calling thread run a task itself, if none is pending; whether it may.
@@ -411,14 +414,13 @@ class Worker:
         Waits up to so many `seconds` for the pending ones. Submit what is left of the task before
         `release`, so that it stays first in the queue.
         """
-        with self._mutex:  # taken for every call, and a condition's own is a call of Python
-            if self._pending and threading.get_ident() != self._thread_id:
+        if self._pending and threading.get_ident() != self._thread_id:
+            with self._pending_changed:
                 self._pending_changed.wait_for(lambda: not self._pending, seconds)
-            self._require_open()
-            if self._pending:
-                return False
-            self._running.acquire()
-        return True
+        self._require_open()
+        # Without a lock, which costs a call of Python: a task that another thread submits here
+        # comes after this one.
+        return not self._pending and self._running.acquire(blocking=False)
 
     def release(self) -> None:
         self._running.release()
@@ -440,10 +442,11 @@ class Worker:
             if task is None:
                 return
             with self._running:
-                self._execute(task)
+                task()
+            self._end_task()
 
-    def _execute(self, task: Task) -> None:
-        task()
+    def _end_task(self) -> None:
+        """A caller that waits for the tasks then finds none running."""
         with self._pending_changed:
             self._pending -= 1
             if not self._pending:
@@ -495,33 +498,68 @@ class RunningCall:
         "_schedule",
         "algorithm",
         "call",
+        "entry",
+        "error",
         "in_inference_mode",
         "is_started",
+        "timeout",
         "work",
     )
 
     def __init__(
-        self, call: Call, work: CollectiveWork, algorithm: Algorithm, context: CallContext
+        self,
+        call: Call,
+        entry: CallEntry,
+        algorithm: Algorithm,
+        context: CallContext,
+        *,
+        in_inference_mode: bool,
     ) -> None:
-        self.call, self.work, self.algorithm = call, work, algorithm
+        """`in_inference_mode`: its tensors are of that mode, which its thread has to enter."""
+        self.call, self.entry, self.algorithm = call, entry, algorithm
+        self.timeout, self.in_inference_mode = entry.timeout, in_inference_mode
+        self.work: CollectiveWork | None = None
+        """Its handle; None if its caller waits for it meanwhile."""
+        self.error: BaseException | None = None
         self.is_started = False
-        self.in_inference_mode = any(map(torch.Tensor.is_inference, work.result()))
-        """Whether its tensors are of inference mode, which another thread has to enter first."""
         self._context, self._schedule = context, algorithm(context)
         self._pending: P2PBatch | None = None
 
     def progress(self, *, blocking: bool) -> bool:
         """Run it to its end, or without `blocking` to the first wait; returns True at its end."""
         self._context.may_block = blocking
+        pending = self._pending
         if not self.is_started:
             self.is_started = True
-            if self.work.entry is not None:
-                self.work.entry.started = time.time_ns()
-            self._pending = next(self._schedule, None)
-        while self._pending is not None:
+            self.entry.started = time.time_ns()
+            pending = next(self._schedule, None)
+        while pending is not None:
             if blocking:
-                self._pending.wait()
-            elif not self._pending.poll():
+                pending.wait()
+            elif not pending.poll():
+                self._pending = pending
                 return False
-            self._pending = next(self._schedule, None)
+            pending = next(self._schedule, None)
+        self._pending = None
         return True
+
+    def finish(
+        self,
+        error: BaseException | None = None,
+        *,
+        end_event: torch.cuda.Event | None = None,
+        stream: torch.cuda.Stream | None = None,
+        held: list[Any] | None = None,
+    ) -> None:
+        """Tell whoever waits for it; the arguments are those of `CollectiveWork.finish`."""
+        self.error = error
+        if self.work is None:
+            _record_end(self.entry, error)
+        else:
+            self.work.finish(error, end_event=end_event, stream=stream, held=held)
+
+
+def _record_end(entry: CallEntry, error: BaseException | None) -> None:
+    entry.completed = time.time_ns()
+    if error is not None:
+        entry.error = str(error)

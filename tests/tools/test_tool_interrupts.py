@@ -108,6 +108,7 @@ STARTING = {
     "bench_meshes": f"{TINY} --meshes TP2xDP1/TP1xDP2 {OUT}",
     "bench_splits": f"{TINY} {OUT}",
     "benchmark_parity": OUT,
+    "call_cost": "--json {folder}/out.json",
     "compare_versions": "--pythons python3 --folder {folder}",
     "fp8_losses": "--on-cpu --out {folder}/out.json --layers 2 --hidden 32 --heads 4 --groups 2 "
     "--ffn 64 --sequence 32",

@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 
 from hetero.collectives.all_reduce import all_reduce
-from hetero.collectives.layout import CHUNK_BYTES, Layout, Member
+from hetero.collectives.layout import Layout, Member
+from hetero.collectives.sizes import SIZES
 from hetero.collectives.vendor_library import reduction_for
 from hetero.link.ring_exchange import Message
+
+SIZES_OF_CPUS = SIZES["cpu", False]
+_, CHUNK_BYTES = SIZES_OF_CPUS.reduced_chunk
 
 
 class Peer:
@@ -47,6 +51,7 @@ def test_of_a_large_tensor_half_of_few_chunks_is_held_beside_it() -> None:
         links=peer,
         ring=peer,
         device=flat.device,
+        sizes=SIZES_OF_CPUS,
         tag=0,
         may_block=True,
     )

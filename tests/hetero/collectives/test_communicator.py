@@ -26,6 +26,7 @@ from hetero.collectives.links import clone
 from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.collectives.work import SideStream
 from hetero.errors import LinkError
+from hetero.observe.record import recorder
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import THREE_AND_ONE, Side, run_ranks
 from tests.hetero.link.joined import wait_for
@@ -254,6 +255,33 @@ def call_in_turns(side: Side) -> int:
         assert all((tensor == total).all() for tensor in sums), number
         assert all((table.view(side.size, -1) == ranks).all() for table in tables), number
     return len(tries)
+
+
+def test_a_call_that_is_waited_for_at_once_has_no_handle_and_raises_its_error() -> None:
+    ended, error = zip(*values(run_ranks(call_without_handles, ("nvidia", "amd"))), strict=True)
+    assert ended == (2, 2)
+    assert all("was aborted (enough)" in text for text in error)
+
+
+def call_without_handles(side: Side) -> tuple[int, str]:
+    """How many calls the record has as completed, and the error of a call after an abort."""
+    group: Any = dist.group.WORLD
+    at_once = dist.AllreduceOptions()
+    at_once.asyncOp = False
+    tensor = torch.ones(3)
+    assert group.allreduce([tensor], at_once) is None
+    # Not in the caller's thread: the group's own still has one to do.
+    group._cpu_communicator._worker.submit(lambda: time.sleep(0.05))
+    assert group.allreduce([tensor], at_once) is None
+    assert (tensor == 4).all()
+    calls = [entry for entry in recorder().last_calls() if entry.operation == "all_reduce"]
+    ended = [entry for entry in calls if entry.state == "completed"]
+    side.say(f"done/{side.rank}")
+    side.hear(f"done/{1 - side.rank}")
+    group.abort("enough")
+    with pytest.raises(RuntimeError) as error:
+        group.allreduce([tensor], at_once)
+    return len(ended), str(error.value)
 
 
 def test_a_caller_is_not_held_up_by_a_peer_that_has_not_come() -> None:

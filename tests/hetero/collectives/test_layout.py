@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from itertools import pairwise
 
 import pytest
@@ -10,26 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.collectives import layout as layout_module
 from hetero.collectives.layout import (
     Layout,
     Member,
     Span,
-    chunk_spans,
-    columns,
+    copy_segment,
     equal_parts,
+    equal_segments,
     overlaps,
     shared_pieces,
 )
-from tests.forked_ranks import values
-from tests.hetero.collectives.ranks import (
-    THREE_AND_ONE,
-    TWO_AND_TWO,
-    Side,
-    open_group,
-    run_ranks,
-)
-from tests.hetero.collectives.test_operations import LARGE, check_copies, check_reductions
 
 VENDORS = st.lists(st.sampled_from(["nvidia", "amd", "cpu"]), min_size=2, max_size=9)
 
@@ -124,86 +113,13 @@ def test_a_span_is_placed_in_the_memory_of_another():
     assert overlaps(Span(0, 4), [Span(6, 9), Span(4, 6), Span(3, 5)]) == [(2, Span(3, 4))]
 
 
-MIB = 1 << 20
-
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-def layout(vendors: str, *, hosts: int = 2) -> Layout:
-    members = tuple(
-        Member(rank, rank, f"host{rank % hosts}", vendor) for rank, vendor in enumerate(vendors)
-    )
-    return Layout(members, 0)
-
-
-@given(
-    st.sampled_from(["na", "nnaa", "nnna", "nana"]),
-    st.sampled_from([CPU, GPU]),
-    st.integers(1, 1 << 34),
-    st.sampled_from([1, 2, 8]),
-)
-def test_chunks_cover_everything_once_and_all_but_the_last_fall_into_equal_parts(
-    vendors: str, device: torch.device, length: int, element_size: int
-) -> None:
-    here = layout(vendors)
-    for spans in (
-        chunk_spans(here, device, length, element_size=element_size),
-        columns(here, device, length, element_size=element_size, rows=len(vendors)),
-    ):
-        assert spans[0].begin == 0
-        assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
-        assert spans[-1].end == length
-        assert all(len(span) % here.alignment == 0 for span in spans[:-1])
-        assert all(len(span) * element_size % 512 == 0 for span in spans[:-1])
-
-
-@pytest.mark.parametrize(
-    ("here", "device", "size"),
-    [
-        pytest.param(layout("na"), CPU, None, id="one rank a vendor"),
-        pytest.param(layout("nnaa", hosts=1), CPU, None, id="CPUs of one host"),
-        pytest.param(layout("nnaa"), CPU, 4 * MIB, id="CPUs of several hosts"),
-        pytest.param(layout("nnaa"), GPU, 64 * MIB, id="GPUs"),
-    ],
-)
-def test_columns_are_cut_where_steps_within_a_vendor_can_overlap_with_a_transfer(
-    here: Layout, device: torch.device, size: int | None
-) -> None:
-    length = 256 * MIB
-    spans = columns(here, device, length, element_size=1, rows=4)
-    assert {len(span) for span in spans} == {length if size is None else size}
-
-
-@pytest.mark.parametrize(
-    ("total", "chunk"), [(100, 100), (256, 128), (512, 128), (1024, 256), (4096, 512)]
-)
-def test_gpus_reduce_in_quarters_of_128_to_512_mib(total: int, chunk: int) -> None:
-    spans = chunk_spans(layout("na"), GPU, total * MIB, element_size=1)
-    assert len(spans[0]) == chunk * MIB
-
-
-@pytest.mark.parametrize(
-    "vendors", [pytest.param(TWO_AND_TWO, id="2+2"), pytest.param(THREE_AND_ONE, id="3+1")]
-)
-def test_between_hosts_many_chunks_give_what_one_process_would(vendors: tuple[str, ...]) -> None:
-    digests = values(run_ranks(large_calls, vendors, backend=None))
-    assert all(other == digests[0] for other in digests), "the ranks hold different bits"
-
-
-def large_calls(side: Side) -> dict[str, str]:
-    """As on hosts of two ranks each, with chunks so small that a row has several."""
-    socket.gethostname = lambda: f"host{side.rank // 2}"
-    layout_module._NETWORK_CHUNK_BYTES = MIB
-    open_group(side)
-    length = LARGE[0] * 4
-    assert len(columns(layout("nnaa"), CPU, length, element_size=1, rows=side.size)) > 5
-    digests: dict[str, str] = {}
-    for dtype, name in ((torch.float32, "SUM"), (torch.uint8, "MAX")):
-        check_reductions(side, name, dtype, LARGE, digests)
-        check_copies(side, dtype, LARGE)
-    return digests
-
-
-def test_a_span_that_fits_into_one_chunk_is_not_cut() -> None:
-    assert chunk_spans(layout("na"), CPU, 1000, element_size=4) == [Span(0, 1000)]
+@pytest.mark.parametrize("count", [24, 40_000], ids=["small", "larger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["one dtype", "two dtypes"])
+def test_a_segment_is_copied_into_its_place_and_nowhere_else(count, dtype):
+    source, nbytes = torch.arange(count, dtype=torch.float32), 4 * count
+    table = torch.zeros(3 * nbytes, dtype=torch.uint8).view(dtype)
+    copy_segment(equal_segments(table, 3)[1], (source, 0, nbytes))
+    before, copied, after = table.view(torch.uint8).view(3, -1)
+    assert torch.equal(copied, source.view(torch.uint8))
+    assert not before.any()
+    assert not after.any()

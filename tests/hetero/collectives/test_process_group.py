@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives import process_group
+from hetero.collectives import identities
 from hetero.collectives.layout import Layout, Member
 from hetero.collectives.process_group import HeteroProcessGroup
 from hetero.startup import identity
@@ -109,7 +109,7 @@ def test_rank_that_exits_after_submitting_does_not_fail_the_creation():
 
     def exchange(rank: int, store: Any) -> list[dict[str, Any]]:
         options.group_rank = rank
-        return process_group._exchange(
+        return identities._exchange(
             store, "values", options, {"n": rank}, name_members=str, require_alive=lambda _: None
         )
 

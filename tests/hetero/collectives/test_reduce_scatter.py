@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero.collectives.layout import CHUNK_BYTES
+from hetero.collectives.sizes import SIZES
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, run_ranks
 
@@ -23,8 +23,9 @@ def test_each_rank_keeps_its_row_of_the_sum(vendors: tuple[str, ...]) -> None:
 
 
 def reduce_rows(side: Side) -> None:
+    _, chunk_bytes = SIZES["cpu", False].reduced_chunk
     for chunks in (1, 2, 3):
-        length = chunks * CHUNK_BYTES // 4 - 5
+        length = chunks * chunk_bytes // 4 - 5
         tables = [_table(rank, side.size * length) for rank in range(side.size)]
         expected = sum(tables)[side.rank * length : (side.rank + 1) * length]
         own = tables[side.rank]

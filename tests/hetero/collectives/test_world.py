@@ -294,7 +294,7 @@ def test_a_rank_that_exits_while_a_group_is_built_is_named_to_the_others(
 
 
 def exit_while_built(side: Side) -> str:
-    found = process_group._exchange_identities
+    found = process_group.exchange_identities
 
     def then_exit(*given: Any, **named: Any) -> None:
         found(*given, **named)
@@ -303,7 +303,7 @@ def exit_while_built(side: Side) -> str:
 
     with mock.patch.object(world_module, "_CONNECTED_SECONDS", 1.0):
         if side.rank == side.options["who"]:
-            process_group._exchange_identities = then_exit  # type: ignore[assignment]
+            process_group.exchange_identities = then_exit  # type: ignore[assignment]
         with pytest.raises(Exception, match="group 0 could not be built") as raised:
             open_group(side)
     return str(raised.value)
