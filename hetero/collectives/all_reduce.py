@@ -27,14 +27,6 @@ def all_reduce(context: CallContext, flat: torch.Tensor, reduction: Reduction) -
     return _all_reduce_sharded(context, flat, reduction)
 
 
-def combine(reduction: Reduction, partials: dict[int, torch.Tensor], *, out: torch.Tensor) -> None:
-    """`combine_in_order`, whose list of the vendors costs as much as a small addition of two."""
-    if len(partials) == 2:
-        reduction.combine(partials[0], partials[1], out=out)
-    else:
-        combine_in_order(reduction, partials, out=out)
-
-
 def all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
     """Reduce flat memory in place, all of it at every rank: the fewest steps."""
     layout, batch = context.layout, P2PBatch(context)
@@ -47,7 +39,7 @@ def all_reduce_direct(context: CallContext, flat: torch.Tensor, reduction: Reduc
         partials[vendor] = torch.empty_like(flat)
         batch.recv(rank, partials[vendor])
     yield batch
-    combine(reduction, partials, out=flat)
+    combine_in_order(reduction, partials, out=flat)
 
 
 def _all_reduce_sharded(context: CallContext, flat: torch.Tensor, reduction: Reduction) -> Schedule:
@@ -110,7 +102,7 @@ class _Chunk(ShardedChunk):
         self._batch = P2PBatch(self._context)
         for piece, partials in zip(self._pieces, self._partials, strict=True):
             own = partials[self._context.layout.vendor]
-            combine(self._reduction, partials, out=own)
+            combine_in_order(self._reduction, partials, out=own)
             for vendor, rank in self._others(piece):
                 self._batch.recv(rank, self._part(piece, vendor))
                 self._batch.send(rank, own)
@@ -155,7 +147,7 @@ def reduce(
         partials[vendor] = torch.empty_like(flat)
         batch.recv(layout.partner(root, vendor), partials[vendor])
     yield batch
-    combine(reduction, partials, out=flat)
+    combine_in_order(reduction, partials, out=flat)
 
 
 def require_sum(reduction: Reduction) -> None:

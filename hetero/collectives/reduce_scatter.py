@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.collectives.all_reduce import all_reduce_direct, combine
+from hetero.collectives.all_reduce import all_reduce_direct
 from hetero.collectives.layout import (
     Span,
     equal_parts,
@@ -17,7 +17,7 @@ from hetero.collectives.layout import (
     share_memory,
 )
 from hetero.collectives.schedule import CallContext, P2PBatch, Schedule, overlapped
-from hetero.collectives.vendor_library import LibraryWork, Reduction
+from hetero.collectives.vendor_library import LibraryWork, Reduction, combine_in_order
 
 
 def reduce_scatter(
@@ -92,13 +92,13 @@ def _reduce_scatter_between_vendors(
                 batch.recv(rank, partials[vendor], first, len(part) * unit)
     if len(batches) == 1:
         yield batches[0]
-        combine(reduction, partials, out=result)
+        combine_in_order(reduction, partials, out=result)
         return
     batches[0].issue_with(batches[1:])
     for span, batch in zip(spans, batches, strict=True):
         yield batch
         parts = {vendor: row[span.begin : span.end] for vendor, row in partials.items()}
-        combine(reduction, parts, out=result[span.begin : span.end])
+        combine_in_order(reduction, parts, out=result[span.begin : span.end])
 
 
 class _Chunk:
@@ -165,7 +165,7 @@ class _Chunk:
         if self._own_work is not None:
             self._own_work.wait()
         partials = {self._context.layout.vendor: self._own, **self._received}
-        combine(self._reduction, partials, out=self._result)
+        combine_in_order(self._reduction, partials, out=self._result)
         # Free the memory now: that of all chunks together is as large as the table.
         self._own, self._received, self._works = self._result, {}, []
         self._batch = P2PBatch(self._context)

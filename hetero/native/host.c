@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -253,6 +254,7 @@ static void *run(void *argument)
     struct copy_step step;
     uint32_t completed = 0;
 
+    prctl(PR_SET_NAME, "hetero-stream");
     if (stream->has_gpu && !make_current(&stream->gpu))
         atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);

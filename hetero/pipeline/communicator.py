@@ -29,7 +29,7 @@ from hetero.pipeline.groups import StageOrder
 from hetero.pipeline.links import Neighbour
 
 _PROGRESS_BYTES = 1 << 20
-"""Up to this, waking the link's thread takes longer than the transfer."""
+"""Up to this, waking the links' monitor takes longer than the transfer."""
 
 Tensor = torch.Tensor | None
 
