@@ -272,7 +272,13 @@ class Watch:
                 del _monitors[key]
         if is_last:
             monitor.stop(seconds=_CLOSE_SECONDS if has_returned else 0.0)
+        # They are methods of a link: it must not wait for the garbage collector.
+        self.check, self._fail = _nothing, _nothing
         return has_returned
+
+
+def _nothing(*_: object) -> None:
+    """In the place of what a closed watch called."""
 
 
 def _leave_to_parent() -> None:
