@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -163,9 +163,9 @@ _CLOSED = "the group was closed while a message was under way"
 
 
 class _Envelope:
-    """The first message for each tensor, of one size for all: tag, size, and a small tensor's bytes.
+    """The first message of a link for each tensor: its tag, its size, and the bytes of a small one.
 
-    One size, because a link's receiver has to name it.
+    All have one size, because the receiver has to name it.
     """
 
     def __init__(self) -> None:
@@ -311,8 +311,8 @@ class CpuP2P:
         self._ring = RingExchange()
         self._peers: dict[int, _Peer] = {}
         self._posted: list[_PostedRecv] = []
-        self._ended: list[tuple[CollectiveWork, BaseException | None, int]] = []
-        """Works to finish without the lock, which callbacks must not hold; their errors, sources."""
+        self._ended: list[tuple[CpuP2PWork, BaseException | None, int]] = []
+        """Works, errors and sources of what is finished without the lock: a callback may block."""
         self._waiters = 0
         """Callers in `wait`."""
         self._closed = links.closed
@@ -320,9 +320,8 @@ class CpuP2P:
         self._is_unattended = threading.Event()
         """Set while the thread makes progress, or has to."""
         self._busy_at = 0.0
-        self._thread: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
-        """Also those that open links."""
+        """The one that makes progress, once there is a peer, and those that open links."""
         call_in_children(self, CpuP2P._break_in_fork)
         # Python aborts a process at whose exit a thread is in PyTorch's C++.
         weakref.finalize(self, _stop, self._closed, self._is_unattended, self._threads, os.getpid())
@@ -396,7 +395,7 @@ class CpuP2P:
         if posted.source is None and (own := self._own.take_send(posted.tag)) is not None:
             memory, sent = own
             self._deliver(posted, self._layout.rank, memory.data_ptr(), memory.nbytes)
-            self._end(sent)
+            self._end(cast(CpuP2PWork, sent))
             return True
         return False
 
@@ -528,15 +527,19 @@ class CpuP2P:
         peer = self._peers.get(rank)
         if peer is None:
             peer = self._peers[rank] = _Peer(rank)
-            if self._closed.is_set():
-                peer.error = self._why_closed
-            else:
+            try:
+                if self._closed.is_set():
+                    raise LinkError(_CLOSED)
+                if not self._threads:
+                    self._start(_run_unattended, "p2p progress", self._is_unattended, self._closed)
                 self._start(_open_link, f"p2p link to {rank}", self._links, peer)
+            except LinkError as error:
+                peer.error = error
         return peer
 
     def _start(self, target: Callable[..., None], name: str, *given: Any) -> None:
         """Start a thread, which must not keep this object."""
-        self._threads[:] = [thread for thread in self._threads if thread.is_alive()]
+        self._threads[1:] = [thread for thread in self._threads[1:] if thread.is_alive()]
         thread = threading.Thread(
             target=target, args=(weakref.ref(self), *given), name=name, daemon=True
         )
@@ -546,9 +549,6 @@ class CpuP2P:
     def _wake_thread(self) -> None:
         if not self._is_unattended.is_set():
             self._is_unattended.set()
-        if self._thread is None:
-            self._start(_run_unattended, "p2p progress", self._is_unattended, self._closed)
-            self._thread = self._threads[-1]
 
     def begin(self, peer: _Peer, link: Link) -> None:
         """Use the link that has been opened to a peer."""
@@ -707,6 +707,7 @@ class CpuP2P:
         peer.queued.clear()
         if peer.arriving is not None and peer.arriving.posted is not None:
             self._end(peer.arriving.posted.work, error)
+        peer.arriving = None  # the link keeps the memory while it may write it
         for posted in list(self._posted):
             if self._error_of(posted.source) is not None:
                 self._posted.remove(posted)
@@ -723,7 +724,7 @@ class CpuP2P:
             peer.sending.clear()
 
     def _end(
-        self, work: CollectiveWork, error: BaseException | None = None, *, source: int = -1
+        self, work: CpuP2PWork, error: BaseException | None = None, *, source: int = -1
     ) -> None:
         """Have a work finished. A link that fails because the group has ended says why that is."""
         if error is not None:
@@ -735,7 +736,7 @@ class CpuP2P:
             with self._lock:
                 ended, self._ended = self._ended, []
             for work, error, source in ended:
-                if not work._is_finished:
+                if not work.is_finished:
                     work.finish(error, source=source)
 
 
