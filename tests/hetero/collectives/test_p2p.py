@@ -25,8 +25,9 @@ from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, open_group, run_ranks
-from tests.hetero.link.joined import CPU, wait_for
-from tests.hetero.link.ring.pair import LARGE, SHORT, HeldDevice, Pair, opened
+from tests.hetero.link import tcp_ends
+from tests.hetero.link.joined import CPU, JoinedEnds, wait_for
+from tests.hetero.link.ring.pair import LARGE, SHORT, HeldDevice, Pair, Setup, opened
 from tests.hetero.link.test_handshake import both, both_well
 
 MEMBERS = tuple(
@@ -38,13 +39,15 @@ MEMBERS = tuple(
 INLINE = p2p._INLINE_BYTES
 """The largest message within its envelope."""
 FEW_AND_MANY = [3, 5_000, 300_000]
-"""Floats: within an envelope, in one piece behind it, and more than a ring holds."""
+"""Floats: within an envelope, behind it, and more than a ring holds."""
+SHM, TCP = Setup(), tcp_ends.Setup()
+over_both = pytest.mark.parametrize("setup", [SHM, TCP], ids=["shm", "tcp"])
 
 
 @contextmanager
 def opened_on_cpu() -> Iterator[Pair]:
     """As groups have their links for tensors of a CPU."""
-    with opened(device=lambda: HostDevice(CPU)) as pair:
+    with opened(device=partial(HostDevice, CPU)) as pair:
         yield pair
 
 
@@ -85,10 +88,10 @@ class End:
 
 
 @contextmanager
-def joined_ends() -> Iterator[tuple[End, End]]:
-    """Both ends, whose links are open, and whose threads make no progress by themselves."""
-    with opened_on_cpu() as pair:
-        left, right = End(0, pair.sender), End(1, pair.receiver)
+def joined_ends(setup: JoinedEnds = SHM) -> Iterator[tuple[End, End]]:
+    """Both ends, whose links are open, and whose threads sleep."""
+    with setup.links() as links:
+        left, right = (End(rank, link) for rank, link in enumerate(links))
         for one, other in ((left, right), (right, left)):
             work = one.recv(torch.zeros(1))
             other.send(torch.ones(1)).wait()
@@ -124,10 +127,11 @@ def test_threads_that_send_first_at_once_open_one_link() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@over_both
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_callers_that_wait_need_no_thread(count: int) -> None:
+def test_callers_that_wait_need_no_thread(count: int, setup: JoinedEnds) -> None:
     """Both ways at once, each end in one thread."""
-    with joined_ends() as ends:
+    with joined_ends(setup) as ends:
 
         def swap(end: End, value: float) -> torch.Tensor:
             target = torch.zeros(count)
@@ -190,8 +194,9 @@ def test_sizes_at_the_limit_of_an_envelope(nbytes: int) -> None:
             assert taken == (1 if nbytes <= INLINE else 2)
 
 
-def test_tags_out_of_order_and_messages_of_one_tag_in_order() -> None:
-    with joined_ends() as (left, right):
+@over_both
+def test_tags_out_of_order_and_messages_of_one_tag_in_order(setup: JoinedEnds) -> None:
+    with joined_ends(setup) as (left, right):
         tags = (5, 6, 5, 7, 6, 5)
         for count in FEW_AND_MANY:
             sent = [left.send(torch.full((count,), float(i)), tag) for i, tag in enumerate(tags)]
