@@ -152,7 +152,7 @@ _INLINE_BYTES = 1024
 """The largest message within its envelope, which then is one packet of most networks. A message of
 its own takes the receiver 5 us more."""
 _SPIN_SECONDS = 500e-6
-_SPIN_MICROSECONDS = 100
+_SPIN_MICROSECONDS = 200
 """Of one call into C, which locks the link."""
 _MIN_PAUSE_SECONDS = 20e-6
 _MAX_PAUSE_SECONDS = 500e-6
@@ -242,6 +242,9 @@ class _Peer:
     sending: deque[tuple[CpuP2PWork, RingTransfer]] = field(default_factory=deque)
     """Work and last transfer of what the link has taken but not sent."""
     arriving: _Arriving | None = None
+    is_polled: bool = False
+    """Whether a caller that waits reads an envelope, without the lock; nobody else then reads."""
+    reading: RingExchange = field(default_factory=RingExchange)
     unexpected: list[_UnexpectedMessage] = field(default_factory=list)
     incoming: _Envelope = field(default_factory=_Envelope)
     outgoing: _Envelope = field(default_factory=_Envelope)
@@ -412,7 +415,6 @@ class CpuP2P:
         self._posted.append(posted)
         if posted.source is not None:
             (posted.work.peer,) = peers
-        self._progress(peers)
         self._wake_thread()
 
     def progress(self) -> None:
@@ -447,20 +449,43 @@ class CpuP2P:
 
     def _spin(self, work: CpuP2PWork) -> Collection[_Peer]:
         """Poll a work's link, without the lock; returns the peers of which there may be news."""
-        peer, transfer = work.peer, None
+        peer = work.peer
         if peer is None:
             os.sched_yield()
             return self._peers.values()
+        transfer = None
         with self._lock:
-            if not work.is_send:
-                transfer = peer.arriving.transfer if peer.arriving is not None else None
-            elif peer.sending:
-                transfer = peer.sending[0][1]
-        if transfer is not None and transfer.end_count is None:
+            polls = not work.is_send and self._wants_envelope(peer)
+            if polls:
+                peer.is_polled = True
+            elif work.is_send:
+                transfer = peer.sending[0][1] if peer.sending else None
+            elif peer.arriving is not None:
+                transfer = peer.arriving.transfer
+        if polls:
+            self._poll_envelope(peer)
+        elif transfer is not None and transfer.end_count is None:
             self._ring.progress((transfer,), microseconds=_SPIN_MICROSECONDS)
         else:
             os.sched_yield()
         return (peer,)
+
+    def _poll_envelope(self, peer: _Peer) -> None:
+        """Wait for an envelope for a short time, before it is left to the link.
+
+        A link's thread is woken by whatever comes while a receive is left to it.
+        """
+        arriving, failure = _Arriving(peer.incoming.memory), None
+        try:
+            _begin_read(peer, arriving, microseconds=_SPIN_MICROSECONDS)
+        except Exception as error:
+            failure = error
+        with self._lock:
+            peer.is_polled = False
+            if failure is not None:
+                self._fail_peer(peer, failure)
+            elif peer.error is None:
+                peer.arriving = arriving
 
     def give_up(self, work: CpuP2PWork, error: LinkError) -> None:
         """End a message with an error, unless it has just ended; its memory is not written then.
@@ -604,39 +629,40 @@ class CpuP2P:
                 work, transfer = peer.sending.popleft()
                 self._end(work, transfer.error)
             try:
-                while peer.link is not None and peer.error is None:
-                    if not self._read(peer, peer.link, by_links):
-                        break
+                while self._read(peer, by_links):
+                    pass
             except Exception as error:
                 self._fail_peer(peer, error)
 
-    def _read(self, peer: _Peer, link: Link, by_links: bool) -> bool:
+    def _wants_envelope(self, peer: _Peer) -> bool:
+        """Returns whether the next envelope of a peer is to be read, and not read yet."""
+        return (
+            peer.arriving is None
+            and peer.link is not None
+            and peer.error is None
+            and not peer.is_polled
+            and any(posted.accepts(peer.rank) for posted in self._posted)
+        )
+
+    def _read(self, peer: _Peer, by_links: bool) -> bool:
         """Read an envelope or a message; returns False if none is wanted, or not all is here."""
-        arriving = peer.arriving
-        if arriving is None:
-            if not any(posted.accepts(peer.rank) for posted in self._posted):
+        if (arriving := peer.arriving) is None:
+            if not self._wants_envelope(peer):
                 return False
             arriving = peer.arriving = _Arriving(peer.incoming.memory)
-            self._begin_read(link, arriving)
+            _begin_read(peer, arriving)
         if (transfer := arriving.transfer) is not None:
             if not _is_done(self._ring, transfer, by_links):
                 return False
             if transfer.error is not None:
                 raise transfer.error
         if arriving.tag is None:
-            self._take_envelope(peer, link)
+            self._take_envelope(peer)
         else:
             self._take_message(peer, arriving, arriving.tag)
         return True
 
-    def _begin_read(self, link: Link, arriving: _Arriving) -> None:
-        memory = arriving.memory
-        left: Any = self._ring.order(
-            [(link, memory, 0, memory.nbytes, True)], tag=0, microseconds=0
-        )
-        arriving.transfer = left[0] if left else None
-
-    def _take_envelope(self, peer: _Peer, link: Link) -> None:
+    def _take_envelope(self, peer: _Peer) -> None:
         """Deliver a small message, or begin to read a large one: in place if its receive fits."""
         tag, nbytes = peer.incoming.read()
         posted = self._take_posted(peer.rank, tag)
@@ -646,7 +672,7 @@ class CpuP2P:
                 arriving.memory = posted.memory
             else:
                 arriving.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            self._begin_read(link, arriving)
+            _begin_read(peer, arriving)
             return
         peer.arriving = None
         if posted is not None:
@@ -742,6 +768,15 @@ class CpuP2P:
             for work, error, source in ended:
                 if not work.is_finished:
                     work.finish(error, source=source)
+
+
+def _begin_read(peer: _Peer, arriving: _Arriving, *, microseconds: int = 0) -> None:
+    """Read what is there within that time, and leave the rest to a transfer."""
+    assert peer.link is not None
+    memory = arriving.memory
+    message: Message = (peer.link, memory, 0, memory.nbytes, True)
+    left: Any = peer.reading.order([message], tag=0, microseconds=microseconds)
+    arriving.transfer = left[0] if left else None
 
 
 def _is_done(ring: RingExchange, transfer: RingTransfer, by_links: bool) -> bool:
