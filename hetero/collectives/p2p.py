@@ -154,11 +154,11 @@ its own takes the receiver 5 us more."""
 _SPIN_SECONDS = 500e-6
 _SPIN_MICROSECONDS = 200
 """Of one call into C, which locks the link."""
-_MIN_PAUSE_SECONDS = 20e-6
-_MAX_PAUSE_SECONDS = 500e-6
-_UNATTENDED_PAUSE_SECONDS = 1e-3
-_UNATTENDED_IDLE_SECONDS = 1.0
-"""After which the thread sleeps: to wake it costs a caller more than to leave it polling."""
+_CALLER_PAUSES = 20e-6, 2e-3
+"""The shortest and the longest pause, in seconds, of a caller that waits."""
+_THREAD_PAUSES = 1e-3, 10e-3
+_IDLE_SECONDS_OF_THREAD = 1.0
+"""After which it sleeps: to wake it costs a caller more than to leave it polling."""
 _JOIN_SECONDS = 2.0
 _BREAK_SECONDS = 1.0
 """How long a link that is closed for one receive may still take to send."""
@@ -306,9 +306,9 @@ class CpuP2P:
     only while a receive is posted that accepts the peer, so that what nobody asks for stays there.
 
     Whoever sends, receives, waits, or asks whether a message is done makes progress, with the lock
-    and without blocking. For what nobody waits for one thread makes it, every millisecond while a
-    message is under way. A link is opened by a thread that ends with that, since the peer may open
-    it much later.
+    and without blocking. For what nobody waits for one thread makes it, every few milliseconds
+    while a message is under way. A link is opened by a thread that ends with that, since the peer
+    may open it much later.
     """
 
     def __init__(self, *, layout: Layout, links: Links) -> None:
@@ -326,7 +326,8 @@ class CpuP2P:
         self._why_closed: BaseException = LinkError(_CLOSED)
         self._is_unattended = threading.Event()
         """Set while the thread makes progress, or has to."""
-        self._busy_at = 0.0
+        self._moved_at = 0.0
+        """When a message was last posted or ended."""
         self._threads: list[threading.Thread] = []
         """The one that makes progress, once there is a peer, and those that open links."""
         call_in_children(self, CpuP2P._break_in_fork)
@@ -433,11 +434,10 @@ class CpuP2P:
                 waited = time.monotonic() - began
                 if waited > seconds:
                     return False
-                # Poll first: a wake-up costs more. Then in pauses that are short beside the wait.
-                if waited < _SPIN_SECONDS:
+                if waited < _SPIN_SECONDS:  # a wake-up costs more
                     peers = self._spin(work)
                 else:
-                    time.sleep(min(max(waited / 16, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS))
+                    time.sleep(_pause(waited, _CALLER_PAUSES))
                     peers = self._peers.values()
                 with self._lock:
                     self._progress(peers, by_links=waited >= _SPIN_SECONDS)
@@ -475,16 +475,19 @@ class CpuP2P:
 
         A link's thread is woken by whatever comes while a receive is left to it.
         """
-        arriving, failure = _Arriving(peer.incoming.memory), None
+        arriving = _Arriving(peer.incoming.memory)
         try:
             _begin_read(peer, arriving, microseconds=_SPIN_MICROSECONDS)
-        except Exception as error:
-            failure = error
+        except BaseException as error:
+            with self._lock:
+                peer.is_polled = False
+                self._fail_peer(peer, error)
+            if not isinstance(error, Exception):
+                raise
+            return
         with self._lock:
             peer.is_polled = False
-            if failure is not None:
-                self._fail_peer(peer, failure)
-            elif peer.error is None:
+            if peer.error is None:
                 peer.arriving = arriving
 
     def give_up(self, work: CpuP2PWork, error: LinkError) -> None:
@@ -515,17 +518,17 @@ class CpuP2P:
             link.close()
         self._finish_ended()
 
-    def progress_unattended(self) -> None:
-        """Make progress for callers that do not wait, in the thread."""
+    def progress_unattended(self) -> float:
+        """Make progress for callers that do not wait; returns the seconds until the next time."""
         with self._lock:
             # The links' own threads would only be in the way of a caller that polls.
             self._progress(self._peers.values(), by_links=not self._waiters)
-            now = time.monotonic()
-            if self._posted or any(peer.is_busy() for peer in self._peers.values()):
-                self._busy_at = now
-            elif now - self._busy_at > _UNATTENDED_IDLE_SECONDS:
+            quiet = time.monotonic() - self._moved_at
+            is_busy = self._posted or any(peer.is_busy() for peer in self._peers.values())
+            if not is_busy and quiet > _IDLE_SECONDS_OF_THREAD:
                 self._is_unattended.clear()
         self._finish_ended()
+        return _pause(quiet, _THREAD_PAUSES)
 
     def close(self, why: BaseException | None = None) -> None:
         """End all messages under way with the error that has ended the group, if one has."""
@@ -576,6 +579,7 @@ class CpuP2P:
         self._threads.append(thread)
 
     def _wake_thread(self) -> None:
+        self._moved_at = time.monotonic()
         if not self._is_unattended.is_set():
             self._is_unattended.set()
 
@@ -631,8 +635,10 @@ class CpuP2P:
             try:
                 while self._read(peer, by_links):
                     pass
-            except Exception as error:
+            except BaseException as error:
                 self._fail_peer(peer, error)
+                if not isinstance(error, Exception):
+                    raise
 
     def _wants_envelope(self, peer: _Peer) -> bool:
         """Returns whether the next envelope of a peer is to be read, and not read yet."""
@@ -731,6 +737,13 @@ class CpuP2P:
         """End what is received from a peer, and what waits for its link."""
         if peer.error is not None:
             return
+        if not isinstance(
+            error, Exception
+        ):  # KeyboardInterrupt, of which later callers know nothing
+            error = LinkError(
+                f"{type(error).__name__} came while a message of {self._layout.members[peer.rank]} "
+                "was read, which may be lost; make a new group"
+            )
         peer.error = error
         for work, *_ in peer.queued:
             self._end(work, error)
@@ -759,6 +772,7 @@ class CpuP2P:
         """Have a work finished. A link that fails because the group has ended says why that is."""
         if error is not None:
             error = work.named(self._why_closed if self._closed.is_set() else error)
+        self._moved_at = time.monotonic()
         self._ended.append((work, error, source))
 
     def _finish_ended(self) -> None:
@@ -789,6 +803,12 @@ def _is_done(ring: RingExchange, transfer: RingTransfer, by_links: bool) -> bool
     return transfer.is_completed()
 
 
+def _pause(quiet: float, limits: tuple[float, float]) -> float:
+    """How long to sleep, where nothing has moved for `quiet` seconds: short beside that."""
+    least, most = limits
+    return min(max(quiet / 16, least), most)
+
+
 def _require_memory(tensor: torch.Tensor) -> None:
     if tensor.data_ptr() == 0 and tensor.numel() > 0:
         raise ValueError(
@@ -817,9 +837,9 @@ def _run_unattended(
         p2p = reference()
         if p2p is None or closed.is_set():
             return
-        p2p.progress_unattended()
+        pause = p2p.progress_unattended()
         del p2p
-        time.sleep(_UNATTENDED_PAUSE_SECONDS)
+        time.sleep(pause)
 
 
 def _stop(

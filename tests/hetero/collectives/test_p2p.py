@@ -392,6 +392,27 @@ def test_a_message_that_cannot_be_held_ends_its_receive() -> None:
         right.close()
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_an_interrupt_while_a_message_is_read_ends_what_comes_from_there(
+    is_waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be lost, so that later ones would be taken for it."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with joined_ends() as (_, right):
+        work = right.recv(torch.zeros(3))
+        with monkeypatch.context() as patched:
+            patched.setattr(p2p, "_begin_read", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                work.wait() if is_waiting else work.is_completed()
+        for late in (work, right.recv(torch.zeros(3))):
+            with pytest.raises(LinkError, match=r"KeyboardInterrupt came while .* rank 0 .* read"):
+                late.wait()
+
+
 def test_a_tensor_without_memory_is_refused_by_both() -> None:
     with joined_ends() as (left, right):
         freed = torch.ones(3)
