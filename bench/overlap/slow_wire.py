@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hetero.errors import LinkError
-from hetero.link.ring_link import Flow
+from hetero.link.flow import Flow
 from hetero.native.binding import CopyStep, RingWord, Vendor, native
 
 _COPY = CFUNCTYPE(c_int, c_uint64, c_uint64, c_size_t, c_void_p)

@@ -22,7 +22,7 @@ def slow_links(phases: Sequence[Phase]) -> list[Any]:
 
     import_megatron_core()
     from bench.overlap.slow_wire import slow_down
-    from hetero.link.ring_link import Flow
+    from hetero.link.flow import Flow
     from hetero.pipeline.communicator import PipelineCommunicator
 
     wires: list[Any] = []

@@ -2,7 +2,7 @@
 
 The rings at either end are connected by a carrier, a thread in C (hetero/native/carrier.c) that
 sends over the rails. A control connection beside them says which rail is lost, why an end has
-failed, and that it has closed; a monitor in each end acts on that.
+failed, and that it has closed; each end acts on that in the links' monitor.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import contextlib
 import ctypes
 import ipaddress
 import logging
-import os
 import secrets
-import selectors
 import socket
 import threading
 import time
@@ -26,10 +24,10 @@ from typing import Any
 
 from hetero.device.device import Device
 from hetero.errors import LinkError
-from hetero.link.base import start_thread
 from hetero.link.control import Control, PathsLost, PathsReset
 from hetero.link.handshake import Rendezvous
 from hetero.link.lossy_rails import LossyRails, RailPackets
+from hetero.link.monitor import Watch
 from hetero.link.nics import Port
 from hetero.link.redial import Place, Redial, Reopened
 from hetero.link.ring import (
@@ -41,6 +39,7 @@ from hetero.link.ring import (
     RingOptions,
     SharedMemory,
     make_memory,
+    new_event,
     pin,
 )
 from hetero.link.slow_rails import RailSpeed, SlowRails
@@ -52,21 +51,21 @@ from hetero.native.binding import (
     VerbsRoute,
     checked,
     native,
+    proxy,
 )
 from hetero.observe import record
 from hetero.observe.record import recorder
 from hetero.text import counted
 
 _MAX_PSN = 1 << 24
-_JOIN_SECONDS = 15.0
-"""Longer than the longest step of a monitor's thread: what that uses is freed after the join."""
 _DRAIN_SECONDS = 10.0
 """The time after a peer's end for what it sent before, such as the last credit, to arrive. A packet
 that is lost five times in a row takes 6 s."""
 _ANSWER_SECONDS = 5.0
 """The time for a peer to report that it has stopped a rail too or, if the rail was lost by that,
 that it has closed the link."""
-_SLICE_SECONDS = 0.1
+_TICK_SECONDS = 5e-3
+"""Between two looks at what raises no event: all has arrived, what is sent is accepted."""
 _FIRST_WAIT_SECONDS = 1.0
 """From the loss of a rail to the first attempt to open it again; doubled from one to the next."""
 _MAX_WAIT_SECONDS = 60.0
@@ -91,6 +90,8 @@ class RingMemory:
     rings: int
     """The carrier's address of the sending ring, which the receiving one follows."""
     rings_on_device: int
+    event: int
+    """This end's eventfd, which the carrier writes as long as it runs."""
     reads_back: bool = False
     """True if a NIC's writes are visible to the device only after a read-back."""
     is_gpu_memory: bool = False
@@ -117,6 +118,7 @@ class Carrier:
         handler of a signal may read them in a thread that does so already."""
         self._handle: int | None = checked(
             self._library.carrier_new,
+            proxy(),
             byref(
                 EngineOptions(
                     control=memory.control.address,
@@ -288,6 +290,8 @@ class RailState:
     """True if the loss is certain, rather than the end of the peer."""
     is_silent: bool = False
     """True if it was lost because nothing was answered for long."""
+    answer_until: float | None = None
+    """Until when the loss is not reported, because the peer may have ended; None otherwise."""
     opening: int = 0
     """The number of times that it was opened again."""
 
@@ -308,7 +312,7 @@ class _Attempts:
 
 
 class RailMonitor:
-    """A thread that handles lost rails and the peer's control messages.
+    """Handles lost rails and the peer's control messages, in the links' monitor.
 
     A lost rail's unfinished entries are retransmitted only when both ends have stopped it: until
     then a late packet could overwrite a slot that is in use again. After that, with a `redial`, its
@@ -344,18 +348,20 @@ class RailMonitor:
         self._cut_at: float | None = None
         self._slow, self._lossy, self._judging = SlowRails(), LossyRails(), threading.RLock()
         self._sending = threading.Lock()
+        """Held for what only one thread at a time may do with the control connections."""
         self._peer_has_ended = self._stopping = False
-        self._handlers = selectors.DefaultSelector()
-        for descriptor in control.filenos():
-            self._register(descriptor, partial(self._handle_control, descriptor))
-        self._register(carrier.loss_fd, self._handle_losses)
-        if redial is not None:
-            self._register(redial.fileno(), self._handle_redial)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._drain_until: float | None = None
+        """While what the peer sent before it ended may still arrive; None before and after."""
+        self._watch = Watch(self._check, self._fail_watch)
 
     def start(self) -> None:
-        """Raises LinkError if it cannot. Call `close` in any case."""
-        start_thread(self._thread)
+        """Raises OSError or LinkError if it cannot. Call `close` in any case."""
+        self._watch.start()
+        for descriptor in self._control.filenos():
+            self._add_control(descriptor)
+        self._watch.add(self._carrier.loss_fd, partial(self._handle, self._handle_losses))
+        if self._redial is not None:
+            self._watch.add(self._redial.fileno(), self._check)
 
     def peer_has_ended(self) -> bool:
         """Returns whether the peer has ended or closed the link, and all it sent has arrived."""
@@ -368,15 +374,13 @@ class RailMonitor:
             self._send({"fault": reason})
 
     def close(self) -> None:
-        """End the thread and the control connections, which tells the peer that this end has."""
+        """Stop watching, and end the control connections: this tells the peer of this end's."""
         self._stopping = True
-        os.eventfd_write(self._carrier.loss_fd, 1)  # wakes the thread
-        if self._thread.is_alive():
-            self._thread.join(_JOIN_SECONDS)
-        self._control.close()
+        self._watch.close()
+        with self._sending:
+            self._control.close()
         if self._redial is not None:
             self._redial.close()
-        self._handlers.close()
 
     def states(self) -> Rails:
         """Each pair of NICs with the connections over it as one. From any thread."""
@@ -421,66 +425,76 @@ class RailMonitor:
             kind, f"{self._name}: {text}", peer=self._peer, rail=rail, link=self._name
         )
 
-    def _register(self, descriptor: int, handler: Callable[[], None]) -> None:
-        self._handlers.register(descriptor, selectors.EVENT_READ, handler)
+    def _add_control(self, descriptor: int) -> None:
+        handler = partial(self._handle_control, descriptor)
+        self._watch.add(descriptor, partial(self._handle, handler))
 
-    def _unregister(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._handlers.unregister(descriptor)
+    def _handle(self, handler: Callable[[], None]) -> None:
+        handler()
+        self._check()
 
-    def _run(self) -> None:
-        while not self._stopping:
-            ready = self._handlers.select(_REOPEN_TICK_SECONDS if self._is_reopening() else None)
-            try:
-                for key, _ in ready:
-                    # An earlier handler may have unregistered it.
-                    if key.fd in self._handlers.get_map() and not self._stopping:
-                        key.data()
-                self._reopen()
-            except Exception as error:  # whatever it is, fail the link
-                self._fail(f"the link's watch failed ({error})")
-                _log.exception("%s: the watch failed", self._name)
-                return
+    def _check(self) -> None:
+        """Do what is due, and have this called again while something may become due.
+
+        ===========  =============================================  ==============================
+        state        when                                           what ends it
+        ===========  =============================================  ==============================
+        in doubt     a rail's end may be that of the peer           the peer's answer or its end,
+                     (RailState.answer_until)                       or _ANSWER_SECONDS
+        ending       the peer has ended, and what it sent may not   all has arrived, or
+                     all have arrived (_drain_until)                _DRAIN_SECONDS
+        reopening    a connection between two live ends is lost     each is open again; with none
+                                                                    left, `redial.patience`
+        sending      a control connection has not accepted all      it has, or Control drops it
+        ===========  =============================================  ==============================
+        """
+        if self._stopping:
+            return
+        now = time.monotonic()
+        for index, rail in enumerate(self._rails):
+            is_cut = self._control.is_cut()
+            if rail.answer_until is not None and (is_cut or now > rail.answer_until):
+                self._report(index)
+        self._progress_redial()
+        self._reopen()
+        if self._drain_until is not None and (self._carrier.drain(0.0) or now > self._drain_until):
+            self._drain_until, self._peer_has_ended = None, True
+            self._local.ring()
+        with self._sending:
+            is_sent = self._control.flush()
+        due = [rail.answer_until for rail in self._rails if rail.answer_until is not None]
+        if self._drain_until is not None or not is_sent:
+            due.append(now + _TICK_SECONDS)
+        if self._redial is not None and self._is_reopening():
+            due.append(now + _REOPEN_TICK_SECONDS)
+            if self._cut_at is not None:
+                due.append(self._cut_at + self._redial.patience)
+        if due:
+            self._watch.check_at(min(due))
+
+    def _fail_watch(self, error: Exception) -> None:
+        self._fail(f"the link's watch failed ({error})")
 
     def _handle_losses(self) -> None:
         while (loss := self._carrier.next_loss()) is not None:
             index, reason, may_have_ended = loss
             self._lose(index, reason, may_have_ended=may_have_ended, is_silent=not may_have_ended)
 
-    def _await_answer(self, rail: RailState) -> None:
-        """Wait until the peer has stopped a rail too, or has ended.
-
-        The rails of a peer that closes the link may end before its message arrives.
-        """
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while not (rail.peer_has_stopped or self._peer_has_ended or self._stopping):
-            if time.monotonic() > deadline or self._control.is_cut():
-                return
-            for descriptor in self._control.readable(_SLICE_SECONDS):
-                self._handle_control(descriptor)
-
-    def _drain(self) -> None:
-        """Handle everything that the peer sent before it ended."""
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while not (self._stopping or self._carrier.drain(_SLICE_SECONDS)):
-            if time.monotonic() > deadline:
-                return
-
     def _handle_control(self, descriptor: int) -> None:
-        if self._peer_has_ended:
+        if self._is_ending():
             return
         try:
             messages = self._control.receive(descriptor)
         except ConnectionError as ended:
             if isinstance(ended, PathsReset) and self._redial is not None:
-                self._unregister(descriptor)
+                self._watch.remove(descriptor)
                 return
             if isinstance(ended, PathsLost):
                 self._fail(f"rank {self._peer} cannot be reached any more: {ended}")
             self._end_with_peer(descriptor)
             return
         if descriptor not in self._control.filenos():
-            self._unregister(descriptor)
+            self._watch.remove(descriptor)
         for message in messages:
             if "fault" in message:
                 self._fail(str(message["fault"]))
@@ -492,11 +506,15 @@ class RailMonitor:
                 self._end_with_peer(descriptor)
 
     def _end_with_peer(self, *descriptors: int) -> None:
+        if self._is_ending():
+            return
         for known in (*descriptors, *self._control.filenos()):
-            self._unregister(known)
-        self._drain()
-        self._peer_has_ended = True
-        self._local.ring()
+            self._watch.remove(known)
+        self._drain_until = time.monotonic() + _DRAIN_SECONDS
+
+    def _is_ending(self) -> bool:
+        """Returns whether the peer has ended or closed the link."""
+        return self._peer_has_ended or self._drain_until is not None
 
     def _handle_peer_loss(self, index: int, reason: str, opening: int) -> None:
         rail = self._rails[index]
@@ -527,18 +545,21 @@ class RailMonitor:
         rail.live, rail.loss, rail.is_silent = False, reason, is_silent
         rail.lost_at = time.monotonic()
         self._carrier.stop_rail(index)
-        if self._peer_has_ended:
+        if self._is_ending():
             return
         self._send_loss(index)
-        if may_have_ended:
-            self._await_answer(rail)
-        self._report(index)
+        if may_have_ended and not rail.peer_has_stopped:
+            # The rails of a peer that closes the link may end before its message arrives.
+            rail.answer_until = rail.lost_at + _ANSWER_SECONDS
+        else:
+            self._report(index)
 
     def _report(self, index: int) -> None:
         """Log that a rail is lost, unless it has ended with the peer, and go on without it."""
         rail = self._rails[index]
+        rail.answer_until = None
         # An end that is closing no longer reads that the peer has closed too.
-        if rail.is_reported or self._peer_has_ended or self._stopping:
+        if rail.is_reported or self._is_ending() or self._stopping:
             return
         rail.is_reported = True
         what, left = self._describe(index)
@@ -584,7 +605,7 @@ class RailMonitor:
 
     def _is_reopening(self) -> bool:
         """Returns whether something is lost that a link between two live ends opens again."""
-        if self._redial is None or self._peer_has_ended or self._remote.has_failed:
+        if self._redial is None or self._is_ending() or self._remote.has_failed:
             return False
         return bool(self._control.lost_paths()) or not all(rail.live for rail in self._rails)
 
@@ -601,7 +622,7 @@ class RailMonitor:
         elif self._control.is_cut() and redial.refused_seconds() > _REFUSED_SECONDS:
             self._end_with_peer()
             return
-        elif now - self._cut_at > redial.patience:
+        elif now - self._cut_at >= redial.patience:
             self._fail(
                 f"{self._last_loss()}; none could be opened again for {redial.patience:g} s "
                 f"({redial.failure}); see what breaks connections between the two hosts"
@@ -638,8 +659,9 @@ class RailMonitor:
         attempts.due = now + attempts.wait
         redial.dial(place, opening)
 
-    def _handle_redial(self) -> None:
-        assert self._redial is not None
+    def _progress_redial(self) -> None:
+        if self._redial is None:
+            return
         for reopened in self._redial.progress(self._admits):
             if not self._admits(reopened.place, reopened.opening):
                 reopened.connection.close()
@@ -648,7 +670,7 @@ class RailMonitor:
 
     def _admits(self, place: Place, opening: int) -> bool:
         """Returns whether a connection may take its place."""
-        if self._peer_has_ended or self._stopping:
+        if self._is_ending() or self._stopping:
             return False
         if place.kind == "control":
             return self._control.is_path(place.index)
@@ -665,11 +687,10 @@ class RailMonitor:
         attempts = self._attempts.setdefault(reopened.place, _Attempts(0.0))
         attempts.opened_at = time.monotonic()
         if reopened.place.kind == "control":
-            self._unregister(self._control.descriptor(index))
+            self._watch.remove(self._control.descriptor(index))
             with self._sending:
                 self._control.replace(index, connection)
-            descriptor = connection.fileno()
-            self._register(descriptor, partial(self._handle_control, descriptor))
+            self._add_control(connection.fileno())
             # What was said last may have gone with the connection that it was sent over.
             for number, rail in enumerate(self._rails):
                 if not rail.live:
@@ -686,6 +707,7 @@ class RailMonitor:
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:
             self._control.send(message)
+        self._watch.check_at(time.monotonic() + _TICK_SECONDS)
 
     def _fail(self, reason: str) -> None:
         if not self._remote.has_failed:
@@ -703,7 +725,8 @@ def host_rings(options: RingOptions, stack: ExitStack, *, reads_back: bool = Fal
     """Both rings in host memory."""
     control, control_on_device = host_memory(CONTROL_BYTES, options.device, stack)
     rings, on_device = host_memory(2 * options.ring_bytes, options.device, stack)
-    return RingMemory(control, control_on_device, rings.address, on_device, reads_back)
+    event = new_event(stack)
+    return RingMemory(control, control_on_device, rings.address, on_device, event, reads_back)
 
 
 def make_ends(
@@ -722,7 +745,7 @@ def make_ends(
     Without `redial` a connection that is lost stays lost.
     """
     side, description = rendezvous.side, rendezvous.description
-    local = EndState(memory.control, side)
+    local = EndState(memory.control, side, event=memory.event)
     # The peer's state is a copy here: waking the peer means waking the carrier that sends to it.
     remote = EndState(memory.control, 1 - side, wake=carrier.wake)
     monitor = RailMonitor(
@@ -746,6 +769,7 @@ def make_ends(
         peer=remote,
         outgoing_ring=memory.rings_on_device,
         incoming_ring=memory.rings_on_device + options.ring_bytes,
+        event=memory.event,
         peer_has_ended=monitor.peer_has_ended,
         rails=monitor.states,
         close=stack.pop_all().close,

@@ -6,16 +6,17 @@ import json
 import select
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hetero.link.handshake import send_json
+from hetero.link.handshake import frame
 from hetero.startup.addresses import is_unreachable, keep_alive
 
 _LENGTH = struct.Struct("<I")
-_SEND_TIMEOUT = struct.pack("ll", 5, 0)
-"""A `struct timeval`. With a timeout of Python's, `recv` would time out too."""
+_SEND_SECONDS = 5.0
+"""The time for a connection to accept what is sent over it."""
 
 
 class PathsLost(ConnectionError):
@@ -31,7 +32,7 @@ class Control:
 
     Each message is sent over every connection that is left, and duplicates are dropped, so that it
     arrives even if a path is lost. The peer has ended when it says so, or when it has closed the
-    last connection that is left. Reading never blocks.
+    last connection that is left. Nothing blocks but `close`.
     """
 
     def __init__(self, *connections: socket.socket, ack_timeout: float | None = None) -> None:
@@ -43,6 +44,9 @@ class Control:
         """The paths whose connection has ended."""
         self._send_errors: dict[int, OSError] = {}
         self._unread = {path: bytearray() for path in range(len(connections))}
+        self._unsent = {path: bytearray() for path in range(len(connections))}
+        self._accepted_at = dict.fromkeys(range(len(connections)), 0.0)
+        """When a path last had nothing unsent, or accepted some of it."""
         self._ack_timeout = ack_timeout
         self._sent = 0
         self._last_received = 0
@@ -50,15 +54,15 @@ class Control:
             self._prepare(connection)
 
     def _prepare(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        connection.setblocking(False)
         keep_alive(connection, ack_timeout=self._ack_timeout)
 
     def replace(self, path: int, connection: socket.socket) -> None:
-        """Take a new connection for a path; closes the one before. Not during `send`."""
+        """Take a new connection for a path; closes the one before. Not during another call."""
         self._prepare(connection)
         self._connections[path].close()
-        self._connections[path], self._unread[path] = connection, bytearray()
+        self._connections[path] = connection
+        self._unread[path], self._unsent[path] = bytearray(), bytearray()
         self._lost.discard(path)
         self._send_errors.pop(path, None)
 
@@ -81,32 +85,49 @@ class Control:
     def _paths(self) -> list[int]:
         return [path for path in range(len(self._connections)) if path not in self._lost]
 
-    def readable(self, seconds: float) -> list[int]:
-        """Wait up to `seconds` for data; returns the descriptors that can be read."""
-        poller = select.poll()  # select() refuses descriptors above 1023
-        for descriptor in self.filenos():
-            poller.register(descriptor, select.POLLIN)
-        return [descriptor for descriptor, _ in poller.poll(1000 * seconds)]
-
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError when no connection accepts it."""
+        """Raises OSError when no connection is left to send it over.
+
+        What the kernel does not accept at once is left to `flush`. Not during another call.
+        """
         self._sent += 1
-        sent = False
-        for path in self._paths():
-            if path in self._send_errors:
-                continue
-            connection = self._connections[path]
-            try:
-                send_json(connection, {"number": self._sent, **message})
-                sent = True
-            except OSError as error:
-                # It may be cut short, so send nothing after it. `receive` drops the connection,
-                # for this reason: the kernel tells it only once.
-                self._send_errors[path] = error
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        if not sent:
+        data = frame({"number": self._sent, **message})
+        for path in self._sendable():
+            if not self._unsent[path]:
+                self._accepted_at[path] = time.monotonic()
+            self._unsent[path] += data
+        self.flush()
+        if not self._sendable():
             raise ConnectionError("no path to the peer is left")
+
+    def flush(self) -> bool:
+        """Send what is left; returns whether nothing is. Not during another call."""
+        left = [path for path in self._sendable() if not self._flush(path)]
+        return not left
+
+    def _sendable(self) -> list[int]:
+        return [path for path in self._paths() if path not in self._send_errors]
+
+    def _flush(self, path: int) -> bool:
+        connection, unsent = self._connections[path], self._unsent[path]
+        try:
+            while unsent:
+                del unsent[: connection.send(unsent)]
+                self._accepted_at[path] = time.monotonic()
+        except BlockingIOError:
+            if time.monotonic() - self._accepted_at[path] < _SEND_SECONDS:
+                return False
+            self._stop_sending(path, ConnectionError(f"it took nothing for {_SEND_SECONDS:g} s"))
+        except OSError as error:
+            self._stop_sending(path, error)
+        return True
+
+    def _stop_sending(self, path: int, error: OSError) -> None:
+        """`receive` then drops the connection, for this reason: the kernel tells it only once."""
+        self._send_errors[path] = error
+        self._unsent[path].clear()
+        with suppress(OSError):
+            self._connections[path].shutdown(socket.SHUT_RDWR)
 
     def receive(self, descriptor: int) -> list[dict[str, Any]]:
         """The new messages that are complete on one connection.
@@ -117,7 +138,7 @@ class Control:
         """
         path = next(path for path in self._paths() if self.descriptor(path) == descriptor)
         try:
-            data = self._connections[path].recv(1 << 16, socket.MSG_DONTWAIT)
+            data = self._connections[path].recv(1 << 16)
         except BlockingIOError:
             return []
         except OSError as error:
@@ -162,8 +183,14 @@ class Control:
         return messages
 
     def close(self) -> None:
-        """Say that this end is closing, and close."""
+        """Say that this end is closing, and close. Waits until the kernel has accepted that."""
         with suppress(OSError):
             self.send({"closed": True})
+        while not self.flush():
+            poller = select.poll()  # select() refuses descriptors above 1023
+            for path in self._sendable():
+                if self._unsent[path]:
+                    poller.register(self._connections[path], select.POLLOUT)
+            poller.poll(1000 * _SEND_SECONDS)
         for connection in self._connections:
             connection.close()

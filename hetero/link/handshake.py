@@ -13,11 +13,11 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistStoreError
 
@@ -33,6 +33,9 @@ TOKEN_SECONDS = 10.0
 """The time for one attempt to connect, and for the token of either side to arrive."""
 _LENGTH = struct.Struct("<I")
 _MAX_JSON_BYTES = 1 << 20
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+"""Yields the event of `selectors` to wait for, on a connection that does not block."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,62 @@ class Rendezvous:
         return LinkError(f"{self.description} could not be opened: {what}; {remedy}")
 
 
-def send_json(connection: socket.socket, value: Mapping[str, Any]) -> None:
+def _completed(steps: Steps[T]) -> T:
+    """The result of steps over a connection that blocks: they yield nothing."""
+    try:
+        event = next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError(f"a blocking connection would have to wait for event {event}")
+
+
+def frame(value: Mapping[str, Any]) -> bytes:
+    """A message of a connection beside the rails."""
     data = json.dumps(value).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
+def sending(connection: socket.socket, data: bytes) -> Steps[None]:
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[connection.send(left) :]
+        except BlockingIOError:
+            yield selectors.EVENT_WRITE
+
+
+def receiving(connection: socket.socket, count: int) -> Steps[bytes]:
     data = bytearray()
     while len(data) < count:
-        part = connection.recv(count - len(data))
+        try:
+            part = connection.recv(count - len(data))
+        except BlockingIOError:
+            yield selectors.EVENT_READ
+            continue
         if not part:
             raise ConnectionError("the peer closed the connection")
         data += part
     return bytes(data)
 
 
-def receive_json(connection: socket.socket) -> dict[str, Any]:
-    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+def receiving_json(connection: socket.socket) -> Steps[dict[str, Any]]:
+    (length,) = _LENGTH.unpack((yield from receiving(connection, _LENGTH.size)))
     if length > _MAX_JSON_BYTES:
         raise ConnectionError("the peer sent a message that does not belong to this protocol")
-    return dict(json.loads(receive_exactly(connection, length)))
+    return dict(json.loads((yield from receiving(connection, length))))
+
+
+def send_json(connection: socket.socket, value: Mapping[str, Any]) -> None:
+    connection.sendall(frame(value))
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    return _completed(receiving(connection, count))
+
+
+def receive_json(connection: socket.socket) -> dict[str, Any]:
+    return _completed(receiving_json(connection))
 
 
 class AuthenticationError(ConnectionError):
@@ -98,22 +137,27 @@ def _token(rendezvous: Rendezvous, *, of_listener: bool) -> bytes:
     return hmac.digest(key, role + rendezvous.name.encode(), "sha256")
 
 
-def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
+def exchanging_tokens(connection: socket.socket, rendezvous: Rendezvous) -> Steps[None]:
     """Authenticate both ends. Raises AuthenticationError if the other side's token is wrong.
 
     The caller sends its token first, so that a listener reveals none to strangers. It confirms the
     listener's, so that none takes a connection that the caller has meanwhile given up.
     """
     if not rendezvous.listens:
-        connection.sendall(_token(rendezvous, of_listener=False))
-    theirs = receive_exactly(connection, TOKEN_BYTES)
+        yield from sending(connection, _token(rendezvous, of_listener=False))
+    theirs = yield from receiving(connection, TOKEN_BYTES)
     if not hmac.compare_digest(theirs, _token(rendezvous, of_listener=not rendezvous.listens)):
         raise AuthenticationError("the other side does not belong to this job")
     if rendezvous.listens:
-        connection.sendall(_token(rendezvous, of_listener=True))
-        receive_exactly(connection, len(_CONFIRMATION))
+        yield from sending(connection, _token(rendezvous, of_listener=True))
+        yield from receiving(connection, len(_CONFIRMATION))
     else:
-        connection.sendall(_CONFIRMATION)
+        yield from sending(connection, _CONFIRMATION)
+
+
+def exchange_tokens(connection: socket.socket, rendezvous: Rendezvous) -> None:
+    """The same over a connection that blocks."""
+    _completed(exchanging_tokens(connection, rendezvous))
 
 
 def accept(listener: socket.socket, rendezvous: Rendezvous) -> socket.socket:

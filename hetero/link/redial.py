@@ -18,18 +18,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from hetero.link.handshake import (
-    TOKEN_BYTES,
     TOKEN_SECONDS,
     Rendezvous,
-    exchange_tokens,
-    receive_json,
-    send_json,
+    Steps,
+    exchanging_tokens,
+    frame,
+    receiving_json,
+    sending,
 )
 from hetero.startup.addresses import family_of
 from hetero.startup.process import close_in_children
 
 _DIAL_SECONDS = 2.0
-"""The time to connect, which is enough to send a lost SYN again, and then for each message."""
+"""The time to connect, which is enough to send a lost SYN again, and then for each exchange."""
 _PADDING = " " * (32 << 10)
 """Of a message: several of the largest packets."""
 
@@ -62,16 +63,19 @@ class Reopened:
     connection: socket.socket
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
+    """A connection that does not block, while its ends authenticate and agree on its place."""
+
     connection: socket.socket
+    dialed: Place | None
+    """None for a connection that was accepted."""
+    steps: Steps[Reopened]
     deadline: float
-    dialed: tuple[Place, int] | None
-    """Place and opening; None for a connection that was accepted."""
 
 
 class Redial:
-    """One end's attempts. Any one thread at a time may call it; only handshakes block, shortly."""
+    """One end's attempts. Any one thread at a time may call it. Nothing blocks."""
 
     def __init__(
         self,
@@ -111,11 +115,11 @@ class Redial:
         return not self._rendezvous.listens
 
     def fileno(self) -> int:
-        """Readable when `progress` has something to do."""
+        """Readable when `progress` has something to do, but for deadlines."""
         return int(self._selector.fileno())
 
     def is_dialing(self, place: Place) -> bool:
-        return any(one.dialed and one.dialed[0] == place for one in self._pending.values())
+        return any(one.dialed == place for one in self._pending.values())
 
     def refused_seconds(self) -> float:
         """For how long every address that answers has refused, as where no process listens."""
@@ -132,21 +136,18 @@ class Redial:
         except OSError as error:
             code = error.errno or errno.EINVAL
         if code in (0, errno.EINPROGRESS):
-            self._await(connection, _DIAL_SECONDS, (place, opening), selectors.EVENT_WRITE)
+            steps = self._ask(connection, place, opening)
+            self._begin(_Pending(connection, place, steps, time.monotonic() + _DIAL_SECONDS))
         else:
             connection.close()
             self._note(place, OSError(code, os.strerror(code)))
 
-    def _await(
-        self,
-        connection: socket.socket,
-        seconds: float,
-        dialed: tuple[Place, int] | None,
-        event: int,
-    ) -> None:
-        pending = _Pending(close_in_children(connection), time.monotonic() + seconds, dialed)
-        self._pending[connection.fileno()] = pending
-        self._selector.register(connection, event)
+    def _begin(self, pending: _Pending) -> None:
+        close_in_children(pending.connection)
+        self._pending[pending.connection.fileno()] = pending
+        # Writable once it is connected, or has failed.
+        event = selectors.EVENT_READ if pending.dialed is None else selectors.EVENT_WRITE
+        self._selector.register(pending.connection, event)
 
     def _note(self, place: Place, error: OSError) -> None:
         route = self._routes[place]
@@ -160,73 +161,90 @@ class Redial:
     def progress(self, admit: Callable[[Place, int], bool]) -> Iterator[Reopened]:
         """Yields the connections that have been opened again.
 
+        Call it when `fileno` is readable, and now and then: it gives up what takes too long.
         `admit` decides at the listener whether a connection may replace the one in that place, with
         the number of its opening. Never raises.
         """
         for key, _ in self._selector.select(0):
-            pending = self._pending.pop(key.fd, None)
+            pending = self._pending.get(key.fd)
             if pending is None:
-                self._accept(key.fileobj)  # type: ignore[arg-type]
-                continue
-            self._selector.unregister(pending.connection)
-            try:
-                if pending.dialed is None:
-                    reopened = self._answer(pending.connection, admit)
-                else:
-                    reopened = self._ask(pending.connection, *pending.dialed)
-                reopened.connection.settimeout(None)
-                if reopened.place.kind == "rail":
-                    self._tune(reopened.connection)
-            except (OSError, ValueError, KeyError) as error:
-                pending.connection.close()
-                if pending.dialed is not None:
-                    failure = error if isinstance(error, OSError) else OSError(str(error))
-                    self._note(pending.dialed[0], failure)
-                continue
-            self._refused_since = None
-            yield reopened
-        for pending in [one for one in self._pending.values() if one.deadline < time.monotonic()]:
-            self._drop(pending)
-            if pending.dialed is not None:
-                self._note(pending.dialed[0], OSError("nothing answers"))
+                self._accept(key.fileobj, admit)  # type: ignore[arg-type]
+            elif (reopened := self._continue(pending)) is not None:
+                yield reopened
+        now = time.monotonic()
+        for pending in [one for one in self._pending.values() if one.deadline < now]:
+            self._fail(pending, OSError("nothing answers"))
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _continue(self, pending: _Pending) -> Reopened | None:
+        """Take the steps that wait for nothing; returns what the last one has opened."""
+        try:
+            self._selector.modify(pending.connection, next(pending.steps))
+            return None
+        except StopIteration as end:
+            reopened: Reopened = end.value
+        except (OSError, ValueError, KeyError) as error:
+            self._fail(pending, error if isinstance(error, OSError) else OSError(str(error)))
+            return None
+        self._forget(pending)
+        self._refused_since = None
+        return reopened
+
+    def _accept(self, listener: socket.socket, admit: Callable[[Place, int], bool]) -> None:
         with suppress(OSError):  # it has gone by now
             connection, _ = listener.accept()
-            # Readable once its whole token has come, or its end.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, TOKEN_BYTES)
-            self._await(connection, TOKEN_SECONDS, None, selectors.EVENT_READ)
+            connection.setblocking(False)
+            steps = self._answer(connection, admit)
+            self._begin(_Pending(connection, None, steps, time.monotonic() + TOKEN_SECONDS))
 
-    def _ask(self, connection: socket.socket, place: Place, opening: int) -> Reopened:
+    def _ask(self, connection: socket.socket, place: Place, opening: int) -> Steps[Reopened]:
         if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(code, os.strerror(code))
-        connection.settimeout(_DIAL_SECONDS)
-        exchange_tokens(connection, self._rendezvous)
+        self._give_time(connection)
+        yield from exchanging_tokens(connection, self._rendezvous)
+        self._give_time(connection)
         request = {"kind": place.kind, "index": place.index, "opening": opening}
-        send_json(connection, {**request, "padding": _PADDING})
-        if not receive_json(connection)["admitted"]:
+        yield from sending(connection, frame({**request, "padding": _PADDING}))
+        answer = yield from receiving_json(connection)
+        if not answer["admitted"]:
             raise OSError("the other end is not ready for it")
-        return Reopened(place, opening, connection)
+        return self._opened(place, opening, connection)
 
-    def _answer(self, connection: socket.socket, admit: Callable[[Place, int], bool]) -> Reopened:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        connection.settimeout(_DIAL_SECONDS)
-        exchange_tokens(connection, self._rendezvous)
-        request = receive_json(connection)
+    def _answer(
+        self, connection: socket.socket, admit: Callable[[Place, int], bool]
+    ) -> Steps[Reopened]:
+        yield from exchanging_tokens(connection, self._rendezvous)
+        self._give_time(connection)
+        request = yield from receiving_json(connection)
         place, opening = Place(request["kind"], request["index"]), request["opening"]
         admitted = admit(place, opening)
-        send_json(connection, {"admitted": admitted, "padding": _PADDING})
+        self._give_time(connection)
+        yield from sending(connection, frame({"admitted": admitted, "padding": _PADDING}))
         if not admitted:
             raise ConnectionError("it was not admitted")
+        return self._opened(place, opening, connection)
+
+    def _give_time(self, connection: socket.socket) -> None:
+        self._pending[connection.fileno()].deadline = time.monotonic() + _DIAL_SECONDS
+
+    def _opened(self, place: Place, opening: int, connection: socket.socket) -> Reopened:
+        connection.settimeout(None)
+        if place.kind == "rail":
+            self._tune(connection)
         return Reopened(place, opening, connection)
 
-    def _drop(self, pending: _Pending) -> None:
+    def _fail(self, pending: _Pending, error: OSError) -> None:
+        self._forget(pending)
+        pending.connection.close()
+        if pending.dialed is not None:
+            self._note(pending.dialed, error)
+
+    def _forget(self, pending: _Pending) -> None:
         self._pending.pop(pending.connection.fileno())
         self._selector.unregister(pending.connection)
-        pending.connection.close()
 
     def close(self) -> None:
         """Close what is pending, and listen no more: a caller is refused from here on."""
         for pending in list(self._pending.values()):
-            self._drop(pending)
+            self._forget(pending)
+            pending.connection.close()
         self._stack.close()

@@ -24,6 +24,7 @@ from hetero.native.binding import (
     RING_FAULT_BYTES,
     RingControl,
     RingDirection,
+    RingDoorbell,
     RingEnd,
     RingRecord,
     acquire_fence,
@@ -79,6 +80,13 @@ def make_memory(nbytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def new_event(stack: ExitStack) -> int:
+    """The descriptor of a new eventfd, which is closed when the stack unwinds."""
+    event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    stack.callback(os.close, event)
+    return event
 
 
 def pin(memory: SharedMemory, device: Device, stack: ExitStack) -> int:
@@ -146,10 +154,16 @@ class EndState:
         control: the control segment.
         side: 0 for the listener, 1 for the caller.
         wake: a function in C, and its argument, that wakes this end in place of its doorbell.
+        event: if this process rings the end, the end's eventfd, which a ring writes while `arm`ed.
     """
 
     def __init__(
-        self, control: SharedMemory, side: int, *, wake: tuple[Any, int | None] | None = None
+        self,
+        control: SharedMemory,
+        side: int,
+        *,
+        wake: tuple[Any, int | None] | None = None,
+        event: int | None = None,
     ) -> None:
         offset = RingControl.ends.offset + side * sizeof(RingEnd)
         self._words, self._bytes = control.words, control.bytes
@@ -161,6 +175,8 @@ class EndState:
         self._library = native()
         self._doorbell_address = self._address + RingEnd.doorbell.offset
         self.wake = wake or (self._library.host_ring_doorbell, self._doorbell_address)
+        if event is not None:
+            self._words[self._doorbell + RingDoorbell.event_fd.offset // 4] = event
         self.tell_peer: Callable[[str], None] = lambda reason: None
         """Called with this end's error; for a peer that does not see this memory."""
         self._acquire = acquire_fence()
@@ -175,6 +191,13 @@ class EndState:
         """Wake this end."""
         function, argument = self.wake
         function(argument)
+
+    def arm(self, expected: int) -> bool:
+        """Have the next ring write this end's eventfd, once.
+
+        False, and it does not, if the doorbell differs from `expected` already.
+        """
+        return bool(self._library.host_arm_doorbell(self._doorbell_address, expected))
 
     def sleep(self, expected: int, seconds: float, *, spin_seconds: float = 0.0) -> None:
         """Wait until the doorbell differs from `expected`, without the GIL.
@@ -234,6 +257,8 @@ class RingEnds:
     outgoing_ring: int
     incoming_ring: int
     """Addresses for this end's device."""
+    event: int
+    """The local end's eventfd, non-blocking."""
     peer_has_ended: Callable[[], bool]
     close: Callable[[], None]
     rails: Callable[[], Rails] = Rails

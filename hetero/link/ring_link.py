@@ -1,7 +1,6 @@
 """A link over a ring that two devices fill and empty (docs/ring.md).
 
-A `RingLink` has a `Flow` for each direction, and a `RingTransfer` for each message.
-One call into C (hetero/native/flow.c) enqueues as many chunks of a message as there is room for.
+A `RingLink` has a `Flow` (flow.py) for each direction, and a `RingTransfer` for each message.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import os
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from ctypes import addressof
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -30,20 +26,17 @@ from hetero.link.base import (
     Work,
     require_contiguous,
     sendable,
-    start_thread,
 )
-from hetero.link.header import DIFFERENCE_REMEDY, Header, difference, unnumbered_header
-from hetero.link.ring import COUNTER_MASK, HALF_RANGE, RingEnds, RingOptions, ahead
-from hetero.native import binding
+from hetero.link.flow import Flow, UnexpectedEntry
+from hetero.link.header import DIFFERENCE_REMEDY, Header, unnumbered_header
+from hetero.link.monitor import Watch
+from hetero.link.ring import RingEnds, RingOptions
 from hetero.native.binding import (
     HeaderState,
-    MessageHeader,
     Progress,
     Transfer,
-    acquire_fence,
-    native,
 )
-from hetero.observe.record import LinkState, copied
+from hetero.observe.record import LinkState
 from hetero.startup.process import call_in_children
 
 WATCH_SECONDS = 0.1
@@ -54,221 +47,13 @@ _SYNCHRONIZE_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
 _HEAD_START_SECONDS = 200e-6
 _DRIVER_REMEDY = "see the log of the GPU driver"
-_SMALL_BYTES = 256 << 10
-"""The largest message for the caller's stream: through pinned host memory it takes 5 us there."""
-_SMALL_BYTES_OF_DEVICE = 1 << 20
-"""The largest such message if the rings are in device memory: 4 us from one H200 to another."""
-_ENQUEUED, _REFUSED, _FAILED = map(int, list(Progress)[1:])
+_ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
 _UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
 BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
 """`struct transfer` of bytes, whose header, the last member, C makes."""
 _TENSOR_TRANSFER = struct.Struct(f"{BYTES_TRANSFER.format}{Transfer.header.size}s")
 
 _log = logging.getLogger(__name__)
-
-
-class UnexpectedEntry(Exception):
-    """The peer has sent another message than the one to be received; says what differs."""
-
-
-class Flow:
-    """One direction of one end. Call it with the link's lock."""
-
-    def __init__(self, options: RingOptions, ends: RingEnds, *, is_outgoing: bool) -> None:
-        device = options.device
-        self.waiting: deque[RingTransfer] = deque()
-        self.in_flight: deque[RingTransfer] = deque()
-        self.aborted: list[RingTransfer] = []
-        """Kept after a failure: streams may still copy from and to their tensors."""
-        self._moved: tuple[int, int, int] | None = None
-        self._moved_at = 0.0
-        self.device = device
-        is_in_device = options.transport == "ipc"
-        small_bytes = _SMALL_BYTES_OF_DEVICE if is_in_device else _SMALL_BYTES
-        self._small_bytes = min(small_bytes, options.entry_bytes)
-        self._direction = direction = ends.outgoing if is_outgoing else ends.incoming
-        self._peer = ends.peer
-        self._streams = device.new_streams(copy_bytes=options.entry_bytes)
-        wake_peer, wake_argument = ends.peer.wake
-        self._state = binding.Flow(
-            streams=self._streams.streams,
-            direction=direction.address,
-            produced_word=direction.produced_word,
-            consumed_word=direction.consumed_word,
-            ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
-            ring_bytes=options.ring_bytes,
-            chunk_bytes=options.entry_bytes,
-            small_bytes=self._small_bytes,
-            checksum_bytes=device.checksum_bytes,
-            user_buffers=direction.user_buffers_address if options.zero_copy else 0,
-            wake_peer=ctypes.cast(wake_peer, ctypes.c_void_p).value,
-            wake_argument=wake_argument,
-            is_outgoing=is_outgoing,
-        )
-        empty = unnumbered_header(torch.uint8, (0,))
-        self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
-        self.address = addressof(self._state)
-        """Address of the state, for messages."""
-        self._call = native().native_progress
-        self._acquire = acquire_fence()
-
-    @property
-    def count(self) -> int:
-        """Entries enqueued."""
-        return int(self._state.count)
-
-    def number_from_0(self) -> None:
-        """Call it while no message is under way."""
-        self._state.sequence = 0
-
-    def is_idle(self) -> bool:
-        """Returns whether every message is complete."""
-        return not (self.waiting or self.in_flight or self._entries_left())
-
-    def _entries_left(self) -> int:
-        """The number of entries enqueued by this end's CPU and not completed by its device."""
-        enqueued, completed = self._counters()
-        return ahead(enqueued, completed)
-
-    def _counters(self) -> tuple[int, int]:
-        """Returns (enqueued, completed): the entry counts of this end's CPU and of its device."""
-        direction = self._direction
-        if self._state.is_outgoing:
-            return direction.posted, direction.produced
-        return direction.retired, direction.consumed
-
-    def first_header(self) -> bytes | None:
-        """The header of the first message that is not complete; None if all are."""
-        if self.in_flight:
-            return self.in_flight[0].header
-        if self._entries_left():
-            _, completed = self._counters()
-            return bytes(self._direction.record(completed).header)
-        return self.waiting[0].header if self.waiting else None
-
-    def waits_for_peer(self) -> bool:
-        """Returns whether an entry depends on a value that the peer's counter has not reached."""
-        direction = self._direction
-        counter = direction.consumed if self._state.is_outgoing else direction.produced
-        return ahead(self._state.awaited, counter) > 0
-
-    def is_overdue(self, timeout: float) -> bool:
-        """Returns whether a message is older than the timeout and nothing has moved for as long."""
-        now, direction = time.monotonic(), self._direction
-        moved = self.count, direction.produced, direction.consumed
-        if moved != self._moved:
-            self._moved, self._moved_at = moved, now
-        if now <= self._moved_at + timeout:
-            return False
-        return self._entries_left() > 0 or any(
-            now > transfer.begun_at + timeout and not transfer.is_completed()
-            for transfer in self.transfers()
-        )
-
-    def unblock(self) -> None:
-        """Unblock streams that wait for the peer's counter, after setting the error flag."""
-        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
-
-    def stream_error(self) -> str | None:
-        """The error of the streams; None if they have not failed."""
-        return self._streams.broken()
-
-    def completed_word(self, count: int, *, consumed: bool) -> Word:
-        """Returns the word, with its value, that says `count` entries are consumed or produced."""
-        direction = self._direction
-        address = direction.consumed_word if consumed else direction.produced_word
-        return Word(address, count & COUNTER_MASK)
-
-    def has_completed(self, count: int, *, consumed: bool) -> bool:
-        """Returns whether the receiver's, or the sender's, device has completed `count` entries.
-
-        Ignore the counter once the peer has failed: it then writes it to unblock its own device.
-        """
-        completed = self._direction.consumed if consumed else self._direction.produced
-        if (completed - count) & COUNTER_MASK >= HALF_RANGE:  # `ahead` costs a call a poll
-            return False
-        self._acquire()
-        return not self._peer.has_failed
-
-    def transfers(self) -> list[RingTransfer]:
-        return [*self.in_flight, *self.waiting]
-
-    def pending(self) -> list[RingTransfer]:
-        """The transfers that are not complete. Needs no lock, and requests no progress."""
-        return [
-            transfer
-            for transfer in (*copied(self.in_flight), *copied(self.waiting))
-            if (end := transfer.end_count) is None
-            or not self.has_completed(end, consumed=transfer.state.completes_at_receiver)
-        ]
-
-    def is_next(self, started: Sequence[RingTransfer]) -> bool:
-        """Returns whether this flow's share of `started` is at the head of its queue."""
-        own = [t for t in started if t.flow is self and t.end_count is None]
-        return own == list(islice(self.waiting, len(own)))
-
-    def release_completed(self) -> None:
-        """Release the tensors of completed transfers."""
-        while self.in_flight and self.in_flight[0].is_completed():
-            self.in_flight.popleft()
-
-    def abort(self) -> None:
-        self.aborted += self.in_flight
-        self.aborted += (transfer for transfer in self.waiting if transfer.has_begun)
-        self.in_flight.clear()
-        self.waiting.clear()
-
-    def is_small(self, nbytes: int) -> bool:
-        """Returns whether a message may go to the caller's stream."""
-        return nbytes <= self._small_bytes
-
-    def enqueue(
-        self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
-    ) -> None:
-        """Enqueue as much as possible.
-
-        `stream` is the caller's, during `send` or `awaited.wait`. Raises UnexpectedEntry.
-        """
-        while (transfer := self.take_enqueued()) is not None:
-            # Never let a message after the awaited one block the caller's stream.
-            if awaited is not None and awaited.end_count is not None:
-                stream = None
-            by_caller = (
-                stream is not None
-                and stream.key == transfer.state.caller_stream
-                and stream.is_current_device()
-            )
-            progress = self._call(addressof(transfer.state), by_caller)
-            if progress == _FAILED:
-                raise self.driver_error(transfer)
-            if progress == _REFUSED:
-                raise UnexpectedEntry(self._mismatch(transfer))
-            if progress != _ENQUEUED:
-                return
-
-    def take_enqueued(self) -> RingTransfer | None:
-        """Move messages that C has enqueued to `in_flight`; returns the first that still waits."""
-        while self.waiting:
-            transfer = self.waiting[0]
-            if transfer.state.progress != _ENQUEUED:
-                return transfer
-            transfer.end_count = transfer.state.count
-            self.in_flight.append(self.waiting.popleft())
-        return None
-
-    def driver_error(self, transfer: RingTransfer) -> LinkError:
-        """The driver's last failure."""
-        number = Header.unpack(transfer.header).sequence
-        return self._streams.failure(self._state.failed, f"carry message {number}")
-
-    def _mismatch(self, transfer: RingTransfer) -> str:
-        """How the next entry differs from the one that the transfer expects."""
-        entry, offset = self._direction.record(self.count), transfer.state.offset
-        left = transfer.state.nbytes - offset
-        return difference(bytes(entry.header), transfer.header) or (
-            f"a part of {entry.nbytes} bytes at {entry.offset}, slot {entry.slot}, where {left} "
-            f"bytes at {offset} are missing"
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -370,7 +155,7 @@ class RingLink(Link):
 
     `send` and `recv` enqueue copies on streams and return. What cannot be enqueued yet, because the
     ring is full or the peer has not sent, is enqueued by the next call, by `wait()`, or by the
-    link's thread, which also checks deadlines and the peer, and sleeps while the link is idle.
+    monitor, which also checks deadlines and the peer, and rests while the link is idle.
 
     On failure the error flag is set before the streams that wait for the peer are unblocked: they
     then copy garbage, and a caller that synchronizes the device and calls `check()` never uses it.
@@ -391,10 +176,19 @@ class RingLink(Link):
         """Guards the flows."""
         self._device = options.device
         self._ring_bytes = options.ring_bytes
-        self._progress_requested = threading.Event()
-        """Wakes the link's thread: something waits, and maybe no caller will make progress."""
+        self._is_requested = False
+        """True from a request of progress until the monitor makes it."""
+        self._is_polled = False
+        """The same, of a request without a head start."""
+        self._is_armed = False
+        """True while the peer's next ring wakes the monitor, and only after that ring is there
+        anything more for it to enqueue. Written with the lock, or by the monitor."""
         self._is_asleep = False
-        """True while the link's thread sleeps until progress is requested."""
+        """True while the monitor does not look at the link until progress is requested."""
+        self._last_busy = time.monotonic()
+        self._held_since: tuple[Any, float] | None = None
+        """While the monitor finds the lock held: what had been enqueued, and since when."""
+        self._retry_seconds = _HEAD_START_SECONDS
         self._waiters = 0
         """Callers in `wait()`, which make progress themselves."""
         self._blocked: list[None] = []
@@ -404,14 +198,20 @@ class RingLink(Link):
         self._process = os.getpid()
         """The process that may close the link: a forked child leaves its parent's `with` too."""
         call_in_children(self, RingLink.break_in_fork)
-        self._thread = threading.Thread(
-            target=self._run,
-            name=f"{self.transport} {description.rank}-{description.peer} watch",
-            daemon=True,
-        )
+        calls_driver = not options.device.has_host_tensors
+        self._watch = Watch(self._check, self._fail_watch, calls_driver=calls_driver)
+        self._deadline_watch = self._watch
+        """Where `_check` may block in a call of the driver, another that goes on meanwhile."""
+        if calls_driver:
+            self._deadline_watch = Watch(self._check_deadline, self._fail_watch)
         try:
-            start_thread(self._thread)
+            for watch in {self._watch, self._deadline_watch}:
+                watch.start()
+            self._watch.add(ends.event, self._handle_event)
+            self._watch.check_at(self._last_busy)
         except BaseException:
+            for watch in {self._watch, self._deadline_watch}:
+                watch.close()
             ends.close()
             raise
 
@@ -421,7 +221,8 @@ class RingLink(Link):
         source = sendable(tensor)
         stream = self._device.current_stream()
         if self._is_asleep:
-            self._progress_requested.set()
+            # Before the driver is called, which may block: the monitor has to watch the lock.
+            self._request()
         # Without the lock: it may block on a stream that is full and waits for the peer.
         may_use_caller_stream = self._out.is_small(source.nbytes) and stream.is_current_device()
         event = None if may_use_caller_stream else self._device.record_event()
@@ -434,8 +235,8 @@ class RingLink(Link):
             if transfer.event is None and transfer.end_count is None:
                 transfer.follow(self._device.record_event())
             self._release_completed()
-        if transfer.end_count is None:
-            self._progress_requested.set()
+        if self._is_asleep or transfer.end_count is None:
+            self._request()
         self._record(source, transfer, is_receive=False)
         return transfer
 
@@ -453,14 +254,15 @@ class RingLink(Link):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
                 self._in.waiting.append(transfer)
+                self._is_armed = False
             else:
                 self._in.waiting.append(transfer)
                 self._enqueue()
             self._release_completed()
-        # For a small message leave the thread asleep: a caller that waits at once is faster.
+        # For a small message leave the monitor alone: a caller that waits at once is faster.
         is_large = nbytes > self._ring_bytes // 2
         if self._is_asleep or (is_large and transfer.end_count is None):
-            self._progress_requested.set()
+            self._request()
         self._record(tensor, transfer, is_receive=True)
         return transfer
 
@@ -500,7 +302,6 @@ class RingLink(Link):
             self._abort_transfers(error)
         self._ends.local.close()
         self._ends.peer.ring()
-        self._progress_requested.set()
         if self._has_no_users() and self._device.synchronize(_SYNCHRONIZE_SECONDS):
             # Until then a carrier may access their tensors.
             self._ends.close()
@@ -517,13 +318,13 @@ class RingLink(Link):
             )
 
     def _has_no_users(self) -> bool:
-        """Wait until no thread reads the memory: the link's own, or one in `wait()`."""
+        """Wait until no thread reads the memory: the monitor, or one in `wait()`."""
         deadline = time.monotonic() + _JOIN_SECONDS
-        while (in_use := self._waiters or self._blocked or self._thread.is_alive()) and (
-            time.monotonic() < deadline
-        ):
+        has_returned = self._watch.close(_JOIN_SECONDS)
+        has_returned &= self._deadline_watch.close(_JOIN_SECONDS)
+        while (in_use := self._waiters or self._blocked) and time.monotonic() < deadline:
             time.sleep(_SPIN_SECONDS)
-        return not in_use
+        return has_returned and not in_use
 
     def lock_for_exchange(
         self, started: Sequence[RingTransfer] | None = None
@@ -536,6 +337,8 @@ class RingLink(Link):
         stream = self._device.current_stream()
         if not stream.is_current_device():
             return None
+        if self._is_asleep:
+            self._request()
         self._lock.acquire()
         if started is None:
             is_next = not (self._out.waiting or self._in.waiting)
@@ -563,6 +366,7 @@ class RingLink(Link):
         transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
         flow.waiting.append(transfer)
         flow.take_enqueued()
+        self._is_armed = False
         if transfer.end_count is None:
             # It goes on without the caller.
             transfer.follow(self._device.record_event())
@@ -587,7 +391,7 @@ class RingLink(Link):
         waiting = [flow for flow in (self._out, self._in) if flow.waiting]
         is_left = [flow.take_enqueued() is not None for flow in waiting]
         if self._is_asleep or (not caller_waits and any(is_left)):
-            self._progress_requested.set()
+            self._request()
         self._release_completed()
 
     def state(self) -> LinkState | None:
@@ -628,9 +432,24 @@ class RingLink(Link):
             self._blocked.pop()
 
     def request_progress(self) -> None:
-        """Have the link's thread make progress on a transfer that is polled, not waited for."""
-        if not self._progress_requested.is_set():
-            self._progress_requested.set()
+        """Have the monitor make progress on a transfer that is polled, not waited for."""
+        if not (self._is_armed or self._is_polled):
+            self._is_polled = True
+            self._wake()
+            self._watch.check_at(0.0)
+
+    def _request(self) -> None:
+        """Have the monitor make progress: something waits, and maybe no caller will."""
+        if not self._is_requested:
+            self._is_requested = True
+            self._wake()
+            # Give a caller that waits immediately a head start over the monitor's thread.
+            self._watch.check_at(time.monotonic() + _HEAD_START_SECONDS)
+
+    def _wake(self) -> None:
+        if self._is_asleep and self._deadline_watch is not self._watch:
+            self._deadline_watch.check_at(time.monotonic() + WATCH_SECONDS)
+        self._is_asleep = False
 
     def progress_until_enqueued(self, transfer: RingTransfer) -> None:
         """Make progress until all of a transfer is enqueued, or it has failed."""
@@ -645,7 +464,7 @@ class RingLink(Link):
             with self._lock:
                 self._waiters -= 1
                 if self._out.waiting or self._in.waiting:
-                    self._progress_requested.set()
+                    self._request()
 
     def _progress(self, transfer: RingTransfer, *, receiver: CurrentStream | None) -> None:
         spin_until = time.monotonic() + _SPIN_SECONDS
@@ -684,45 +503,112 @@ class RingLink(Link):
         except RuntimeError as error:
             self._fail(self._transfer_error(str(error), _DRIVER_REMEDY))
 
-    def _run(self) -> None:
-        """The link's thread: makes progress if no caller does, checks deadlines and the peer.
+    def _handle_event(self) -> None:
+        """In the monitor, after the peer has rung while armed."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._ends.event)
+        self._is_armed = False
+        if not self._waiters:
+            self._check()
+
+    def _check(self) -> None:
+        """In the monitor: make progress if no caller does, check deadlines and the peer.
 
         ============  ============================================  ===============================
-        state         when                                          the thread
+        state         when                                          the monitor
         ============  ============================================  ===============================
         asleep        no message under way for _IDLE_SECONDS        waits for a request of progress
         watching      every message is enqueued                     checks each WATCH_SECONDS
-        head start    after a request of progress                   sleeps _HEAD_START_SECONDS: a
-                                                                    caller may come to wait
+        head start    after a request of progress, but for one      waits _HEAD_START_SECONDS: a
+                      of a caller that polls                        caller may come to wait
         caller waits  `_waiters` > 0                                as watching: the caller makes
                                                                     progress
         progressing   a message waits to be enqueued, no caller     enqueues whenever the doorbell
                                                                     rings, and each WATCH_SECONDS
-        blocked       another thread holds the lock for the         sets the error flag, unblocks
-                      timeout, in a call of the driver              the streams (_lock_or_unblock)
+        held          another thread holds the lock                 tries again soon; after the
+                                                                    timeout it is blocked in the
+                                                                    driver (_fail_if_held)
         ============  ============================================  ===============================
         """
         self._device.use()
-        last_busy = time.monotonic()
-        while not self._closed:
-            # Before the lock: a message that comes after it then requests progress.
-            self._is_asleep = time.monotonic() - last_busy > _IDLE_SECONDS
-            bell = self._ends.local.doorbell
-            with self._lock_or_unblock():
-                self._enqueue()
-                self._fail_if_stalled()
-                waiting = bool(self._out.waiting or self._in.waiting)
-                is_idle = self._is_idle()
-            if not is_idle:
-                last_busy = time.monotonic()
-                self._is_asleep = False
-            if waiting and not self._waiters:
-                self._ends.local.sleep(bell, WATCH_SECONDS)
-            elif self._progress_requested.wait(None if self._is_asleep else WATCH_SECONDS):
-                last_busy = time.monotonic()
-                self._progress_requested.clear()
-                # Give a caller that waits immediately a head start over this thread.
-                time.sleep(_HEAD_START_SECONDS)
+        now = time.monotonic()
+        if self._is_requested or self._is_polled:
+            self._last_busy = now
+        # Before the lock: a message that comes after it then requests progress.
+        self._is_asleep = now - self._last_busy > _IDLE_SECONDS
+        bell = self._ends.local.doorbell
+        # Never wait for it: its holder may be blocked in a call of the driver.
+        if not self._lock.acquire(blocking=False):
+            self._is_asleep = False
+            self._fail_if_held()
+            self._watch.check_at(now + self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, WATCH_SECONDS)
+            return
+        try:
+            self._enqueue()
+            self._fail_if_stalled()
+            self._is_armed = not self._waiters and bool(self._out.waiting or self._in.waiting)
+            # Last: whoever polls meanwhile has nothing to request.
+            self._is_requested = self._is_polled = False
+            is_idle = self._is_idle()
+        finally:
+            self._lock.release()
+        self._held_since, self._retry_seconds = None, _HEAD_START_SECONDS
+        if not is_idle:
+            self._last_busy = now
+            self._is_asleep = False
+        if self._is_armed and not self._ends.local.arm(bell):
+            self._is_armed = False
+            self._watch.check_at(now)
+        if not self._is_asleep:
+            self._watch.check_at(now + WATCH_SECONDS)
+            self._deadline_watch.check_at(now + WATCH_SECONDS)
+
+    def _check_deadline(self) -> None:
+        """In the monitor, where `_check` may block in the driver: fail a link that is overdue.
+
+        It unblocks the link's streams, and with them what is blocked on the same device.
+        """
+        if not self._is_asleep:
+            self._deadline_watch.check_at(time.monotonic() + WATCH_SECONDS)
+        if not self._lock.acquire(blocking=False):
+            self._fail_if_held()
+            return
+        try:
+            self._held_since = None
+            self._fail_if_overdue()
+        finally:
+            self._lock.release()
+
+    def _fail_if_held(self) -> None:
+        """Fail the link if the lock has been held for the timeout, and nothing has moved.
+
+        Its holder is blocked in a call of the driver, on a stream that is full and waits for a dead
+        peer. Call without the lock, each time that it is found held.
+        """
+        now, enqueued = time.monotonic(), (self._out.count, self._in.count)
+        if self._held_since is None or self._held_since[0] != enqueued:
+            self._held_since = enqueued, now
+        elif now - self._held_since[1] > self.description.timeout:
+            if self._broken is None:
+                seconds = f"{self.description.timeout:g} s"
+                what = f"a call of the device's driver has not returned for {seconds}"
+                self._set_error_flag(self._transfer_error(what))
+            self._unblock_streams()
+
+    def _fail_watch(self, error: Exception) -> None:
+        """In the monitor, which has failed at this link and calls it no more."""
+        what = f"its watch failed ({type(error).__name__}: {error})"
+        failure = self.failure(what, expected="none", remedy="see the traceback in this rank's log")
+        if self._lock.acquire(timeout=WATCH_SECONDS):
+            try:
+                self._fail(failure)
+            finally:
+                self._lock.release()
+        else:
+            # Its holder comes to know it with its next message.
+            self._set_error_flag(failure)
+            self._unblock_streams()
 
     def _fail_if_stalled(self) -> None:
         """Fail the link if a stream or the peer has, or a transfer is overdue. Call with the lock.
@@ -730,6 +616,15 @@ class RingLink(Link):
         An idle link does not fail.
         """
         self._release_completed()
+        self._fail_if_overdue()
+        if self._broken is not None or self._is_idle():
+            return
+        if (self._ends.peer.is_closed or self._ends.peer_has_ended()) and self._needs_peer():
+            what = f"rank {self.description.peer} has ended or closed the link"
+            self._fail(self._transfer_error(what))
+
+    def _fail_if_overdue(self) -> None:
+        """The same, but for a peer that has ended: without any call of the driver."""
         if self._broken is not None or self._is_idle():
             return
         if self._ends.peer.has_failed:
@@ -739,9 +634,6 @@ class RingLink(Link):
         elif any(flow.is_overdue(self.description.timeout) for flow in (self._in, self._out)):
             what = f"nothing moved for {self.description.timeout:g} s"
             self._fail(self._transfer_error(what, remedy="see what the peer's log says"))
-        elif (self._ends.peer.is_closed or self._ends.peer_has_ended()) and self._needs_peer():
-            what = f"rank {self.description.peer} has ended or closed the link"
-            self._fail(self._transfer_error(what))
 
     def _needs_peer(self) -> bool:
         """Returns whether a transfer depends on the peer. Call after the peer has ended."""
@@ -833,26 +725,6 @@ class RingLink(Link):
             self._ends.local.fail(f"rank {self.description.rank} closed the link")
         for flow in blocked:
             flow.unblock()
-
-    @contextmanager
-    def _lock_or_unblock(self) -> Iterator[None]:
-        """Take the lock in the link's thread.
-
-        Its holder may be blocked in a call of the driver, on a stream that is full and waits for a
-        dead peer. After the timeout, set the error flag and unblock the link's streams.
-        """
-        patience = self.description.timeout
-        while not self._lock.acquire(timeout=patience):
-            patience = WATCH_SECONDS
-            if self._broken is None:
-                seconds = f"{self.description.timeout:g} s"
-                what = f"a call of the device's driver has not returned for {seconds}"
-                self._set_error_flag(self._transfer_error(what))
-            self._unblock_streams()
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def break_in_fork(self) -> None:
         """Fail whatever a forked child asks of its parent's link.

@@ -33,6 +33,7 @@ from hetero.link.ring import (
     RingOptions,
     SharedMemory,
     make_memory,
+    new_event,
     pin,
 )
 from hetero.link.ring_link import RingLink
@@ -81,6 +82,18 @@ def share_memory(
             os.close(descriptor)
 
 
+def exchange_events(control: socket.socket, event: int, stack: ExitStack) -> int:
+    """Pass the peer this end's eventfd; returns the peer's, closed when the stack unwinds."""
+    socket.send_fds(control, [b"e"], [event])
+    received = socket.recv_fds(control, 1, 1)[1]
+    for descriptor in received:
+        stack.callback(os.close, descriptor)
+        os.set_inheritable(descriptor, False)
+    if not received:
+        raise ConnectionError("the peer passed no eventfd")
+    return received[0]
+
+
 def open_shared_memory(rendezvous: Rendezvous, options: RingOptions) -> RingLink:
     """Open one link. Collective between the two ends, which must run on one host.
 
@@ -99,6 +112,8 @@ def open_shared_memory(rendezvous: Rendezvous, options: RingOptions) -> RingLink
             outgoing_ring, incoming_ring = addresses[1 + side], addresses[2 - side]
         else:
             outgoing_ring, incoming_ring = _share_device_memory(stack, control, device, ring_bytes)
+        event = new_event(stack)
+        peers_event = exchange_events(control, event, stack)
         # Barrier: both ends have mapped everything.
         control.sendall(b"k")
         receive_exactly(control, 1)
@@ -106,9 +121,10 @@ def open_shared_memory(rendezvous: Rendezvous, options: RingOptions) -> RingLink
             outgoing=Direction(segments[0], side, addresses[0]),
             incoming=Direction(segments[0], 1 - side, addresses[0]),
             local=EndState(segments[0], side),
-            peer=EndState(segments[0], 1 - side),
+            peer=EndState(segments[0], 1 - side, event=peers_event),
             outgoing_ring=outgoing_ring,
             incoming_ring=incoming_ring,
+            event=event,
             peer_has_ended=partial(has_ended, control),
             close=stack.pop_all().close,
         )

@@ -20,7 +20,7 @@ from hetero.link.carrier import Carrier, RingMemory, host_memory, host_rings, ma
 from hetero.link.control import Control
 from hetero.link.handshake import Rendezvous, receive_json, send_json
 from hetero.link.nics import Nics, Port, find_ports, nearest_devices, pair_ports
-from hetero.link.ring import CONTROL_BYTES, RingOptions
+from hetero.link.ring import CONTROL_BYTES, RingOptions, new_event
 from hetero.link.ring_link import RingLink
 from hetero.link.tcp import open_connections
 
@@ -186,6 +186,7 @@ def _make_memory(
         control_on_device,
         address,
         address,
+        new_event(stack),
         reads_back=read_back or driver.remote_writes_need_flush(index),
         is_gpu_memory=True,
         dmabuf=dmabuf,

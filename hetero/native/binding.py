@@ -7,6 +7,7 @@ member with its type and place (layout.c).
 from __future__ import annotations
 
 import ctypes
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from ctypes import c_bool, c_char_p, c_double, c_int, c_uint8, c_uint32, c_uint64, c_void_p
@@ -31,14 +32,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "host_acquire": (None,),
     "host_write_word": (None, c_void_p, c_uint32),
     "host_ring_doorbell": (None, c_void_p),
+    "host_arm_doorbell": (c_bool, c_void_p, c_uint32),
     # streams.h
     "native_wait_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     "native_write_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     # flow.h
     "native_progress": (c_uint32, c_void_p, c_bool),
     "native_exchange": (c_uint32, c_void_p, c_uint32, c_uint32, c_uint32),
+    # proxy.h
+    "proxy_new": (c_void_p, c_char_p),
     # carrier.h
-    "carrier_new": (c_void_p, c_void_p, c_char_p),
+    "carrier_new": (c_void_p, c_void_p, c_void_p, c_char_p),
     "carrier_add_verbs": (c_bool, c_void_p, c_char_p, c_uint8, c_void_p, c_void_p, c_char_p),
     "carrier_connect_verbs": (c_bool, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_char_p),
     "carrier_add_tcp": (c_bool, c_void_p, c_int, c_char_p),
@@ -100,6 +104,19 @@ def checked(function: Any, *arguments: object) -> Any:
     if not (result := function(*arguments, reason)):
         raise LinkError(reason.value.decode(errors="replace"))
     return result
+
+
+def proxy() -> int:
+    """The `struct proxy` of this process, made at the first call, for as long as it runs.
+
+    A forked child makes its own: it does not have its parent's threads. Raises LinkError.
+    """
+    return _proxy_of(os.getpid())
+
+
+@cache
+def _proxy_of(process: int) -> int:
+    return int(checked(native().proxy_new))
 
 
 def sources_version() -> int | None:
@@ -193,6 +210,7 @@ MessageHeader = _structure["message_header"]
 RailCounters = _structure["rail_counters"]
 RingControl = _structure["ring_control"]
 RingDirection = _structure["ring_direction"]
+RingDoorbell = _structure["ring_doorbell"]
 RingEnd = _structure["ring_end"]
 RingRecord = _structure["ring_record"]
 RingWord = _structure["ring_word"]

@@ -3,25 +3,14 @@
 #include "tcp.h"
 
 #include <errno.h>
-#include <poll.h>
-#include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
-/* While it has to poll, the thread yields at first, then sleeps briefly between polls, then longer. */
-#define YIELD_SECONDS 100e-6
-#define SHORT_SLEEP_SECONDS 0.1
-#define SHORT_SLEEP_NANOSECONDS 20000
-#define LONG_SLEEP_NANOSECONDS 200000
 /* Between two polls of wait_until. */
 #define POLL_NANOSECONDS 200000
-/* Between two checks of rails that raise no event: for overdue acknowledgements. */
-#define CHECK_MILLISECONDS 250
 
 static void sleep_for(long nanoseconds)
 {
@@ -30,99 +19,8 @@ static void sleep_for(long nanoseconds)
     nanosleep(&time, NULL);
 }
 
-/* The thread. */
-
-/* An error without data would leave the descriptor ready, and this thread without sleep, for ever. */
-static void take_event(struct carrier *carrier, struct rail *rail, short events)
-{
-    if (events & POLLIN && rail->operations->acknowledge(rail))
-        return;
-    engine_lock(&carrier->engine);
-    engine_lose_rail(&carrier->engine, rail, "its completion channel failed");
-    engine_unlock(&carrier->engine);
-}
-
-/* Sleep until wake_fd is written, a rail has an event, or rails have to be checked. */
-static void sleep_until_event(struct carrier *carrier)
-{
-    struct engine *engine = &carrier->engine;
-    struct pollfd polled[1 + ENGINE_RAILS] = {{.fd = engine->wake_fd, .events = POLLIN}};
-    eventfd_t value;
-    int timeout = -1, count;
-
-    engine_lock(engine);
-    for (int index = 0; index < engine->rail_count; index++) {
-        const struct rail *rail = engine->rails[index];
-
-        polled[1 + index] =
-            (struct pollfd){.fd = rail->live ? rail->event_fd : -1, .events = POLLIN};
-        if (rail->live && rail->event_fd < 0)
-            timeout = CHECK_MILLISECONDS;
-    }
-    engine_unlock(engine);
-    count = poll(polled, 1 + (nfds_t)engine->rail_count, timeout);
-    if (count <= 0)
-        return;
-    if (polled[0].revents & POLLIN)
-        eventfd_read(engine->wake_fd, &value);
-    for (int index = 0; index < engine->rail_count; index++)
-        if (polled[1 + index].revents != 0)
-            take_event(carrier, engine->rails[index], polled[1 + index].revents);
-}
-
-static void back_off(double idle_seconds)
-{
-    if (idle_seconds < YIELD_SECONDS)
-        sched_yield();
-    else if (idle_seconds < SHORT_SLEEP_SECONDS)
-        sleep_for(SHORT_SLEEP_NANOSECONDS);
-    else
-        sleep_for(LONG_SLEEP_NANOSECONDS);
-}
-
-static void *run(void *argument)
-{
-    struct carrier *carrier = argument;
-    struct engine *engine = &carrier->engine;
-    double last_moved = engine_now();
-    bool is_armed = false;
-
-    prctl(PR_SET_NAME, "hetero-carrier");
-    /* The default timer slack adds 50 us to a sleep of 20. */
-    prctl(PR_SET_TIMERSLACK, 1000);
-    while (!atomic_load(&carrier->stopping)) {
-        bool moved, busy;
-        double time;
-
-        while (atomic_load(&engine->lock_waiters) > 0)
-            sched_yield();
-        pthread_mutex_lock(&engine->lock);
-        moved = engine_progress(engine);
-        time = engine_now();
-        busy = engine_needs_polling(engine);
-        if (!moved && !busy && !is_armed)
-            engine_request_notifications(engine);
-        pthread_mutex_unlock(&engine->lock);
-        if (moved) {
-            last_moved = time;
-            is_armed = false;
-        } else if (busy) {
-            back_off(time - last_moved);
-        } else if (!is_armed) {
-            /* An event before the notifications were requested raises none: poll once more. */
-            is_armed = true;
-        } else {
-            sleep_until_event(carrier);
-            is_armed = false;
-            last_moved = engine_now();
-        }
-    }
-    return NULL;
-}
-
-/* Calls from Python. */
-
-struct carrier *carrier_new(const struct engine_options *options, char *error)
+struct carrier *carrier_new(struct proxy *proxy, const struct engine_options *options,
+                            char *error)
 {
     struct carrier *carrier = calloc(1, sizeof *carrier);
 
@@ -130,6 +28,7 @@ struct carrier *carrier_new(const struct engine_options *options, char *error)
         set_reason(error, "a link's carrier cannot be made (%s)", strerror(ENOMEM));
         return NULL;
     }
+    carrier->proxy = proxy;
     if (!engine_init(&carrier->engine, options)) {
         set_reason(error, "a link's carrier cannot be made (%s)", strerror(errno));
         carrier_free(carrier);
@@ -170,42 +69,28 @@ bool carrier_connect_verbs(struct carrier *carrier, int index, const struct verb
 
 bool carrier_add_tcp(struct carrier *carrier, int fd, char *error)
 {
-    return has_room(carrier, error) && add_rail(carrier, tcp_open(&carrier->engine, fd, error));
-}
-
-/* Block signals in the threads that are started next: one delivered there would not interrupt Python's main
- * thread. */
-static void block_signals(sigset_t *before)
-{
-    sigset_t all;
-
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, before);
+    return has_room(carrier, error) && add_rail(carrier, tcp_open(&carrier->engine, carrier->proxy, fd, error));
 }
 
 bool carrier_start(struct carrier *carrier, char *error)
 {
-    sigset_t before;
     int code = 0;
 
-    block_signals(&before);
     for (int index = 0; index < carrier->engine.rail_count && code == 0; index++) {
         struct rail *rail = carrier->engine.rails[index];
 
         code = rail->operations->start != NULL ? rail->operations->start(rail) : 0;
     }
     if (code == 0)
-        code = pthread_create(&carrier->thread, NULL, run, carrier);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    carrier->is_running = code == 0;
-    return code == 0 || set_reason(error, "a link's thread cannot be started (%s)", strerror(code));
+        code = proxy_add_engine(carrier->proxy, &carrier->engine);
+    carrier->is_served = code == 0;
+    return code == 0 || set_reason(error, "a link cannot be served (%s)", strerror(code));
 }
 
 bool carrier_reopen_tcp(struct carrier *carrier, int index, int fd, char *error)
 {
     struct engine *engine = &carrier->engine;
-    struct rail *opened = tcp_open(engine, fd, error), *lost = engine->rails[index];
-    sigset_t before;
+    struct rail *opened = tcp_open(engine, carrier->proxy, fd, error), *lost = engine->rails[index];
     int code;
 
     if (opened == NULL)
@@ -217,14 +102,12 @@ bool carrier_reopen_tcp(struct carrier *carrier, int index, int fd, char *error)
     engine_unlock(engine);
     /* No thread has kept a pointer to it: its own have ended, and others look rails up with the lock. */
     lost->operations->close(lost);
-    block_signals(&before);
     code = opened->operations->start(opened);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code != 0) {
         carrier_stop_rail(carrier, index);
-        return set_reason(error, "a rail's threads cannot be started (%s)", strerror(code));
+        return set_reason(error, "a rail cannot be started (%s)", strerror(code));
     }
-    /* The carrier's thread checks rails only while one is live. */
+    /* The proxy thread checks rails only while one is live. */
     eventfd_write(engine->wake_fd, 1);
     return true;
 }
@@ -340,12 +223,9 @@ bool carrier_flush_credits(struct carrier *carrier, double seconds)
 
 void carrier_free(struct carrier *carrier)
 {
-    atomic_store(&carrier->stopping, true);
-    if (carrier->is_running) {
-        eventfd_write(carrier->engine.wake_fd, 1);
-        pthread_join(carrier->thread, NULL);
-    }
-    /* Stop all rails before freeing any: their threads use all of them. */
+    if (carrier->is_served)
+        proxy_remove_engine(carrier->proxy, &carrier->engine);
+    /* Stop all rails before freeing any: who serves one uses all of them. */
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier_stop_rail(carrier, index);
     for (int index = 0; index < carrier->engine.rail_count; index++)

@@ -1,18 +1,17 @@
-/* The thread that sends a link's entries over its rails and receives the peer's.
+/* Sends a link's entries over its rails and receives the peer's.
  *
- * Python opens the rails, starts the thread, and handles the rare events: a rail that is lost, a peer that
- * ends. Any thread may make any call but carrier_free at any time; none holds the GIL. */
+ * Python opens the rails, has the process's threads (proxy.h) serve them, and handles the rare events: a
+ * rail that is lost, a peer that ends. Any thread may make any call but carrier_free at any time; none holds the GIL. */
 #ifndef HETERO_CARRIER_H
 #define HETERO_CARRIER_H
 
-#include "engine.h"
+#include "proxy.h"
 #include "verbs.h"
 
 struct carrier {
     struct engine engine;
-    bool is_running;
-    atomic_bool stopping;
-    pthread_t thread;
+    struct proxy *proxy;
+    bool is_served;
 };
 
 /* What a rail has done since the link was opened. */
@@ -21,7 +20,9 @@ struct rail_counters {
     double bytes_per_second; /* as measured when data were last sent; 0 while unknown */
 };
 
-struct carrier *carrier_new(const struct engine_options *options, char *error);
+/* `proxy` must outlive it. */
+struct carrier *carrier_new(struct proxy *proxy, const struct engine_options *options,
+                            char *error);
 /* As verbs_open and verbs_connect; the peer's rail has the same index. */
 bool carrier_add_verbs(struct carrier *carrier, const char *device, uint8_t port,
                        struct verbs_end *made, bool *by_dmabuf, char *error);
@@ -55,7 +56,7 @@ uint64_t carrier_rail_counters(struct carrier *carrier, struct rail_counters *co
 bool carrier_drain(struct carrier *carrier, double seconds);
 /* Wait up to `seconds` until the peer has all credits. */
 bool carrier_flush_credits(struct carrier *carrier, double seconds);
-/* End the thread and close the rails. */
+/* Close the rails. */
 void carrier_free(struct carrier *carrier);
 
 #endif

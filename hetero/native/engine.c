@@ -419,9 +419,31 @@ static void check_rails(struct engine *engine)
 
 /* Progress. */
 
+static bool flush(struct engine *engine)
+{
+    bool moved = false;
+
+    for (int index = 0; index < engine->rail_count; index++)
+        if (engine->rails[index]->operations->flush != NULL)
+            moved |= engine->rails[index]->operations->flush(engine->rails[index]);
+    return moved;
+}
+
+/* Post what can be posted; whether anything was. */
+static bool post(struct engine *engine)
+{
+    uint32_t posted = ring_load(&engine->out->posted), produced = ring_load(&engine->out->produced);
+    bool moved = send_records(engine, posted);
+
+    /* Hold data back behind the first record that has no room. */
+    if (ring_ahead(produced, engine->outgoing.records.next) > 0)
+        produced = engine->outgoing.records.next;
+    moved |= send_data(engine, produced);
+    return moved | send_credit(engine);
+}
+
 bool engine_progress(struct engine *engine)
 {
-    uint32_t posted, produced;
     bool moved = false;
 
     check_rails(engine);
@@ -432,14 +454,11 @@ bool engine_progress(struct engine *engine)
         read_back(engine, rail);
     }
     moved |= publish(engine);
-    posted = ring_load(&engine->out->posted);
-    produced = ring_load(&engine->out->produced);
-    moved |= send_records(engine, posted);
-    /* Hold data back behind the first record that has no room. */
-    if (ring_ahead(produced, engine->outgoing.records.next) > 0)
-        produced = engine->outgoing.records.next;
-    moved |= send_data(engine, produced);
-    return moved | send_credit(engine);
+    moved |= post(engine);
+    /* What has completed at once makes room for more. */
+    while (flush(engine) && post(engine))
+        moved = true;
+    return moved;
 }
 
 bool engine_needs_polling(struct engine *engine)

@@ -1,7 +1,7 @@
 /* Moves a link's entries between the words of the rings and the rails.
  *
- * Unless it says otherwise, call everything with the engine's lock; nothing blocks. The carrier's thread and
- * those of TCP rails drive it. */
+ * Unless it says otherwise, call everything with the engine's lock; nothing blocks. Callers of the link, and the
+ * threads of proxy.h, drive it. */
 #ifndef HETERO_ENGINE_H
 #define HETERO_ENGINE_H
 
@@ -40,10 +40,10 @@ struct engine {
     uint64_t retransmitted; /* entries of lost rails */
     double last_checked;            /* when late rails were looked for */
     double posted_at[RING_ENTRIES]; /* an outgoing entry's data */
-    int wake_fd;                    /* eventfd, wakes the carrier's thread */
+    int wake_fd;                    /* eventfd, wakes the proxy thread */
     int loss_fd;                    /* eventfd, readable when a rail is lost */
     pthread_mutex_t lock;
-    atomic_int lock_waiters; /* the carrier's thread lets them go first: it would win every time */
+    atomic_int lock_waiters; /* the proxy thread lets them go first: it would win every time */
 };
 
 double engine_now(void);
@@ -51,15 +51,15 @@ double engine_now(void);
  * zeroed; destroy it also on failure, which is false with errno. Both without the lock. */
 bool engine_init(struct engine *engine, const struct engine_options *options);
 void engine_destroy(struct engine *engine);
-/* Take the lock before the carrier's thread does, and release it. */
+/* Take the lock before the proxy thread does, and release it. */
 void engine_lock(struct engine *engine);
 void engine_unlock(struct engine *engine);
-/* Make progress in the calling thread, without the lock; wake the carrier's thread if something is left to
- * poll for. */
+/* Make progress in the calling thread, without the lock; wake the proxy thread if something is left to poll
+ * for. */
 void engine_drive(struct engine *engine);
 /* Handle completions, arrivals and late rails, then post what can be posted; whether anything moved. */
 bool engine_progress(struct engine *engine);
-/* Whether to poll: a device may write a word, or a deadline pass, and nothing would wake the carrier. */
+/* Whether to poll: a device may write a word, or a deadline pass, and nothing would wake the proxy thread. */
 bool engine_needs_polling(struct engine *engine);
 /* Whether everything that arrived before the peer ended has been handled. */
 bool engine_is_drained(struct engine *engine);

@@ -12,6 +12,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -127,8 +128,26 @@ void host_wake_word(uint32_t *word)
 
 void host_ring_doorbell(uint32_t *doorbell)
 {
-    __atomic_fetch_add(doorbell, 1, __ATOMIC_SEQ_CST);
-    host_wake_word(doorbell);
+    struct ring_doorbell *bell = (struct ring_doorbell *)doorbell;
+
+    __atomic_fetch_add(&bell->value, 1, __ATOMIC_SEQ_CST);
+    host_wake_word(&bell->value);
+    /* Exchange: one system call for each time it was armed, however often it rings. */
+    if (__atomic_load_n(&bell->armed, __ATOMIC_SEQ_CST) &&
+        __atomic_exchange_n(&bell->armed, 0, __ATOMIC_SEQ_CST))
+        eventfd_write(bell->event_fd, 1);
+}
+
+bool host_arm_doorbell(uint32_t *doorbell, uint32_t value)
+{
+    struct ring_doorbell *bell = (struct ring_doorbell *)doorbell;
+
+    /* Arm before the load: who rings after that load then sees it armed. */
+    __atomic_store_n(&bell->armed, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&bell->value, __ATOMIC_SEQ_CST) == value)
+        return true;
+    __atomic_store_n(&bell->armed, 0, __ATOMIC_SEQ_CST);
+    return false;
 }
 
 /* False where the stream has to end. */

@@ -95,7 +95,10 @@ void host_acquire(void);
 void host_write_word(uint32_t *word, uint32_t value);
 /* Wake them alone, after a sequentially consistent store. */
 void host_wake_word(uint32_t *word);
-/* Increment a word, and wake the threads that sleep on it. */
+/* Increment a doorbell (struct ring_doorbell) and wake the threads that sleep on it. If it is armed, disarm it
+ * and write its eventfd too. */
 void host_ring_doorbell(uint32_t *doorbell);
+/* Arm a doorbell, if it still has the value: whether the next ring writes the eventfd. */
+bool host_arm_doorbell(uint32_t *doorbell, uint32_t value);
 
 #endif

@@ -22,6 +22,7 @@ uint32_t native_version(void)
     uint64_t: "uint64", uint64_t *: "uint64", uint64_t (*)[RING_ENTRIES]: "uint64",                  \
     struct word: "word", struct entry_points: "entry_points", struct streams: "streams",             \
     struct message_header: "message_header", struct ring_word: "ring_word",                          \
+    struct ring_doorbell: "ring_doorbell",                                                           \
     struct ring_record *: "ring_record", struct ring_end *: "ring_end",                              \
     struct ring_direction *: "ring_direction")
 #define OF(structure, member)                                                                        \
@@ -45,6 +46,8 @@ const struct layout_member native_members[] = {
     OF(message_header, sequence), OF(message_header, nbytes), OF(message_header, shape),
     OF(message_header, tag), END(message_header),
     OF(ring_word, value), OF(ring_word, sleepers), OF(ring_word, unused), END(ring_word),
+    OF(ring_doorbell, value), OF(ring_doorbell, sleepers), OF(ring_doorbell, armed),
+    OF(ring_doorbell, event_fd), OF(ring_doorbell, unused), END(ring_doorbell),
     OF(ring_record, header), OF(ring_record, offset), OF(ring_record, nbytes), OF(ring_record, slot),
     END(ring_record),
     OF(ring_direction, produced), OF(ring_direction, consumed), OF(ring_direction, posted),

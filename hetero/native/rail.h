@@ -41,13 +41,15 @@ struct rail_operations {
     int (*post_record)(struct rail *rail, uint32_t number, uint64_t offset);
     int (*post_data)(struct rail *rail, uint32_t number, uint64_t slot, uint64_t nbytes);
     int (*post_credit)(struct rail *rail, uint32_t released);
+    /* Send what has been posted; whether any of it has completed. NULL where posting sends. */
+    bool (*flush)(struct rail *rail);
     /* Read a byte of this end's receiving ring back, which makes the writes before it visible to the
      * device. NULL where arrived data are visible. */
     int (*post_read)(struct rail *rail, uint64_t last_byte);
     /* Bytes posted and not acknowledged; the rail then measures its bandwidth itself
      * (speed_add_sample). NULL where a completion is an acknowledgement, and speed.c counts. */
     uint64_t (*bytes_in_flight)(const struct rail *rail);
-    /* Whether the carrier has to poll for a completion. NULL where an event always wakes it. */
+    /* Whether the engine has to poll for a completion. NULL where an event always wakes it. */
     bool (*is_busy)(const struct rail *rail);
     /* Whether something posted before this time is unacknowledged; why, in `reason`. */
     bool (*is_late)(const struct rail *rail, double before, char *reason);

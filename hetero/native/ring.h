@@ -19,6 +19,15 @@ struct ring_word {
     uint8_t unused[56];
 };
 
+/* A word that is incremented to wake an end, in one cache line. */
+struct ring_doorbell {
+    uint32_t value;
+    uint32_t sleepers;
+    uint32_t armed;   /* by the end: the next ring clears it and writes event_fd */
+    int32_t event_fd; /* the end's eventfd, by its number in the process that rings */
+    uint8_t unused[48];
+};
+
 /* How far one counter, which wraps, is ahead of another; negative when it is behind. */
 static inline int32_t ring_ahead(uint32_t newer, uint32_t older)
 {
@@ -60,7 +69,7 @@ struct ring_direction {
 enum { RING_UNDECIDED, RING_SLOT };
 
 struct ring_end {
-    struct ring_word doorbell;
+    struct ring_doorbell doorbell;
     struct ring_word closed;
     uint32_t fault_bytes; /* the error flag: 0 while it has not failed; stored after the text */
     char fault[RING_FAULT_BYTES];

@@ -6,11 +6,12 @@
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 
 /* The least that a bandwidth sample covers: the kernel counts its busy time in ticks. */
@@ -25,13 +26,17 @@
  * only: those with which a link is opened do not fill one. */
 #define PROVEN_PACKETS 4
 
-/* Messages of each kind queued for the sending thread. Few data: another rail may be free sooner. More
- * than one, or the thread would idle between two. */
+/* Messages of each kind queued. Few data: another rail may be free sooner. More than one, or the connection
+ * would idle between two. */
 #define TCP_RECORDS 64
 #define TCP_DATA 2
 #define TCP_CREDITS 2
 #define TCP_ROOM (TCP_RECORDS + TCP_DATA + TCP_CREDITS)
+/* What is received at once, if it has come: the frames and data of small messages. */
+#define TCP_BUFFER_BYTES (8 << 10)
 #define TCP_SCRATCH_BYTES (64 << 10)
+/* Up to so much is sent by whoever has posted it, if the kernel has room: waking a sender takes longer. */
+#define TCP_INLINE_BYTES (128 << 10)
 /* On one rail a call of the kernel carries a message's record and data, and one thread at each end wakes for
  * them. Between two processes of one host a ping-pong of 4 to 192 KiB so takes 0.65 to 0.9 of the time. From
  * 256 KiB on there is nothing to gain: data is most of the time, and other rails may share it. */
@@ -50,23 +55,47 @@ struct queued_message {
     const void *bytes;
 };
 
+/* Who sends over a connection: nobody, a sender, or a sender once the kernel has room again. */
+enum sending { SENDING_NOTHING, SENDING, SENDING_LATER };
+
+/* What the next bytes received belong to. */
+enum receiving { RECEIVING_FRAME, RECEIVING_RECORD, RECEIVING_DATA, DISCARDING };
+
 struct tcp_rail {
     struct rail rail; /* first, so that a pointer to either is a pointer to both */
-    struct engine *engine; /* whose lock guards all that its threads share */
-    int fd;                  /* connected, blocking; the caller's */
-    pthread_t sender, receiver;
-    bool has_sender, has_receiver;
+    struct connection connection; /* `fd` is connected, blocking, the caller's */
+    struct job job;
+    struct engine *engine; /* whose lock guards all that several threads share */
+    struct proxy *proxy;
+
     /* Guarded by the engine's lock, as is `rail`. */
-    pthread_cond_t has_messages;
-    struct queued_message queue[TCP_ROOM]; /* a ring; sendmsg has the first of them */
+    pthread_cond_t is_done;
+    bool is_served; /* a receiver has it */
+    enum sending sending;
+    struct queued_message queue[TCP_ROOM]; /* a ring */
     int first, count;
     uint64_t queued_bytes; /* of all of them */
+    size_t sent; /* bytes, of the first of them */
     /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
     uint64_t acked_at_start, busy_at_start;
     double measured_at;
     double busy_since; /* when it was last idle */
-    char *scratch;     /* the receiver's */
+
+    /* The receiver's. */
+    enum receiving receiving;
+    struct frame frame;
+    size_t received; /* bytes, of the frame or of what follows it */
+    char *target;    /* of what follows it; NULL to discard */
+    char *buffer;
+    size_t buffered, taken; /* bytes in the buffer, and of those that have been taken */
+    bool has_news; /* that the engine has not been driven for */
+    char *scratch;
 };
+
+static struct tcp_rail *rail_at(struct connection *connection)
+{
+    return (struct tcp_rail *)((char *)connection - offsetof(struct tcp_rail, connection));
+}
 
 static struct tcp_rail *rail_of(struct rail *rail)
 {
@@ -80,10 +109,11 @@ static uint64_t unacked_bytes(const struct tcp_rail *rail)
 {
     int nbytes = 0;
 
-    return ioctl(rail->fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
+    return ioctl(rail->connection.fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
 }
 
-/* During a call of sendmsg the bytes that the kernel has taken count twice. */
+/* Until the call of sendmsg returns, or what it has left is sent, the bytes that the kernel has taken count
+ * twice. */
 static uint64_t bytes_in_flight(const struct rail *base)
 {
     const struct tcp_rail *rail = (const struct tcp_rail *)base;
@@ -96,7 +126,7 @@ static bool get_tcp_info(const struct tcp_rail *rail, struct tcp_info *info)
     socklen_t nbytes = sizeof *info;
 
     memset(info, 0, sizeof *info);
-    return getsockopt(rail->fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
+    return getsockopt(rail->connection.fd, IPPROTO_TCP, TCP_INFO, info, &nbytes) == 0;
 }
 
 static double last_ack(const struct rail *base)
@@ -150,8 +180,7 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
     }
     rail->queued_bytes += sizeof frame + frame.nbytes;
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
-    if (rail->count++ == 0)
-        pthread_cond_signal(&rail->has_messages);
+    rail->count++;
     return 0;
 }
 
@@ -179,30 +208,6 @@ static int post_credit(struct rail *base, uint32_t released)
     return queue_message(base, (struct frame){MESSAGE_CREDIT, released, 0, 0}, NULL);
 }
 
-static bool send_all(int fd, struct iovec *parts, int count)
-{
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
-
-    while (message.msg_iovlen > 0) {
-        ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
-
-        if (sent < 0 && errno == EINTR)
-            continue;
-        if (sent < 0)
-            return false;
-        while (message.msg_iovlen > 0 && (size_t)sent >= message.msg_iov->iov_len) {
-            sent -= (ssize_t)message.msg_iov->iov_len;
-            message.msg_iov++;
-            message.msg_iovlen--;
-        }
-        if (message.msg_iovlen > 0) {
-            message.msg_iov->iov_base = (char *)message.msg_iov->iov_base + sent;
-            message.msg_iov->iov_len -= (size_t)sent;
-        }
-    }
-    return true;
-}
-
 /* Handle the end or failure of the connection; ignored once the rail is stopped. Call with the lock. */
 static void lose(struct tcp_rail *rail, const char *what, int code)
 {
@@ -217,26 +222,65 @@ static void lose(struct tcp_rail *rail, const char *what, int code)
     engine_lose_rail(rail->engine, &rail->rail, reason);
 }
 
-/* Gather queued messages for one sendmsg: all up to and including the first data. Call with the lock. */
-static int gather_messages(const struct tcp_rail *rail, struct iovec *parts, int *count)
+/* Messages for one sendmsg: all up to and including the first data. */
+struct gathered {
+    struct iovec parts[2 * TCP_ROOM];
+    int count, messages;
+    size_t nbytes;
+};
+
+static void add_part(struct gathered *gathered, const void *bytes, size_t nbytes, size_t *skipped)
 {
-    int messages = 0;
+    size_t skip = *skipped < nbytes ? *skipped : nbytes;
 
-    for (*count = 0; messages < rail->count; ) {
-        const struct queued_message *queued = &rail->queue[(rail->first + messages++) % TCP_ROOM];
+    *skipped -= skip;
+    if (skip == nbytes)
+        return;
+    gathered->parts[gathered->count++] = (struct iovec){(char *)bytes + skip, nbytes - skip};
+    gathered->nbytes += nbytes - skip;
+}
 
-        parts[(*count)++] = (struct iovec){(void *)&queued->frame, sizeof queued->frame};
-        if (queued->frame.nbytes > 0)
-            parts[(*count)++] = (struct iovec){(void *)queued->bytes, queued->frame.nbytes};
+/* Gather what is queued, without what was sent of it before. Call with the lock. */
+static void gather(const struct tcp_rail *rail, struct gathered *gathered)
+{
+    size_t skipped = rail->sent;
+
+    gathered->count = gathered->messages = 0;
+    gathered->nbytes = 0;
+    while (gathered->messages < rail->count) {
+        const struct queued_message *queued = &rail->queue[(rail->first + gathered->messages++) % TCP_ROOM];
+
+        add_part(gathered, &queued->frame, sizeof queued->frame, &skipped);
+        add_part(gathered, queued->bytes, queued->frame.nbytes, &skipped);
         if (queued->frame.message == MESSAGE_DATA)
             break;
     }
-    return messages;
 }
 
-static void complete_sends(struct tcp_rail *rail, int messages)
+/* How many bytes the kernel has taken: with `flags` 0 all of them, or what it could within a slice. -1 with
+ * errno. */
+static ssize_t send_gathered(int fd, struct gathered *gathered, int flags)
 {
-    for (; messages > 0; messages--) {
+    struct msghdr message = {.msg_iov = gathered->parts, .msg_iovlen = (size_t)gathered->count};
+    ssize_t sent = sendmsg(fd, &message, flags | MSG_NOSIGNAL);
+
+    return sent < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : sent;
+}
+
+/* Account for what a call of sendmsg returned; false if the kernel had no room for the rest. Call with the
+ * lock. */
+static bool complete_sends(struct tcp_rail *rail, const struct gathered *gathered, ssize_t sent, int code)
+{
+    if (sent < 0) {
+        lose(rail, "its connection broke while sending", code);
+        return false;
+    }
+    if ((size_t)sent < gathered->nbytes) {
+        rail->sent += (size_t)sent;
+        return false;
+    }
+    rail->sent = 0;
+    for (int message = 0; message < gathered->messages; message++) {
         const struct frame *frame = &rail->queue[rail->first].frame;
 
         rail->queued_bytes -= sizeof *frame + frame->nbytes;
@@ -244,115 +288,145 @@ static void complete_sends(struct tcp_rail *rail, int messages)
         rail->first = (rail->first + 1) % TCP_ROOM;
         rail->count--;
     }
+    return true;
 }
 
-static void *send_loop(void *argument)
+/* Send what is queued, here while it is little, else by a sender. */
+static bool flush(struct rail *base)
 {
-    struct tcp_rail *rail = argument;
-    struct iovec parts[2 * TCP_ROOM];
-    int messages, count;
-    bool is_sent;
+    struct tcp_rail *rail = rail_of(base);
+    struct gathered gathered;
+    bool is_sent = false;
 
-    prctl(PR_SET_NAME, "tcp-send");
+    while (base->live && rail->sending == SENDING_NOTHING && rail->count > 0) {
+        gather(rail, &gathered);
+        if (gathered.nbytes <= TCP_INLINE_BYTES) {
+            ssize_t sent = send_gathered(rail->connection.fd, &gathered, MSG_DONTWAIT);
+
+            if (complete_sends(rail, &gathered, sent, errno)) {
+                is_sent = true;
+                continue;
+            }
+        }
+        if (base->live) {
+            rail->sending = SENDING;
+            proxy_submit(rail->proxy, &rail->job);
+        }
+    }
+    return is_sent;
+}
+
+/* Call with the lock. */
+static void stop_sending(struct tcp_rail *rail)
+{
+    rail->sending = SENDING_NOTHING;
+    pthread_cond_broadcast(&rail->is_done);
+}
+
+/* Wait for room without keeping a sender. Call with the lock. */
+static void send_later(struct tcp_rail *rail)
+{
+    int code;
+
+    rail->sending = SENDING_LATER;
+    code = proxy_await_room(rail->proxy, &rail->connection);
+    if (code == 0)
+        return;
+    stop_sending(rail);
+    lose(rail, "its connection cannot be waited for", code);
+}
+
+/* A sender's job. */
+static void send_queued(struct job *job)
+{
+    struct tcp_rail *rail = (struct tcp_rail *)((char *)job - offsetof(struct tcp_rail, job));
+    struct gathered gathered;
+
     pthread_mutex_lock(&rail->engine->lock);
-    for (;;) {
-        while (rail->rail.live && rail->count == 0)
-            pthread_cond_wait(&rail->has_messages, &rail->engine->lock);
-        if (!rail->rail.live)
-            break;
-        messages = gather_messages(rail, parts, &count);
+    while (rail->rail.live && rail->count > 0) {
+        gather(rail, &gathered);
         pthread_mutex_unlock(&rail->engine->lock);
-        is_sent = send_all(rail->fd, parts, count);
+        ssize_t sent = send_gathered(rail->connection.fd, &gathered, 0);
         int code = errno;
         pthread_mutex_lock(&rail->engine->lock);
-        if (!is_sent)
-            lose(rail, "its connection broke while sending", code);
         if (!rail->rail.live)
             break;
-        complete_sends(rail, messages);
-        engine_progress(rail->engine);
+        bool is_complete = complete_sends(rail, &gathered, sent, code);
+
+        if (is_complete)
+            engine_progress(rail->engine);
+        if (!rail->rail.live || rail->count == 0 || !proxy_has_jobs(rail->proxy))
+            continue;
+        if (is_complete)
+            proxy_submit(rail->proxy, job);
+        else
+            send_later(rail);
+        goto unlock;
     }
+    stop_sending(rail);
+unlock:
     pthread_mutex_unlock(&rail->engine->lock);
-    return NULL;
+}
+
+static void has_room(struct connection *connection)
+{
+    struct tcp_rail *rail = rail_at(connection);
+
+    engine_lock(rail->engine);
+    rail->sending = SENDING;
+    engine_unlock(rail->engine);
+    proxy_submit(rail->proxy, &rail->job);
 }
 
 /* Receiving. */
 
-/* Like every receive_* here: 1, 0 at the end of the connection, or -1 with errno. */
-static int receive_all(int fd, void *bytes, size_t nbytes)
+/* What a receiver does next: go on, await more bytes, or, with errno (0 at the end of the connection), end. */
+enum received { GO_ON, AWAIT, END };
+
+/* Have the engine handle what has come: of all that one call of the kernel has brought at once. */
+static void tell_news(struct tcp_rail *rail)
 {
-    size_t done = 0;
-
-    while (done < nbytes) {
-        ssize_t count = recv(fd, (char *)bytes + done, nbytes - done, MSG_WAITALL);
-
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count <= 0)
-            return (int)count;
-        done += (size_t)count;
-    }
-    return 1;
+    if (!rail->has_news)
+        return;
+    rail->has_news = false;
+    pthread_mutex_lock(&rail->engine->lock);
+    engine_progress(rail->engine);
+    pthread_mutex_unlock(&rail->engine->lock);
 }
 
-/* Receive and drop what another rail has delivered. */
-static int discard(struct tcp_rail *rail, uint64_t nbytes)
+/* Receive up to `nbytes` more: first what is in the buffer. Small pieces go through the buffer, so that one call
+ * of the kernel brings several; of a large one the rest goes where it belongs. */
+static enum received receive_some(struct tcp_rail *rail, char *target, size_t nbytes, size_t *count)
 {
-    int code = 1;
+    bool is_buffered = nbytes < TCP_BUFFER_BYTES;
+    ssize_t found;
 
-    while (nbytes > 0 && code > 0) {
-        size_t part = nbytes < TCP_SCRATCH_BYTES ? nbytes : TCP_SCRATCH_BYTES;
+    *count = 0;
+    if (rail->taken == rail->buffered) {
+        char *into = is_buffered ? rail->buffer : target;
+        /* A frame may be long in coming; what it announces is on its way. */
+        int flags = rail->receiving == RECEIVING_FRAME || is_buffered ? MSG_DONTWAIT : MSG_WAITALL;
 
-        code = receive_all(rail->fd, rail->scratch, part);
-        nbytes -= part;
+        tell_news(rail);
+        found = recv(rail->connection.fd, into, is_buffered ? TCP_BUFFER_BYTES : nbytes, flags);
+        if (found < 0)
+            return errno == EAGAIN || errno == EINTR ? AWAIT : END;
+        if (found == 0) {
+            errno = 0;
+            return END;
+        }
+        if (!is_buffered) {
+            *count = (size_t)found;
+            /* A slow connection must not keep a receiver from others. */
+            return *count < nbytes && proxy_is_shared(&rail->connection) ? AWAIT : GO_ON;
+        }
+        rail->buffered = (size_t)found;
+        rail->taken = 0;
     }
-    return code;
-}
-
-static int receive_record(struct tcp_rail *rail, const struct frame *frame)
-{
-    struct engine *engine = rail->engine;
-    int code = receive_all(rail->fd, rail->scratch, frame->nbytes);
-    void *record;
-
-    if (code <= 0)
-        return code;
-    pthread_mutex_lock(&rail->engine->lock);
-    record = rail->rail.live ? engine_expect_record(engine, frame->number) : NULL;
-    if (record != NULL) {
-        memcpy(record, rail->scratch, frame->nbytes);
-        engine_record_arrived(engine, frame->number);
-    }
-    pthread_mutex_unlock(&rail->engine->lock);
-    return 1;
-}
-
-static int receive_data(struct tcp_rail *rail, const struct frame *frame)
-{
-    struct engine *engine = rail->engine;
-    uint64_t target = 0;
-    bool is_expected, is_valid_size;
-    int code;
-
-    pthread_mutex_lock(&rail->engine->lock);
-    is_expected = engine_expect_data(engine, &rail->rail, frame->number);
-    is_valid_size = !is_expected || engine_target(engine, frame->number, frame->nbytes, &target);
-    pthread_mutex_unlock(&rail->engine->lock);
-    if (!is_valid_size) {
-        errno = EPROTO;
-        return -1;
-    }
-    if (!is_expected)
-        return discard(rail, frame->nbytes);
-    if (target == 0)
-        target = engine->options.rings + engine->options.ring_bytes + frame->slot;
-    code = receive_all(rail->fd, (void *)(uintptr_t)target, frame->nbytes);
-    if (code <= 0)
-        return code;
-    pthread_mutex_lock(&rail->engine->lock);
-    engine_data_arrived(engine, &rail->rail, frame->number);
-    pthread_mutex_unlock(&rail->engine->lock);
-    return 1;
+    *count = rail->buffered - rail->taken < nbytes ? rail->buffered - rail->taken : nbytes;
+    memcpy(target, rail->buffer + rail->taken, *count);
+    rail->taken += *count;
+    return GO_ON;
 }
 
 static bool is_valid(const struct tcp_rail *rail, const struct frame *frame)
@@ -367,47 +441,139 @@ static bool is_valid(const struct tcp_rail *rail, const struct frame *frame)
     return frame->message == MESSAGE_CREDIT && frame->nbytes == 0;
 }
 
-static int receive_one(struct tcp_rail *rail)
+/* Where data go, or whether they are dropped because another rail has delivered them; false if they are not
+ * what their record announced. Call with the lock. */
+static bool expect_data(struct tcp_rail *rail, const struct frame *frame)
 {
-    struct frame frame;
-    int code = receive_all(rail->fd, &frame, sizeof frame);
+    struct engine *engine = rail->engine;
+    uint64_t target = 0;
 
-    if (code <= 0)
-        return code;
-    if (!is_valid(rail, &frame)) {
-        errno = EPROTO;
-        return -1;
-    }
-    if (frame.message == MESSAGE_RECORD)
-        return receive_record(rail, &frame);
-    if (frame.message == MESSAGE_DATA)
-        return receive_data(rail, &frame);
-    pthread_mutex_lock(&rail->engine->lock);
-    engine_credit_arrived(rail->engine, &rail->rail, frame.number);
-    pthread_mutex_unlock(&rail->engine->lock);
-    return 1;
+    rail->receiving = DISCARDING;
+    if (!engine_expect_data(engine, &rail->rail, frame->number))
+        return true;
+    rail->receiving = RECEIVING_DATA;
+    if (!engine_target(engine, frame->number, frame->nbytes, &target))
+        return false;
+    if (target == 0)
+        target = engine->options.rings + engine->options.ring_bytes + frame->slot;
+    rail->target = (char *)(uintptr_t)target;
+    return true;
 }
 
-static void *receive_loop(void *argument)
+/* Handle what a frame has announced, all of which has come. Call with the lock. */
+static void complete_receive(struct tcp_rail *rail)
 {
-    struct tcp_rail *rail = argument;
+    struct engine *engine = rail->engine;
+    const struct frame *frame = &rail->frame;
+    void *record;
+
+    if (rail->receiving == RECEIVING_DATA) {
+        engine_data_arrived(engine, &rail->rail, frame->number);
+    } else if (rail->receiving == RECEIVING_RECORD) {
+        record = rail->rail.live ? engine_expect_record(engine, frame->number) : NULL;
+        if (record != NULL) {
+            memcpy(record, rail->scratch, frame->nbytes);
+            engine_record_arrived(engine, frame->number);
+        }
+    } else if (frame->message == MESSAGE_CREDIT) {
+        engine_credit_arrived(engine, &rail->rail, frame->number);
+    }
+    rail->receiving = RECEIVING_FRAME;
+    rail->received = 0;
+    rail->has_news = true;
+}
+
+/* Handle a frame that has come, and all of what it announces where that is nothing. Call with the lock. */
+static enum received begin_receive(struct tcp_rail *rail)
+{
+    const struct frame *frame = &rail->frame;
+
+    if (!is_valid(rail, frame)) {
+        errno = EPROTO;
+        return END;
+    }
+    rail->received = 0;
+    rail->receiving = DISCARDING;
+    if (frame->message == MESSAGE_RECORD) {
+        rail->receiving = RECEIVING_RECORD;
+        rail->target = rail->scratch;
+    } else if (frame->message == MESSAGE_DATA && !expect_data(rail, frame)) {
+        errno = EPROTO;
+        return END;
+    }
+    if (frame->nbytes == 0)
+        complete_receive(rail);
+    return GO_ON;
+}
+
+/* Receive the rest of a frame, or of what it announces. */
+static enum received receive_piece(struct tcp_rail *rail, bool *is_whole)
+{
+    bool is_frame = rail->receiving == RECEIVING_FRAME;
+    size_t all = is_frame ? sizeof rail->frame : rail->frame.nbytes, left = all - rail->received, count;
+    char *target = is_frame ? (char *)&rail->frame + rail->received : rail->target + rail->received;
+
+    if (rail->receiving == DISCARDING) {
+        target = rail->scratch;
+        left = left < TCP_SCRATCH_BYTES ? left : TCP_SCRATCH_BYTES;
+    }
+    enum received result = receive_some(rail, target, left, &count);
+    rail->received += count;
+    *is_whole = rail->received == all;
+    return result;
+}
+
+static enum received receive_one(struct tcp_rail *rail)
+{
+    bool is_whole, is_data;
+    enum received result = receive_piece(rail, &is_whole);
+
+    if (result != GO_ON || !is_whole)
+        return result;
+    is_data = rail->receiving == RECEIVING_DATA;
+    pthread_mutex_lock(&rail->engine->lock);
+    if (rail->receiving == RECEIVING_FRAME)
+        result = begin_receive(rail);
+    else
+        complete_receive(rail);
+    pthread_mutex_unlock(&rail->engine->lock);
+    if (result == GO_ON && is_data && rail->taken == rail->buffered && proxy_is_shared(&rail->connection))
+        return AWAIT;
+    return result;
+}
+
+/* A receiver's call. */
+static bool receive(struct connection *connection)
+{
+    struct tcp_rail *rail = rail_at(connection);
+    enum received result;
     int code;
 
-    prctl(PR_SET_NAME, "tcp-receive");
-    while ((code = receive_one(rail)) > 0) {
-        pthread_mutex_lock(&rail->engine->lock);
-        engine_progress(rail->engine);
-        pthread_mutex_unlock(&rail->engine->lock);
+    do
+        result = receive_one(rail);
+    while (result == GO_ON);
+    code = errno;
+    if (result == AWAIT) {
+        tell_news(rail);
+        return true;
     }
-    int reason = errno;
     pthread_mutex_lock(&rail->engine->lock);
     /* Lose the rail even if the peer closed it in order: bytes that the peer's kernel had accepted may be
      * lost without any error. */
-    lose(rail, code < 0 ? "its connection broke while receiving" : "its connection was closed",
-             code < 0 ? reason : 0);
+    lose(rail, code != 0 ? "its connection broke while receiving" : "its connection was closed", code);
+    engine_progress(rail->engine);
     pthread_mutex_unlock(&rail->engine->lock);
-    engine_drive(rail->engine);
-    return NULL;
+    return false;
+}
+
+static void removed(struct connection *connection)
+{
+    struct tcp_rail *rail = rail_at(connection);
+
+    pthread_mutex_lock(&rail->engine->lock);
+    rail->is_served = false;
+    pthread_cond_broadcast(&rail->is_done);
+    pthread_mutex_unlock(&rail->engine->lock);
 }
 
 /* The rail's operations. */
@@ -442,8 +608,8 @@ static bool is_late(const struct rail *base, double before, char *reason)
     return true;
 }
 
-/* Its threads report to the engine themselves. Measured here, or what the kernel sends on by itself after
- * the last call of sendmsg would not count. */
+/* Senders and receivers report to the engine themselves. Measured here, or what the kernel sends on by itself
+ * after the last call of sendmsg would not count. */
 static bool poll_bandwidth(struct rail *base, struct engine *engine)
 {
     (void)engine;
@@ -453,26 +619,25 @@ static bool poll_bandwidth(struct rail *base, struct engine *engine)
 
 static void stop(struct rail *base)
 {
-    shutdown(rail_of(base)->fd, SHUT_RDWR);
-    pthread_cond_broadcast(&rail_of(base)->has_messages);
+    shutdown(rail_of(base)->connection.fd, SHUT_RDWR);
 }
 
 static void join(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    if (rail->has_sender)
-        pthread_join(rail->sender, NULL);
-    if (rail->has_receiver)
-        pthread_join(rail->receiver, NULL);
-    rail->has_sender = rail->has_receiver = false;
+    pthread_mutex_lock(&rail->engine->lock);
+    while (rail->is_served || rail->sending != SENDING_NOTHING)
+        pthread_cond_wait(&rail->is_done, &rail->engine->lock);
+    pthread_mutex_unlock(&rail->engine->lock);
 }
 
 static void close_rail(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
 
-    pthread_cond_destroy(&rail->has_messages);
+    pthread_cond_destroy(&rail->is_done);
+    free(rail->buffer);
     free(rail->scratch);
     free(rail);
 }
@@ -480,17 +645,21 @@ static void close_rail(struct rail *base)
 static int start(struct rail *base)
 {
     struct tcp_rail *rail = rail_of(base);
+    struct timeval slice = {0, PROXY_SLICE_MICROSECONDS};
     int code;
 
-    /* Lock: the threads of rails started earlier already read `live`. */
+    if (setsockopt(rail->connection.fd, SOL_SOCKET, SO_RCVTIMEO, &slice, sizeof slice) != 0 ||
+        setsockopt(rail->connection.fd, SOL_SOCKET, SO_SNDTIMEO, &slice, sizeof slice) != 0)
+        return errno;
     pthread_mutex_lock(&rail->engine->lock);
-    base->live = true;
+    base->live = rail->is_served = true;
     pthread_mutex_unlock(&rail->engine->lock);
-    code = pthread_create(&rail->sender, NULL, send_loop, rail);
-    rail->has_sender = code == 0;
+    code = proxy_add_connection(rail->proxy, &rail->connection);
     if (code == 0)
-        code = pthread_create(&rail->receiver, NULL, receive_loop, rail);
-    rail->has_receiver = rail->has_sender && code == 0;
+        return 0;
+    pthread_mutex_lock(&rail->engine->lock);
+    rail->is_served = false;
+    pthread_mutex_unlock(&rail->engine->lock);
     return code;
 }
 
@@ -505,19 +674,26 @@ static const struct rail_operations operations = {
     .last_ack = last_ack,
     .last_send = last_send,
     .poll = poll_bandwidth,
+    .flush = flush,
     .start = start,
     .stop = stop,
     .join = join,
     .close = close_rail,
 };
 
-struct rail *tcp_open(struct engine *engine, int fd, char *error)
+struct rail *tcp_open(struct engine *engine, struct proxy *proxy, int fd, char *error)
 {
     struct tcp_rail *rail = calloc(1, sizeof *rail);
 
-    if (rail != NULL)
+    if (rail != NULL) {
         rail->scratch = malloc(TCP_SCRATCH_BYTES);
-    if (rail == NULL || rail->scratch == NULL) {
+        rail->buffer = malloc(TCP_BUFFER_BYTES);
+    }
+    if (rail == NULL || rail->scratch == NULL || rail->buffer == NULL) {
+        if (rail != NULL) {
+            free(rail->scratch);
+            free(rail->buffer);
+        }
         free(rail);
         set_reason(error, "a rail cannot be made (%s)", strerror(ENOMEM));
         return NULL;
@@ -525,7 +701,9 @@ struct rail *tcp_open(struct engine *engine, int fd, char *error)
     rail->rail.operations = &operations;
     rail->rail.event_fd = -1;
     rail->engine = engine;
-    rail->fd = fd;
-    pthread_cond_init(&rail->has_messages, NULL);
+    rail->proxy = proxy;
+    rail->connection = (struct connection){.fd = fd, .receive = receive, .removed = removed, .has_room = has_room};
+    rail->job.run = send_queued;
+    pthread_cond_init(&rail->is_done, NULL);
     return &rail->rail;
 }

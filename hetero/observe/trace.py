@@ -227,7 +227,7 @@ class SpanRecorder:
             self._step_begin = self._recorder.phase_since
 
     def end_step(self, *, iteration: int, seconds: float) -> None:
-        """It ended where the present phase began, and took so long by the training loop's measure."""
+        """It ended where the present phase began, and took what the training loop measured."""
         if self.is_on and self._step_begin is not None:
             end = self._recorder.phase_since
             self._steps.append(Step(iteration, self._step_begin, end, seconds))

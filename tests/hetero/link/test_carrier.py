@@ -17,6 +17,7 @@ import torch
 from hetero.errors import LinkError
 from hetero.link.redial import Redial
 from hetero.tools.verification.contract import random_sizes_arrive_unchanged
+from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link import tcp_ends as tcp
 from tests.hetero.link import verbs_ends as verbs
 from tests.hetero.link.joined import (
@@ -41,6 +42,10 @@ SETUPS: dict[str, tuple[str, Callable[[], JoinedEnds]]] = {
     "verbs": ("nics", verbs.Setup),
     "verbs-read-back": ("nics", lambda: verbs.Setup(read_back=True)),
     "shm": ("leaving_nothing", pair.Setup),
+    "shm-emulated": (
+        "leaving_nothing",
+        lambda: pair.Setup(devices=(EmulatedDevice(), EmulatedDevice())),
+    ),
 }
 """The fixture that each needs, and how it is made."""
 
@@ -101,25 +106,36 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails(
 
 @pytest.mark.parametrize(
     ("setup", "name"),
-    [("shm", "0-1 watch"), *product(("tcp", "verbs"), ("stream", "0-1", "0-1 watch"))],
+    [
+        *product(("shm", "tcp", "verbs"), ("link monitor",)),
+        # Of emulated streams, whose driver may block.
+        ("shm-emulated", "link driver monitor"),
+    ],
     indirect=["setup"],
 )
-def test_an_end_for_which_no_thread_can_be_started_leaves_nothing_behind(
+def test_ends_for_which_no_thread_can_be_started_leave_nothing_behind(
     setup: JoinedEnds, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     start = threading.Thread.start
 
-    def new_streams(*, copy_bytes: int) -> None:
-        raise LinkError("no thread could be started for a link")
-
     def start_others(thread: threading.Thread) -> None:
-        if thread.name.endswith(f" {name}"):
+        if thread.name == name:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_others)
-    if name == "stream":
-        monkeypatch.setattr(setup.devices[0], "new_streams", new_streams)
+    for error in setup.errors():
+        assert "no thread could be started" in error
+
+
+@pytest.mark.parametrize("setup", ["tcp", "verbs", "shm"], indirect=True)
+def test_an_end_without_a_stream_leaves_nothing_behind(
+    setup: JoinedEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def new_streams(*, copy_bytes: int) -> None:
+        raise LinkError("no thread could be started for a link")
+
+    monkeypatch.setattr(setup.devices[0], "new_streams", new_streams)
     failed, other = tried(setup.open)
     assert isinstance(failed, LinkError)
     assert "no thread could be started" in str(failed)
@@ -149,7 +165,7 @@ def test_the_last_connection_that_cannot_be_reopened_is_an_error_at_both_ends(
 ) -> None:
     """As behind a firewall that lets nothing new through."""
     setup = tcp.Setup(connections=1, timeout=3.0)
-    monkeypatch.setattr(Redial, "_accept", lambda _, listener: listener.accept()[0].close())
+    monkeypatch.setattr(Redial, "_accept", lambda _, listener, admit: listener.accept()[0].close())
     names = ("127.0.0.1 to 127.0.0.1",) * 2
     _lose_the_last(setup, lambda: network.rails[0].close(), names)
 

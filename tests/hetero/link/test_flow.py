@@ -15,9 +15,9 @@ from hetero.device.device import COMPLETED, CurrentStream, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.hip_driver import HipDriver
 from hetero.errors import LinkError
+from hetero.link.flow import UnexpectedEntry
 from hetero.link.header import Header
 from hetero.link.ring import COUNTER_MASK, ahead
-from hetero.link.ring_link import UnexpectedEntry
 from hetero.native.binding import RING_ENTRIES, Progress, RingRecord
 from tests.hetero.link.ring.driven import CONTROL, INCOMING_RING, JOIN, OUTGOING_RING, World
 from tests.hetero.link.ring.pair import count_from

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from hetero.link import redial
 from hetero.link.redial import Place, Redial, Reopened, Route
 from hetero.link.tcp import tune
 from tests.hetero.link.joined import wait_for
@@ -92,3 +93,28 @@ def test_a_caller_that_is_refused_knows_for_how_long() -> None:
             assert wait_for(lambda: not (list(other.progress(bool)) or other.is_dialing(RAIL)))
         assert other.refused_seconds() > 0
         assert "Connection refused" in other.failure
+
+
+@pytest.mark.parametrize("says", [b"", secrets.token_bytes(16)], ids=["nothing", "half-a-token"])
+def test_an_attempt_that_is_not_answered_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, says: bytes
+) -> None:
+    monkeypatch.setattr(redial, "_DIAL_SECONDS", 0.2)
+    with redials() as (_, other), socket.create_server(("127.0.0.1", 0)) as silent:
+        other._routes = {RAIL: Route("127.0.0.1", silent.getsockname())}
+        other.dial(RAIL, 1)
+        connection, _ = silent.accept()
+        with connection:
+            connection.sendall(says)
+            assert wait_for(lambda: not (list(other.progress(bool)) or other.is_dialing(RAIL)))
+    assert other.failure.endswith(": nothing answers")
+    assert other.refused_seconds() == 0
+
+
+def test_a_caller_that_says_half_a_token_holds_up_no_other() -> None:
+    with redials() as (one, other), socket.create_connection(other._routes[RAIL].address) as slow:
+        slow.sendall(secrets.token_bytes(16))
+        other.dial(RAIL, 1)
+        ((here,), (there,)) = reopened(one, other, lambda place, number: True)
+        with here.connection, there.connection:
+            assert here.place == there.place == RAIL

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero.device.cuda_driver import CudaDriver
-from hetero.link import ring, ring_link
+from hetero.link import flow, ring
 from hetero.link.ring import CONTROL_BYTES, EndState, SharedMemory, make_memory
 from tests.hetero.link.ring.driven import World
 
@@ -29,7 +29,7 @@ class Unseen:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> Unseen:
     made = Unseen()
-    for module in (ring, ring_link):
+    for module in (ring, flow):
         monkeypatch.setattr(module, "acquire_fence", lambda: made)
     return made
 

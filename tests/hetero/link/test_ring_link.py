@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,7 +21,7 @@ from hetero.link import ring_link as link_module
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.joined import meanwhile, times_asleep, tried, wait_for
-from tests.hetero.link.ring.pair import LARGE, Setup, count_from, cross, opened
+from tests.hetero.link.ring.pair import LARGE, Pair, Setup, count_from, cross, opened
 
 
 def test_a_message_of_many_rings_goes_on_while_nobody_waits(
@@ -133,16 +135,36 @@ def test_memory_that_cannot_be_pinned_fails_the_opening_at_both_ends() -> None:
     assert refusing.pinned == []
 
 
-def test_a_small_message_goes_through_the_callers_streams_and_a_large_one_does_not() -> None:
-    with opened() as pair:
+@pytest.fixture
+def callers_alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[Pair]]:
+    """Opens pairs whose monitor does not look at them unless it is asked to."""
+
+    @contextmanager
+    def opened_and_left() -> Iterator[Pair]:
+        monkeypatch.setattr(link_module, "WATCH_SECONDS", 600.0)
+        with opened() as pair:
+            for end in (pair.sender, pair.receiver):
+                # Its first look is over once the next is due in ten minutes.
+                assert wait_for(
+                    lambda end=end: (end._watch.next_check or 0) > time.monotonic() + 60
+                )
+            yield pair
+
+    return opened_and_left
+
+
+def test_a_small_message_goes_through_the_callers_streams_and_a_large_one_does_not(
+    callers_alone: Callable[..., Any],
+) -> None:
+    with callers_alone() as pair:
         assert cross(pair, torch.arange(100))
         assert [device.moved_by_callers for device in pair.devices] == [1, 1]
         assert cross(pair, torch.arange(LARGE))
         assert [device.moved_by_callers for device in pair.devices] == [1, 1]
 
 
-def test_a_small_message_does_not_overtake_a_large_one() -> None:
-    with opened() as pair:
+def test_a_small_message_does_not_overtake_a_large_one(callers_alone: Callable[..., Any]) -> None:
+    with callers_alone() as pair:
         for number in range(20):
             sent = [torch.full((size,), number) for size in (7, LARGE, 1, 3 * LARGE, 2)]
             targets = [torch.zeros_like(tensor) for tensor in sent]
@@ -166,9 +188,11 @@ def test_what_another_thread_waits_for_does_not_go_through_its_stream() -> None:
         assert pair.devices[1].moved_by_callers == 0
 
 
-def test_waiting_for_one_message_does_not_hold_the_caller_up_for_the_next() -> None:
+def test_waiting_for_one_message_does_not_hold_the_caller_up_for_the_next(
+    callers_alone: Callable[..., Any],
+) -> None:
     """Its stream would otherwise not compute with the first before the peer has made the next."""
-    with opened() as pair:
+    with callers_alone() as pair:
         targets = [torch.zeros(10), torch.zeros(10)]
         works = [pair.receiver.recv(target) for target in targets]
         for _ in targets:
@@ -179,8 +203,10 @@ def test_waiting_for_one_message_does_not_hold_the_caller_up_for_the_next() -> N
         assert all(torch.equal(target, torch.ones(10)) for target in targets)
 
 
-def test_waiting_for_a_send_does_not_hold_the_caller_up_for_a_message() -> None:
-    with opened() as pair:
+def test_waiting_for_a_send_does_not_hold_the_caller_up_for_a_message(
+    callers_alone: Callable[..., Any],
+) -> None:
+    with callers_alone() as pair:
         target = torch.zeros(10)
         receiving = pair.receiver.recv(target)
         sending = pair.receiver.send(torch.ones(50_000))

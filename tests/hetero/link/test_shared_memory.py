@@ -6,14 +6,16 @@ import mmap
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from hetero.link.ring import make_memory
-from hetero.link.shared_memory import share_memory
+from hetero.link.ring import make_memory, new_event
+from hetero.link.shared_memory import exchange_events, share_memory
 from tests.hetero.link.conftest import nothing_left_behind
-from tests.hetero.link.test_handshake import rendezvous
+from tests.hetero.link.test_handshake import both_well, rendezvous
 
 SIZES = (4096, 4096, 8192)
 
@@ -64,3 +66,27 @@ def test_memory_that_cannot_be_made_leaves_what_was_made_before_closed(
     monkeypatch.setattr(os, failing, third_fails)
     with nothing_left_behind(), pytest.raises(OSError, match="no memory is left"):
         share_memory(joined[0], rendezvous(0, dist.HashStore()), sizes=SIZES)
+
+
+def test_ends_write_each_others_events(joined: tuple[socket.socket, socket.socket]) -> None:
+    with nothing_left_behind(), ExitStack() as stack:
+        events = [new_event(stack) for _ in joined]
+        peers = both_well(
+            *(
+                partial(exchange_events, end, event, stack)
+                for end, event in zip(joined, events, strict=True)
+            )
+        )
+        os.eventfd_write(peers[0], 5)
+        assert os.eventfd_read(events[1]) == 5
+        assert not any(os.get_inheritable(descriptor) for descriptor in (*events, *peers))
+
+
+def test_a_peer_that_passes_no_event_is_an_error(
+    joined: tuple[socket.socket, socket.socket],
+) -> None:
+    joined[1].sendall(b"e")
+    with nothing_left_behind(), ExitStack() as stack:
+        event = new_event(stack)
+        with pytest.raises(ConnectionError, match="the peer passed no eventfd"):
+            exchange_events(joined[0], event, stack)

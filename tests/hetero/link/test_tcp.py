@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch.distributed as dist
 
 from hetero.errors import LinkError
 from hetero.link import slow_rails, tcp
-from hetero.link.carrier import RailMonitor, RailState
+from hetero.link.carrier import RailMonitor
+from hetero.link.ring_link import RingLink
 from hetero.link.tcp import _reachable, open_connections, tune
 from hetero.observe.record import Recorder
 from hetero.startup.process import allow_open_files
@@ -32,6 +34,7 @@ from tests.hetero.link.joined import (
     is_broken,
     noise,
     stream,
+    threads_named,
     wait_for,
 )
 from tests.hetero.link.tcp_ends import (
@@ -67,6 +70,11 @@ def open_sockets() -> set[str]:
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     found = {os.readlink(link) for link in links if os.path.islink(link)}
     return {name for name in found if name.startswith("socket:")}
+
+
+def rails_of(link: RingLink) -> RailMonitor:
+    monitor: RailMonitor = link._ends.rails.__self__  # type: ignore[attr-defined]
+    return monitor
 
 
 def lost_rails(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -262,8 +270,10 @@ def test_a_peer_that_has_ended_where_every_connection_broke_is_told(
     Neither hears that the peer has closed the link.
     """
     with Setup(timeout=SHORT).links() as links:
-        work = links[1 - ended].recv(torch.zeros(5))
         break_all(network)
+        # After it: the message's own time would else be over first.
+        assert wait_for(lambda: rails_of(links[1 - ended])._cut_at is not None)
+        work = links[1 - ended].recv(torch.zeros(5))
         links[ended].close()
         with pytest.raises(LinkError, match=told):
             work.wait()
@@ -345,21 +355,14 @@ def test_a_peer_that_closes_is_not_taken_for_lost_rails_where_that_is_heard_late
 
 
 def test_closing_end_reports_no_rail_of_a_closing_peer_as_lost(
-    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, is_waiting = RailMonitor._await_answer, threading.Event()
-
-    def noted(monitor: RailMonitor, rail: RailState) -> None:
-        is_waiting.set()
-        real(monitor, rail)
-
-    monkeypatch.setattr(RailMonitor, "_await_answer", noted)
     with caplog.at_level(logging.WARNING), Setup().links() as (one, other):
         assert stream(one, other, nbytes=NBYTES) == MESSAGES
         for connection in network.control:
             connection.silence()
         other.close()
-        assert is_waiting.wait(20)
+        assert wait_for(lambda: any(rail.answer_until for rail in rails_of(one)._rails))
         one.close()
     assert caplog.messages == []
 
@@ -384,6 +387,47 @@ def test_a_credit_that_comes_late_from_a_peer_that_has_closed_is_heard(
         one.check()
     assert torch.equal(target, noise(NBYTES))
     assert caplog.messages == []
+
+
+def test_one_proxy_serves_all_links_of_a_process() -> None:
+    with ExitStack() as stack:
+        stack.enter_context(Setup(connections=2).links())
+        threads = len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+        for _ in range(4):
+            stack.enter_context(Setup(connections=2).links())
+        # Of C, each end of a link has two: the streams of its host memory.
+        after = len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+        assert after - threads == 4 * 2 * 2
+        assert [len(threads_named(f"hetero-{n}")) for n in ("proxy", "send", "receive")] == [
+            1,
+            4,
+            4,
+        ]
+
+
+def test_links_whose_rails_are_all_stuck_do_not_delay_another(network: Network) -> None:
+    """More rails than there are threads that send, or receive, all in the middle of an entry."""
+    count, nbytes = 3, 4 * RING_BYTES
+    with ExitStack() as stack:
+        setup = Setup(connections=4, timeout=60.0)
+        stuck = [stack.enter_context(setup.links()) for _ in range(count)]
+        for rail in network.rails:
+            rail.slow_to(64 << 10)
+        targets = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2 * count)]
+        works = [
+            work
+            for number, target in enumerate(targets)
+            for sender, receiver in [stuck[number // 2][:: 1 if number % 2 else -1]]
+            for work in (receiver.recv(target), sender.send(noise(nbytes, number)))
+        ]
+        links = stack.enter_context(Setup(connections=2).links())
+        assert stream(*links, nbytes=NBYTES) == MESSAGES
+        assert not any(work.is_completed() for work in works)
+        for rail in network.rails:
+            rail.slow_to(1 << 30)
+        for work in works:
+            work.wait()
+        assert all(torch.equal(t, noise(nbytes, number)) for number, t in enumerate(targets))
 
 
 def test_a_forked_child_holds_no_connection_of_its_parents_links() -> None:

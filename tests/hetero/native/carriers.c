@@ -38,6 +38,7 @@ struct end {
 
 static const char *const nics[2][2] = {{"a0", "a1"}, {"b0", "b1"}};
 static struct end ends[2];
+static struct proxy *proxy;
 static uint32_t entries;
 static int rails;
 static bool is_verbs;
@@ -279,7 +280,7 @@ static void open_end(struct end *end)
         .dmabuf = -1,
         .device_notifies = true,
     };
-    end->carrier = carrier_new(&options, error);
+    end->carrier = carrier_new(proxy, &options, error);
     REQUIRE(end->carrier != NULL);
     for (int rail = 0; rail < rails; rail++)
         (is_verbs ? add_verbs : add_tcp)(end, rail);
@@ -392,6 +393,7 @@ static void *cut(void *argument)
 int main(int count, char **arguments)
 {
     pthread_t threads[5];
+    char error[RAIL_TEXT_BYTES];
 
     REQUIRE(count == 5 || count == 6);
     is_verbs = strcmp(arguments[1], "verbs") == 0;
@@ -406,6 +408,8 @@ int main(int count, char **arguments)
             dlsym(dlopen(getenv("HETERO_IBVERBS_LIBRARY"), RTLD_NOW), "loopback_break");
     for (int rail = 0; rail < rails && !is_verbs; rail++)
         connect_pair(rail);
+    proxy = proxy_new(error);
+    REQUIRE(proxy != NULL);
     for (int side = 0; side < 2; side++) {
         ends[side].side = side;
         open_end(&ends[side]);
@@ -421,6 +425,7 @@ int main(int count, char **arguments)
         pthread_join(threads[thread], NULL);
     for (int side = 0; side < 2; side++)
         close_end(&ends[side]);
+    proxy_free(proxy);
     printf("%u\n", atomic_load(&compared));
     return 0;
 }

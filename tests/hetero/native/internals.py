@@ -67,7 +67,7 @@ class RailOperations(Structure):
         *(
             (name, c_void_p)
             for name in (
-                "post_record post_data post_credit post_read bytes_in_flight is_busy is_late "
+                "post_record post_data post_credit flush post_read bytes_in_flight is_busy is_late "
                 "last_ack last_send poll request_notification acknowledge start stop join close"
             ).split()
         ),

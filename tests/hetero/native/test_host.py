@@ -21,6 +21,7 @@ from hetero.native.binding import (
     EntryPoints,
     HostFailure,
     HostGpu,
+    RingDoorbell,
     RingWord,
     Vendor,
     native,
@@ -321,3 +322,74 @@ def test_whoever_waits_is_woken_and_others_run_meanwhile(before: int, spin: int)
         assert sleeper.is_alive()
         LIBRARY.host_ring_doorbell(ctypes.addressof(word))
         assert word.value == (before + 1) % 2**32
+
+
+class Doorbell:
+    def __init__(self, value: int = 0) -> None:
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = RingDoorbell(value=value, event_fd=self._event)
+        self._address = ctypes.addressof(self._bell)
+
+    @property
+    def value(self) -> int:
+        return int(self._bell.value)
+
+    def ring(self) -> None:
+        LIBRARY.host_ring_doorbell(self._address)
+
+    def arm(self, value: int) -> bool:
+        return bool(LIBRARY.host_arm_doorbell(self._address, value))
+
+    def events(self) -> int:
+        """How often the eventfd has been written since."""
+        try:
+            return os.eventfd_read(self._event)
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        os.close(self._event)
+
+
+@pytest.fixture(params=[0, 2**32 - 2], ids=["from-0", "counting-round"])
+def doorbell(request: pytest.FixtureRequest) -> Iterator[Doorbell]:
+    made = Doorbell(request.param)
+    yield made
+    made.close()
+
+
+def test_a_ring_writes_the_event_once_for_each_time_it_was_armed(doorbell: Doorbell) -> None:
+    seen = []
+    doorbell.ring()
+    seen.append(doorbell.events())
+    for _ in range(2):
+        assert doorbell.arm(doorbell.value)
+        for _ in range(3):
+            doorbell.ring()
+        seen.append(doorbell.events())
+    assert seen == [0, 1, 1]
+
+
+def test_a_doorbell_that_has_rung_since_is_not_armed(doorbell: Doorbell) -> None:
+    before = doorbell.value
+    doorbell.ring()
+    assert not doorbell.arm(before)
+    doorbell.ring()
+    assert doorbell.events() == 0
+
+
+def test_no_ring_is_missed_by_an_end_that_arms_meanwhile(doorbell: Doorbell) -> None:
+    """It sleeps only if it was armed, and then every ring that it has not seen wakes it."""
+    count = 20_000
+    last = (doorbell.value + count) % 2**32
+
+    def ring_all() -> None:
+        for _ in range(count):
+            doorbell.ring()
+
+    with meanwhile(ring_all) as ringing:
+        while (seen := doorbell.value) != last:
+            if doorbell.arm(seen):
+                while not doorbell.events():
+                    assert ringing.is_alive() or doorbell.value != seen
+    assert doorbell.value == last

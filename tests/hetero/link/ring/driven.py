@@ -15,6 +15,7 @@ from hetero.device.device import COMPLETED, CurrentStream, DeviceStreams, Event
 from hetero.device.driver_base import GpuDriver
 from hetero.device.gpu import GpuCurrentStream, GpuStreams
 from hetero.device.hip_driver import HipDriver
+from hetero.link.flow import Flow
 from hetero.link.header import Header
 from hetero.link.ring import (
     CONTROL_BYTES,
@@ -25,7 +26,7 @@ from hetero.link.ring import (
     SharedMemory,
     make_memory,
 )
-from hetero.link.ring_link import Flow, RingTransfer, new_transfer
+from hetero.link.ring_link import RingTransfer, new_transfer
 from hetero.native.binding import EntryPoints, HeaderState, Streams, native
 from tests.emulated_streams import EmulatedDevice
 
@@ -123,6 +124,7 @@ class World:
             peer=EndState(self.control, 1 - number),
             outgoing_ring=OUTGOING_RING,
             incoming_ring=INCOMING_RING,
+            event=-1,
             peer_has_ended=lambda: False,
             close=self.control.close,
         )

@@ -1,0 +1,58 @@
+/* The threads that serve all links of a process, however many there are.
+ *
+ * One makes progress for carriers nobody drives. A fixed few copy between memory and TCP connections: senders
+ * take jobs from a queue, receivers have connections of their own. The two are apart because a connection that
+ * the peer does not read must not keep this end from reading. None of them holds the GIL. */
+#ifndef HETERO_PROXY_H
+#define HETERO_PROXY_H
+
+#include "engine.h"
+
+#define PROXY_SENDERS 4
+#define PROXY_RECEIVERS 4
+/* The longest that a call of the kernel for one connection may keep a sender or receiver. */
+#define PROXY_SLICE_MICROSECONDS 5000
+
+struct proxy;
+
+/* Something for a sender to do. One job is queued once at most; `run` may submit it again. */
+struct job {
+    void (*run)(struct job *job);
+    struct job *next;
+};
+
+/* A connection. Keep it until it has been removed, by what `receive` returns. */
+struct connection {
+    int fd;
+    /* Receives what has come, or the end, in a receiver; false once it wants no more. It is then removed, and
+     * `removed` called. */
+    bool (*receive)(struct connection *connection);
+    void (*removed)(struct connection *connection);
+    /* Of the proxy thread, once there is room or the connection has ended. Must not block. */
+    void (*has_room)(struct connection *connection);
+    struct receiver *receiver; /* kept by proxy.c */
+};
+
+/* NULL with the reason in `error` (RAIL_TEXT_BYTES) where the system refuses what it needs. */
+struct proxy *proxy_new(char *error);
+/* End the threads, after everything they serve has been removed. */
+void proxy_free(struct proxy *proxy);
+
+/* Serve a carrier's engine from here on; 0 or an errno. */
+int proxy_add_engine(struct proxy *proxy, struct engine *engine);
+/* Blocks until no thread uses it. Not in a process forked since. */
+void proxy_remove_engine(struct proxy *proxy, struct engine *engine);
+
+/* Have what comes, and the end of the connection, received; 0 or an errno. */
+int proxy_add_connection(struct proxy *proxy, struct connection *connection);
+/* Call `has_room` once; 0 or an errno. It must stay until then. */
+int proxy_await_room(struct proxy *proxy, struct connection *connection);
+/* Whether its receiver has others too. */
+bool proxy_is_shared(const struct connection *connection);
+
+/* Have a sender run a job. */
+void proxy_submit(struct proxy *proxy, struct job *job);
+/* Whether jobs wait for a sender. */
+bool proxy_has_jobs(struct proxy *proxy);
+
+#endif
