@@ -25,7 +25,7 @@ from hetero.errors import LinkError
 from hetero.link.base import Link, as_bytes, start_thread
 from hetero.link.base import Work as Transfer
 from hetero.link.ring_exchange import Message, RingExchange
-from hetero.link.ring_link import RingTransfer
+from hetero.link.ring_link import RingLink, RingTransfer
 from hetero.observe.record import recorder
 from hetero.startup.process import call_in_children
 from hetero.text import counted
@@ -36,13 +36,13 @@ _INLINE_BYTES = 1024
 """The largest message within its envelope, which then is one packet of most networks. A message of
 its own takes the receiver 5 us more."""
 _SPIN_SECONDS = 500e-6
-_SPIN_MICROSECONDS = 200
-"""Of one call into C, which locks the link."""
+_SLICE_SECONDS = 0.1
+"""How long a caller sleeps at most before it looks at its deadline and at signals."""
 _CALLER_PAUSES = 20e-6, 2e-3
-"""The shortest and the longest pause, in seconds, of a caller that waits."""
-_THREAD_PAUSES = 1e-3, 10e-3
-_IDLE_SECONDS_OF_THREAD = 1.0
-"""After which it sleeps: to wake it costs a caller more than to leave it polling."""
+"""The shortest and the longest pause, in seconds, of a caller that has no link to wait for."""
+_THREAD_PAUSES = 1e-3, 0.1
+"""The same of the thread, while a link copies or the peer has to take what it was sent."""
+_HEAD_START_SECONDS = 1e-3
 _JOIN_SECONDS = 2.0
 _BREAK_SECONDS = 1.0
 """How long a link that is closed for one receive may still take to send."""
@@ -125,19 +125,16 @@ class _Peer:
     sending: deque[tuple[CpuP2PWork, RingTransfer]] = field(default_factory=deque)
     """Work and last transfer of what the link has taken but not sent."""
     arriving: _Arriving | None = None
-    is_polled: bool = False
-    """Whether a caller that waits reads an envelope, without the lock; nobody else then reads."""
-    reading: RingExchange = field(default_factory=RingExchange)
     unexpected: list[_UnexpectedMessage] = field(default_factory=list)
     incoming: _Envelope = field(default_factory=_Envelope)
     outgoing: _Envelope = field(default_factory=_Envelope)
     outgoing_transfer: RingTransfer | None = None
     """What may still read `outgoing`."""
 
-    def is_busy(self) -> bool:
-        """Returns whether there is anything to do but read an envelope."""
-        is_reading = self.arriving is not None and self.arriving.tag is not None
-        return bool(self.queued or self.sending) or is_reading
+    def first_transfers(self) -> tuple[RingTransfer | None, RingTransfer | None]:
+        """What ends next of what is sent, and of what is read."""
+        reading = None if self.arriving is None else self.arriving.transfer
+        return (self.sending[0][1] if self.sending else None), reading
 
 
 @skip_dynamo
@@ -189,9 +186,10 @@ class CpuP2P:
     only while a receive is posted that accepts the peer, so that what nobody asks for stays there.
 
     Whoever sends, receives, waits, or asks whether a message is done makes progress, with the lock
-    and without blocking. For what nobody waits for one thread makes it, every few milliseconds
-    while a message is under way. A link is opened by a thread that ends with that, since the peer
-    may open it much later.
+    and without blocking. A caller that waits then sleeps, without it, on the doorbell of its peer's
+    link. What nobody waits for the links' monitor moves, and wakes one thread of this object, which
+    reads the next message and runs callbacks: these may block, and the monitor may not. A link is
+    opened by a thread that ends with that, since the peer may open it much later.
     """
 
     def __init__(self, *, layout: Layout, links: Links) -> None:
@@ -203,21 +201,20 @@ class CpuP2P:
         self._posted: list[_PostedRecv] = []
         self._ended: list[tuple[CpuP2PWork, BaseException | None, int]] = []
         """Works, errors and sources of what is finished without the lock: a callback may block."""
-        self._waiters = 0
-        """Callers in `wait`."""
         self._closed = links.closed
         self._why_closed: BaseException = LinkError(
             "the group was closed while a message was under way"
         )
-        self._is_unattended = threading.Event()
-        """Set while the thread makes progress, or has to."""
+        self._news = threading.Event()
+        """Set where the thread has to make progress; it clears it after a head start for callers
+        that wait at once."""
         self._moved_at = 0.0
         """When a message was last posted or ended."""
         self._threads: list[threading.Thread] = []
         """The one that makes progress, once there is a peer, and those that open links."""
         call_in_children(self, CpuP2P._break_in_fork)
         # Python aborts a process at whose exit a thread is in PyTorch's C++.
-        weakref.finalize(self, _stop, self._closed, self._is_unattended, self._threads, os.getpid())
+        weakref.finalize(self, _stop, self._closed, self._news, self._threads, os.getpid())
 
     def new_work(
         self, what: object, tensors: list[torch.Tensor], *, timeout: float, group: str
@@ -240,7 +237,7 @@ class CpuP2P:
                 peer.queued.append((work, tensor, tag))
             else:
                 self._transmit(peer, peer.link, work, tensor, tag)
-            if peer.is_busy():
+            if peer.queued or peer.sending:
                 self._wake_thread()
         self._finish_ended()
 
@@ -312,68 +309,32 @@ class CpuP2P:
     def wait(self, work: CpuP2PWork, seconds: float) -> bool:
         """Make progress until a work is finished; returns False if it is not within `seconds`."""
         began = time.monotonic()
-        with self._lock:
-            self._waiters += 1
         try:
-            while not work.is_finished:
+            while True:
+                with self._lock:
+                    peer = work.peer if work.peer is not None and work.peer.link else None
+                    self._progress(self._peers.values() if peer is None else (peer,))
+                    sending, reading = (None, None) if peer is None else peer.first_transfers()
+                self._finish_ended()
+                if work.is_finished:
+                    return True
                 waited = time.monotonic() - began
                 if waited > seconds:
                     return False
-                if waited < _SPIN_SECONDS:  # a wake-up costs more
-                    peers = self._spin(work)
-                else:
+                transfer, other = (sending, reading) if work.is_send else (reading, None)
+                if transfer is None:
                     time.sleep(_pause(waited, _CALLER_PAUSES))
-                    peers = self._peers.values()
-                with self._lock:
-                    self._progress(peers, by_links=waited >= _SPIN_SECONDS)
-                self._finish_ended()
+                else:
+                    transfer.link.await_news(
+                        transfer,
+                        min(_SLICE_SECONDS, seconds - waited),
+                        spin_seconds=max(0.0, _SPIN_SECONDS - waited),
+                        other=other,
+                    )
         finally:
-            with self._lock:
-                self._waiters -= 1
-        return True
-
-    def _spin(self, work: CpuP2PWork) -> Collection[_Peer]:
-        """Poll a work's link, without the lock; returns the peers of which there may be news."""
-        peer = work.peer
-        if peer is None:
-            os.sched_yield()
-            return self._peers.values()
-        transfer = None
-        with self._lock:
-            polls = not work.is_send and self._wants_envelope(peer)
-            if polls:
-                peer.is_polled = True
-            elif work.is_send:
-                transfer = peer.sending[0][1] if peer.sending else None
-            elif peer.arriving is not None:
-                transfer = peer.arriving.transfer
-        if polls:
-            self._poll_envelope(peer)
-        elif transfer is not None and transfer.end_count is None:
-            self._ring.progress((transfer,), microseconds=_SPIN_MICROSECONDS)
-        else:
-            os.sched_yield()
-        return (peer,)
-
-    def _poll_envelope(self, peer: _Peer) -> None:
-        """Wait for an envelope for a short time, before it is left to the link.
-
-        A link's thread is woken by whatever comes while a receive is left to it.
-        """
-        arriving = _Arriving(peer.incoming.memory)
-        try:
-            _begin_read(peer, arriving, microseconds=_SPIN_MICROSECONDS)
-        except BaseException as error:
-            with self._lock:
-                peer.is_polled = False
-                self._fail_peer(peer, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        with self._lock:
-            peer.is_polled = False
-            if peer.error is None:
-                peer.arriving = arriving
+            # The monitor has left to this caller what it now leaves to nobody.
+            if work.peer is not None and any(work.peer.first_transfers()):
+                self._wake_thread()
 
     def give_up(self, work: CpuP2PWork, error: LinkError) -> None:
         """End a message with an error, unless it has just ended; its memory is not written then.
@@ -403,17 +364,25 @@ class CpuP2P:
             link.close()
         self._finish_ended()
 
-    def progress_unattended(self) -> float:
-        """Make progress for callers that do not wait; returns the seconds until the next time."""
+    def progress_unattended(self) -> float | None:
+        """Make progress for callers that do not wait.
+
+        Returns the seconds until there may be more to do; None if `_news` is set for that.
+        """
+        pause = None
         with self._lock:
-            # The links' own threads would only be in the way of a caller that polls.
-            self._progress(self._peers.values(), by_links=not self._waiters)
+            self._progress(self._peers.values())
             quiet = time.monotonic() - self._moved_at
-            is_busy = self._posted or any(peer.is_busy() for peer in self._peers.values())
-            if not is_busy and quiet > _IDLE_SECONDS_OF_THREAD:
-                self._is_unattended.clear()
+            for peer in self._peers.values():
+                for transfer in peer.first_transfers():
+                    if transfer is None:
+                        continue
+                    # To ask has the monitor go on with what is not enqueued, and tell of it.
+                    transfer.is_completed()
+                    if transfer.end_count is not None:
+                        pause = _pause(quiet, _THREAD_PAUSES)
         self._finish_ended()
-        return _pause(quiet, _THREAD_PAUSES)
+        return pause
 
     def close(self, why: BaseException | None = None) -> None:
         """End all messages under way with the error that has ended the group, if one has."""
@@ -424,7 +393,7 @@ class CpuP2P:
         with self._lock:
             self._end_all(self._why_closed)
         self._finish_ended()
-        _stop(self._closed, self._is_unattended, self._threads, os.getpid())
+        _stop(self._closed, self._news, self._threads, os.getpid())
 
     def _break_in_fork(self) -> None:
         """Fail, in a forked child, whatever it asks of its parent's messages."""
@@ -451,7 +420,7 @@ class CpuP2P:
     def _open(self, peer: _Peer) -> None:
         try:
             if not self._threads:
-                self._start(_run_unattended, "p2p progress", self._is_unattended, self._closed)
+                self._start(_run_unattended, "p2p progress", self._news, self._closed)
             self._start(_open_link, f"p2p link to {peer.rank}", self._links, peer)
         except LinkError as error:  # there are too many threads
             peer.error = error
@@ -467,18 +436,20 @@ class CpuP2P:
 
     def _wake_thread(self) -> None:
         self._moved_at = time.monotonic()
-        if not self._is_unattended.is_set():
-            self._is_unattended.set()
+        if not self._news.is_set():
+            self._news.set()
 
     def begin(self, peer: _Peer, link: Link) -> None:
         """Use the link that has been opened to a peer."""
         with self._lock:
             if peer.error is None:
                 peer.link = link
+                cast(RingLink, link).on_progress = self._news.set
                 queued, peer.queued = peer.queued, []
                 for work, tensor, tag in queued:
                     self._transmit(peer, link, work, tensor, tag)
                 self._progress((peer,))
+            self._wake_thread()
         self._finish_ended()
 
     def fail(self, peer: _Peer, error: BaseException) -> None:
@@ -510,42 +481,30 @@ class CpuP2P:
         else:
             self._end(work)
 
-    def _progress(self, peers: Collection[_Peer], *, by_links: bool = False) -> None:
-        """Finish what has been sent, and read what is to be received.
-
-        `by_links`: have the links' own threads go on with what cannot be moved now.
-        """
+    def _progress(self, peers: Collection[_Peer]) -> None:
+        """Finish what has been sent, and read what is to be received."""
         for peer in peers:
-            while peer.sending and _is_done(self._ring, peer.sending[0][1], by_links):
+            while peer.sending and _is_done(peer.sending[0][1]):
                 work, transfer = peer.sending.popleft()
                 self._end(work, transfer.error)
             try:
-                while self._read(peer, by_links):
+                while self._read(peer):
                     pass
             except BaseException as error:
                 self._fail_peer(peer, error)
                 if not isinstance(error, Exception):
                     raise
 
-    def _wants_envelope(self, peer: _Peer) -> bool:
-        """Returns whether the next envelope of a peer is to be read, and not read yet."""
-        return (
-            peer.arriving is None
-            and peer.link is not None
-            and peer.error is None
-            and not peer.is_polled
-            and any(posted.accepts(peer.rank) for posted in self._posted)
-        )
-
-    def _read(self, peer: _Peer, by_links: bool) -> bool:
+    def _read(self, peer: _Peer) -> bool:
         """Read an envelope or a message; returns False if none is wanted, or not all is here."""
         if (arriving := peer.arriving) is None:
-            if not self._wants_envelope(peer):
+            is_wanted = any(posted.accepts(peer.rank) for posted in self._posted)
+            if not is_wanted or peer.link is None or peer.error is not None:
                 return False
             arriving = peer.arriving = _Arriving(peer.incoming.memory)
-            _begin_read(peer, arriving)
+            self._begin_read(peer, arriving)
         if (transfer := arriving.transfer) is not None:
-            if not _is_done(self._ring, transfer, by_links):
+            if not _is_done(transfer):
                 return False
             if transfer.error is not None:
                 raise transfer.error
@@ -554,6 +513,14 @@ class CpuP2P:
         else:
             self._take_message(peer, arriving, arriving.tag)
         return True
+
+    def _begin_read(self, peer: _Peer, arriving: _Arriving) -> None:
+        """Read what is there, and leave the rest to a transfer."""
+        assert peer.link is not None
+        memory = arriving.memory
+        message: Message = (peer.link, memory, 0, memory.nbytes, True)
+        left: Any = self._ring.order([message], tag=0, microseconds=0)
+        arriving.transfer = left[0] if left else None
 
     def _take_envelope(self, peer: _Peer) -> None:
         """Deliver a small message, or begin to read a large one: in place if its receive fits."""
@@ -565,7 +532,7 @@ class CpuP2P:
                 arriving.memory = posted.memory
             else:
                 arriving.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            _begin_read(peer, arriving)
+            self._begin_read(peer, arriving)
             return
         peer.arriving = None
         if posted is not None:
@@ -671,23 +638,9 @@ class CpuP2P:
                     work.finish(error, source=source)
 
 
-def _begin_read(peer: _Peer, arriving: _Arriving, *, microseconds: int = 0) -> None:
-    """Read what is there within that time, and leave the rest to a transfer."""
-    assert peer.link is not None
-    memory = arriving.memory
-    message: Message = (peer.link, memory, 0, memory.nbytes, True)
-    left: Any = peer.reading.order([message], tag=0, microseconds=microseconds)
-    arriving.transfer = left[0] if left else None
-
-
-def _is_done(ring: RingExchange, transfer: RingTransfer, by_links: bool) -> bool:
-    """Move what can be moved of a transfer, in the calling thread; returns whether it has ended."""
-    if transfer.end_count is None and transfer.error is None:
-        ring.progress((transfer,), microseconds=0)
-        # To ask has the link's thread make progress, beside this one.
-        if transfer.end_count is None and transfer.error is None and not by_links:
-            return False
-    return transfer.is_completed()
+def _is_done(transfer: RingTransfer) -> bool:
+    """Make progress, in the calling thread and without waiting; returns whether it has ended."""
+    return transfer.has_ended or transfer.link.await_news(transfer, 0.0)
 
 
 def _pause(quiet: float, limits: tuple[float, float]) -> float:
@@ -717,21 +670,23 @@ def _open_link(reference: weakref.ref[CpuP2P], links: Links, peer: _Peer) -> Non
 
 
 def _run_unattended(
-    reference: weakref.ref[CpuP2P], is_unattended: threading.Event, closed: threading.Event
+    reference: weakref.ref[CpuP2P], news: threading.Event, closed: threading.Event
 ) -> None:
+    pause: float | None = None
     while True:
-        is_unattended.wait()
+        news.wait(pause)
+        time.sleep(_HEAD_START_SECONDS)
+        news.clear()
         p2p = reference()
         if p2p is None or closed.is_set():
             return
         pause = p2p.progress_unattended()
         del p2p
-        time.sleep(pause)
 
 
 def _stop(
     closed: threading.Event,
-    is_unattended: threading.Event,
+    news: threading.Event,
     threads: Collection[threading.Thread],
     process: int,
 ) -> None:
@@ -739,7 +694,7 @@ def _stop(
     if os.getpid() != process:  # a forked child has none of them
         return
     closed.set()
-    is_unattended.set()
+    news.set()
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in list(threads):
         if thread is not threading.current_thread():

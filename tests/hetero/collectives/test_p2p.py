@@ -97,7 +97,7 @@ def joined_ends(setup: JoinedEnds = SHM) -> Iterator[tuple[End, End]]:
             other.send(torch.ones(1)).wait()
             work.wait()
         for end in (left, right):
-            end.p2p._is_unattended.clear()
+            end.p2p._news.clear()
         yield left, right
         both_well(left.close, right.close)
 
@@ -405,7 +405,7 @@ def test_an_interrupt_while_a_message_is_read_ends_what_comes_from_there(
     with joined_ends() as (_, right):
         work = right.recv(torch.zeros(3))
         with monkeypatch.context() as patched:
-            patched.setattr(p2p, "_begin_read", interrupted)
+            patched.setattr(CpuP2P, "_begin_read", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 work.wait() if is_waiting else work.is_completed()
         for late in (work, right.recv(torch.zeros(3))):
