@@ -116,7 +116,7 @@ class _Peer:
     """Another rank, and what is under way in both directions. Used with the lock of its CpuP2P."""
 
     rank: int
-    link: Link | None = None
+    link: RingLink | None = None
     """None until it is open."""
     error: BaseException | None = None
     """Why no message is sent or received any more."""
@@ -130,6 +130,8 @@ class _Peer:
     outgoing: _Envelope = field(default_factory=_Envelope)
     outgoing_transfer: RingTransfer | None = None
     """What may still read `outgoing`."""
+    waiters: int = 0
+    """Callers that wait for its messages, and make all the progress with it."""
 
     def first_transfers(self) -> tuple[RingTransfer | None, RingTransfer | None]:
         """What ends next of what is sent, and of what is read."""
@@ -308,12 +310,17 @@ class CpuP2P:
 
     def wait(self, work: CpuP2PWork, seconds: float) -> bool:
         """Make progress until a work is finished; returns False if it is not within `seconds`."""
-        began = time.monotonic()
+        began, peer = time.monotonic(), work.peer
+        peers = self._peers.values() if peer is None else (peer,)
+        if peer is not None:
+            with self._lock:
+                peer.waiters += 1
         try:
+            if peer is not None and peer.link is not None and not (work.is_send or peer.arriving):
+                peer.link.spin_for_entry(min(seconds, _SPIN_SECONDS))
             while True:
                 with self._lock:
-                    peer = work.peer if work.peer is not None and work.peer.link else None
-                    self._progress(self._peers.values() if peer is None else (peer,))
+                    self._progress(peers)
                     sending, reading = (None, None) if peer is None else peer.first_transfers()
                 self._finish_ended()
                 if work.is_finished:
@@ -332,9 +339,11 @@ class CpuP2P:
                         other=other,
                     )
         finally:
-            # The monitor has left to this caller what it now leaves to nobody.
-            if work.peer is not None and any(work.peer.first_transfers()):
-                self._wake_thread()
+            if peer is not None:
+                with self._lock:
+                    peer.waiters -= 1
+                    if any(peer.first_transfers()):
+                        self._wake_thread()
 
     def give_up(self, work: CpuP2PWork, error: LinkError) -> None:
         """End a message with an error, unless it has just ended; its memory is not written then.
@@ -371,9 +380,10 @@ class CpuP2P:
         """
         pause = None
         with self._lock:
-            self._progress(self._peers.values())
+            peers = [peer for peer in self._peers.values() if not peer.waiters]
+            self._progress(peers)
             quiet = time.monotonic() - self._moved_at
-            for peer in self._peers.values():
+            for peer in peers:
                 for transfer in peer.first_transfers():
                     if transfer is None:
                         continue
@@ -443,8 +453,8 @@ class CpuP2P:
         """Use the link that has been opened to a peer."""
         with self._lock:
             if peer.error is None:
-                peer.link = link
-                cast(RingLink, link).on_progress = self._news.set
+                peer.link = cast(RingLink, link)
+                peer.link.on_progress = self._news.set
                 queued, peer.queued = peer.queued, []
                 for work, tensor, tag in queued:
                     self._transmit(peer, link, work, tensor, tag)
@@ -503,6 +513,8 @@ class CpuP2P:
                 return False
             arriving = peer.arriving = _Arriving(peer.incoming.memory)
             self._begin_read(peer, arriving)
+            if arriving.transfer is not None:
+                return False
         if (transfer := arriving.transfer) is not None:
             if not _is_done(transfer):
                 return False

@@ -31,7 +31,7 @@ from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import DIFFERENCE_REMEDY, Header, unnumbered_header
 from hetero.link.monitor import Watch
 from hetero.link.ring import RingEnds, RingOptions
-from hetero.native.binding import HeaderState, Progress, Transfer, native
+from hetero.native.binding import HeaderState, Progress, RingDirection, Transfer, native
 from hetero.observe.record import LinkState
 from hetero.startup.process import call_in_children
 
@@ -486,6 +486,19 @@ class RingLink(Link):
             if time.monotonic() > spin_until:
                 with self._lock:
                     self._fail_if_stalled()
+
+    def spin_for_entry(self, seconds: float) -> None:
+        """Poll until the peer has posted an entry more than have been received, or time is over.
+
+        By any thread, without a lock. A message whose receive begins only then gets no handle.
+        """
+        self._blocked.append(None)
+        try:
+            if not self._closed:
+                posted = self._ends.incoming.address + RingDirection.posted.offset
+                native().host_wait_word(posted, self._in.count + 1, int(seconds * 1e6), 0)
+        finally:
+            self._blocked.pop()
 
     def await_news(
         self,

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -22,6 +23,7 @@ from hetero.collectives.p2p import CpuP2P, CpuP2PWork, GpuP2P, P2PWork
 from hetero.collectives.work import SideStream
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
+from hetero.link import ring_link
 from hetero.link.base import Link, as_bytes
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, open_group, run_ranks
@@ -165,15 +167,69 @@ def test_polls_alone_finish_messages() -> None:
         assert (target == 1).all()
 
 
+@over_both
 @pytest.mark.parametrize("count", FEW_AND_MANY)
-def test_a_future_is_done_without_a_wait(count: int) -> None:
-    with joined_ends() as (left, right):
+def test_a_future_is_done_without_a_wait(
+    count: int, setup: JoinedEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the thread not told of news, but to look when the monitor does, it would not be."""
+    with joined_ends(setup) as (left, right):
+        monkeypatch.setattr(ring_link, "WATCH_SECONDS", 60.0)
         target = torch.zeros(count)
         received = right.recv(target).get_future()
         sent = left.send(torch.ones(count)).get_future()
         for future in (received, sent):
             future.wait()
         assert (target == 1).all()
+
+
+@over_both
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_nobody_polls_while_nothing_comes(
+    is_waiting: bool, setup: JoinedEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[None] = []
+    progress = CpuP2P._progress
+
+    def counted(self: CpuP2P, peers: Any) -> None:
+        looked.append(None)
+        progress(self, peers)
+
+    with joined_ends(setup) as (left, right):
+        target = torch.zeros(3)
+        work = right.recv(target)
+        monkeypatch.setattr(CpuP2P, "_progress", counted)
+        if is_waiting:
+            with pytest.raises(LinkError, match="was not done within 1 s"):
+                work.wait(timedelta(seconds=1))
+        else:
+            time.sleep(1)
+        # Ten times by its caller or the monitor, and what it takes to fall asleep.
+        assert 0 < len(looked) < 100
+        left.send(torch.ones(3))
+        assert work.wait()
+
+
+@pytest.mark.usefixtures("alone")
+@over_both
+@pytest.mark.parametrize("count", FEW_AND_MANY)
+def test_who_waits_for_a_send_reads_what_the_peer_has_to_send_first(
+    count: int, setup: JoinedEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends wait for their sends; no slice is over in time."""
+    with joined_ends(setup) as ends:
+        monkeypatch.setattr(p2p, "_SLICE_SECONDS", 60.0)
+        monkeypatch.setattr(ring_link, "WATCH_SECONDS", 60.0)
+
+        def swap(end: End) -> torch.Tensor:
+            target = torch.zeros(count)
+            received = end.recv(target)
+            assert end.send(torch.ones(count)).wait()
+            assert received.wait()
+            return target
+
+        for _ in range(5):
+            assert all((got == 1).all() for got in both_well(*(partial(swap, e) for e in ends)))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, INLINE, INLINE + 1])
