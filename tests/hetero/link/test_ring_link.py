@@ -274,6 +274,22 @@ def test_who_awaits_news_sleeps_until_the_peer_has_moved(
     assert awaited.link._blocked == []
 
 
+def test_who_spins_for_an_entry_returns_with_the_first_that_is_not_received(
+    host_pair: Pair,
+) -> None:
+    link, target = host_pair.receiver, torch.zeros(10)
+    link.spin_for_entry(1e-3)
+    for number in (1.0, 2.0):
+        host_pair.sender.send(torch.full((10,), number))
+        link.spin_for_entry(20.0)
+        work = link.recv(target)
+        work.wait()
+        assert (target == number).all()
+    link.close()
+    link.spin_for_entry(20.0)
+    assert link._blocked == []
+
+
 def test_news_are_awaited_no_longer_than_told_or_than_the_peer_lives(host_pair: Pair) -> None:
     pair = host_pair
     receiving = pair.receiver.recv(torch.zeros(10))
