@@ -1,151 +1,77 @@
-"""send and recv between any two ranks of a group: of CPU tensors, of GPU tensors, and to itself."""
+"""send and recv between any two ranks of a group, of CPU tensors and of GPU tensors."""
 
 from __future__ import annotations
 
-import queue
+import ctypes
+import os
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hetero.collectives.layout import Layout
 from hetero.collectives.links import Links
+from hetero.collectives.own_messages import OnReceived, OwnMessages
 from hetero.collectives.torch_patches import skip_dynamo
 from hetero.collectives.work import CollectiveWork, SideStream, Worker
 from hetero.errors import LinkError
-from hetero.link.base import Link, as_bytes
+from hetero.link.base import Link, as_bytes, start_thread
 from hetero.link.base import Work as Transfer
+from hetero.link.ring_exchange import Message, RingExchange
+from hetero.link.ring_link import RingLink, RingTransfer
+from hetero.observe.record import recorder
+from hetero.startup.process import call_in_children
 from hetero.text import counted
 
-OnReceived = Callable[[], None]
+_HEADER = struct.Struct("qq")
+"""Of an envelope: the tag and the size of its message."""
+_INLINE_BYTES = 1024
+"""The largest message within its envelope, which then is one packet of most networks. A message of
+its own takes the receiver 5 us more."""
+_SPIN_SECONDS = 500e-6
+_SLICE_SECONDS = 0.1
+"""How long a caller sleeps at most before it looks at its deadline and at signals."""
+_CALLER_PAUSES = 20e-6, 2e-3
+"""The shortest and the longest pause, in seconds, of a caller that has no link to wait for."""
+_THREAD_PAUSES = 1e-3, 0.1
+"""The same of the thread, while a link copies or the peer has to take what it was sent."""
+_HEAD_START_SECONDS = 1e-3
+_JOIN_SECONDS = 2.0
+_BREAK_SECONDS = 1.0
+"""How long a link that is closed for one receive may still take to send."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Posted:
-    """One end of a message."""
+class _Envelope:
+    """The first message of a link for each tensor: its tag, its size, and the bytes of a small one.
 
-    tag: int
-    memory: torch.Tensor
-    """Bytes."""
-    work: CollectiveWork
-    on_received: OnReceived | None
-    """None for a send."""
-    event: torch.cuda.Event | None
-    """After which a GPU may use the memory."""
-
-    def fits(self, other: _Posted) -> bool:
-        return self.tag == other.tag and (self.on_received is None) is not (
-            other.on_received is None
-        )
-
-
-class OwnMessages:
-    """One rank's messages to itself within one group, for tensors of one device.
-
-    As NCCL has them within a batch: a copy, once both ends are posted. They are matched by tag and,
-    with one tag, in the order in which they were posted.
+    All have one size, because the receiver has to name it.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._stream = rank, SideStream(device)
-        self._posted: list[_Posted] = []
-        self._lock = threading.Lock()
-        self._closed: BaseException | None = None
+    def __init__(self) -> None:
+        size = _HEADER.size + _INLINE_BYTES
+        self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        address = self.memory.data_ptr()
+        self._header = (ctypes.c_char * _HEADER.size).from_address(address)
+        self.content = address + _HEADER.size
+        """The address of the tensor's bytes."""
 
-    def send(self, tensor: torch.Tensor, tag: int, work: CollectiveWork) -> None:
-        """Send contiguous memory; the work finishes when it has been copied."""
-        self._post(_Posted(tag, as_bytes(tensor), work, None, self._stream.record_event()))
+    def fill(self, tensor: torch.Tensor, tag: int) -> None:
+        nbytes = tensor.nbytes
+        _HEADER.pack_into(self._header, 0, tag, nbytes)
+        if nbytes <= _INLINE_BYTES:
+            ctypes.memmove(self.content, tensor.data_ptr(), nbytes)
 
-    def recv(
-        self, tensor: torch.Tensor, tag: int, work: CollectiveWork, on_received: OnReceived
-    ) -> None:
-        """Receive into contiguous memory; `on_received` is called before the work finishes."""
-        event = self._stream.record_event()
-        self._post(_Posted(tag, as_bytes(tensor), work, on_received, event))
-
-    def take_send(self, tag: int) -> tuple[torch.Tensor, CollectiveWork] | None:
-        """The first send with this tag, for a receive from any rank."""
-        with self._lock:
-            found = next((p for p in self._posted if p.tag == tag and p.on_received is None), None)
-            if found is None:
-                return None
-            self._posted.remove(found)
-        return found.memory, found.work
-
-    def close(self, why: BaseException) -> None:
-        """End the messages of which only one end is posted, and all later ones."""
-        with self._lock:
-            self._closed = self._closed or why
-            left, self._posted = self._posted, []
-        for posted in left:
-            posted.work.fail(self._closed)
-
-    def _post(self, own: _Posted) -> None:
-        with self._lock:
-            if self._closed is not None:
-                own.work.fail(self._closed)
-                return
-            other = next((posted for posted in self._posted if posted.fits(own)), None)
-            if other is None:
-                own.work.before_blocking = lambda: self._give_up(own)
-                self._posted.append(own)
-                return
-            self._posted.remove(other)
-            sent, received = (own, other) if own.on_received is None else (other, own)
-            error, end = None, None
-            try:
-                end = self._copy(sent, received)
-            except Exception as failure:
-                error = failure
-        # Not within the lock: a callback of a work's future may post the next message.
-        for posted in (sent, received):
-            if error is not None:
-                posted.work.fail(error)
-            else:
-                posted.work.finish(source=self._rank, end_event=end, stream=self._stream.stream)
-
-    def _give_up(self, own: _Posted) -> None:
-        """Raise if the other end is not posted: the thread that would post it is about to block."""
-        with self._lock:
-            if own not in self._posted:
-                return
-            self._posted.remove(own)
-        missing = "irecv" if own.on_received is None else "isend"
-        raise own.work.named(
-            LinkError(
-                f"there is no {missing} of this rank to itself with tag {own.tag} yet; post both, "
-                "for example in one batch_isend_irecv, before waiting for either"
-            )
-        )
-
-    def _copy(self, sent: _Posted, received: _Posted) -> torch.cuda.Event | None:
-        """Copy after what both ends wait for; returns an event behind it. One thread at a time."""
-        if sent.memory.numel() != received.memory.numel():
-            raise LinkError(
-                f"{counted(sent.memory.numel(), 'byte')} were sent with tag {sent.tag} where "
-                f"{received.memory.numel()} were to be received; make both the same"
-            )
-        self._stream.wait_event(sent.event)
-        self._stream.wait_event(received.event)
-        with self._stream.as_current():
-            received.memory.copy_(sent.memory)
-            if received.on_received is not None:
-                received.on_received()
-            return self._stream.record_end((sent, received))
-
-
-_ENVELOPE_LENGTH = 2
-_JOIN_SECONDS = 2.0
-_CLOSED = "the group was closed while a message was under way"
-
-_Send = tuple[torch.Tensor, CollectiveWork, int]
-"""A message, its work and its tag."""
+    def read(self) -> tuple[int, int]:
+        """The tag and the size of the tensor."""
+        tag, nbytes = _HEADER.unpack_from(self._header)
+        return tag, nbytes
 
 
 @dataclass(eq=False)
@@ -156,9 +82,9 @@ class _PostedRecv:
     """None for any rank."""
     tag: int
     memory: torch.Tensor
-    """Bytes."""
-    work: CollectiveWork
-    on_received: Callable[[], None]
+    """Contiguous."""
+    work: CpuP2PWork
+    on_received: OnReceived
 
     def accepts(self, source: int) -> bool:
         return self.source in (None, source)
@@ -172,94 +98,301 @@ class _UnexpectedMessage:
     memory: torch.Tensor
 
 
+@dataclass(eq=False)
+class _Arriving:
+    """What is being read from a link: an envelope, or the bytes that come after one."""
+
+    memory: torch.Tensor
+    """That of `posted`, or some of its own."""
+    tag: int | None = None
+    """None for an envelope."""
+    posted: _PostedRecv | None = None
+    transfer: RingTransfer | None = None
+    """None once it is complete."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Another rank, and what is under way in both directions. Used with the lock of its CpuP2P."""
+
+    rank: int
+    link: RingLink | None = None
+    """None until it is open."""
+    error: BaseException | None = None
+    """Why no message is sent or received any more."""
+    queued: list[tuple[CpuP2PWork, torch.Tensor, int]] = field(default_factory=list)
+    """Work, memory and tag of what is sent once the link is open."""
+    sending: deque[tuple[CpuP2PWork, RingTransfer]] = field(default_factory=deque)
+    """Work and last transfer of what the link has taken but not sent."""
+    arriving: _Arriving | None = None
+    unexpected: list[_UnexpectedMessage] = field(default_factory=list)
+    incoming: _Envelope = field(default_factory=_Envelope)
+    outgoing: _Envelope = field(default_factory=_Envelope)
+    outgoing_transfer: RingTransfer | None = None
+    """What may still read `outgoing`."""
+    waiters: int = 0
+    """Callers that wait for its messages, and make all the progress with it."""
+
+    def first_transfers(self) -> tuple[RingTransfer | None, RingTransfer | None]:
+        """What ends next of what is sent, and of what is read."""
+        reading = None if self.arriving is None else self.arriving.transfer
+        return (self.sending[0][1] if self.sending else None), reading
+
+
+@skip_dynamo
+class CpuP2PWork(CollectiveWork):
+    """The handle of one message. `wait()` makes progress in the calling thread."""
+
+    peer: _Peer | None = None
+    """None if any rank's message is received, or one of this rank to itself."""
+    is_send = False
+
+    def __init__(self, p2p: CpuP2P, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._p2p = p2p
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def is_completed(self) -> bool:
+        if not self._is_finished:
+            self._p2p.progress()
+        return self._is_finished
+
+    def _await_finish(self, seconds: float) -> None:
+        if self.before_blocking is not None:
+            self.before_blocking()
+        is_bounded = 0 < seconds < self.timeout
+        limit = seconds if is_bounded else self.timeout
+        record = recorder()
+        record.begin_wait(self)
+        try:
+            if self._p2p.wait(self, limit):
+                return
+        finally:
+            record.end_wait()
+        error = LinkError(
+            f"{self._what} in group {self._group} was not done within {limit:g} s; "
+            "see the other ranks' logs"
+        )
+        if is_bounded:  # another `wait()` may give it more time
+            raise error
+        self._p2p.give_up(self, error)
+
+
 class CpuP2P:
     """One rank's messages of CPU tensors within one group, matched by source and tag.
 
-    A message is an envelope (tag, size) and the bytes. Each peer has a thread for sends and one for
-    receives, started with the first of them, so that neither direction waits for the other.
+    A message is an envelope and, unless that holds it, the bytes. An envelope is read from a peer
+    only while a receive is posted that accepts the peer, so that what nobody asks for stays there.
+
+    Whoever sends, receives, waits, or asks whether a message is done makes progress, with the lock
+    and without blocking. A caller that waits then sleeps, without it, on the doorbell of its peer's
+    link. What nobody waits for the links' monitor moves, and wakes one thread of this object, which
+    reads the next message and runs callbacks: these may block, and the monitor may not. A link is
+    opened by a thread that ends with that, since the peer may open it much later.
     """
 
     def __init__(self, *, layout: Layout, links: Links) -> None:
         self._layout, self._links = layout, links
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # the handler of a signal may close the group
         self._own = OwnMessages(layout.rank, torch.device("cpu"))
+        self._ring = RingExchange()
+        self._peers: dict[int, _Peer] = {}
         self._posted: list[_PostedRecv] = []
-        self._unexpected: dict[int, list[_UnexpectedMessage]] = {}
-        self._send_queues: dict[int, queue.SimpleQueue[_Send | None]] = {}
-        self._receiving_from: set[int] = set()
-        self._errors: dict[int, BaseException] = {}
+        self._ended: list[tuple[CpuP2PWork, BaseException | None, int]] = []
+        """Works, errors and sources of what is finished without the lock: a callback may block."""
         self._closed = links.closed
-        self._why_closed: BaseException = LinkError(_CLOSED)
+        self._why_closed: BaseException = LinkError(
+            "the group was closed while a message was under way"
+        )
+        self._news = threading.Event()
+        """Set where the thread has to make progress; it clears it after a head start for callers
+        that wait at once."""
+        self._moved_at = 0.0
+        """When a message was last posted or ended."""
         self._threads: list[threading.Thread] = []
+        """The one that makes progress, once there is a peer, and those that open links."""
+        call_in_children(self, CpuP2P._break_in_fork)
         # Python aborts a process at whose exit a thread is in PyTorch's C++.
-        weakref.finalize(self, _stop, self._closed, self._changed, self._send_queues, self._threads)
+        weakref.finalize(self, _stop, self._closed, self._news, self._threads, os.getpid())
 
-    # No grace: no other timeout ends a receive whose message does not come.
-    new_work = partial(CollectiveWork, grace=0.0)
+    def new_work(
+        self, what: object, tensors: list[torch.Tensor], *, timeout: float, group: str
+    ) -> CpuP2PWork:
+        """A handle for `send` or `recv`; the arguments are those of CollectiveWork."""
+        return CpuP2PWork(self, what, tensors, timeout=timeout, group=group)
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CollectiveWork) -> None:
-        """Send contiguous memory; the work finishes when it may be overwritten."""
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, work: CpuP2PWork) -> None:
+        """Send contiguous memory; the work finishes when it may be overwritten. Never blocks."""
+        _require_memory(tensor)
         if rank == self._layout.rank:
             self._send_to_itself(tensor, tag, work)
             return
-        with self._changed:
-            if self._closed.is_set():  # no thread would take it from its queue
-                work.fail(self._why_closed)
-                return
-            sends = self._send_queues.get(rank)
-            if sends is None:
-                sends = self._send_queues[rank] = queue.SimpleQueue()
-                self._start(self._send_loop, rank)
-            sends.put((tensor, work, tag))
+        with self._lock:
+            peer = work.peer = self._peer(rank)
+            work.is_send = True
+            if error := self._error_of(rank):
+                self._end(work, error)
+            elif peer.link is None:
+                peer.queued.append((work, tensor, tag))
+            else:
+                self._transmit(peer, peer.link, work, tensor, tag)
+            if peer.queued or peer.sending:
+                self._wake_thread()
+        self._finish_ended()
 
-    def _send_to_itself(self, tensor: torch.Tensor, tag: int, work: CollectiveWork) -> None:
-        with self._changed:
+    def _send_to_itself(self, tensor: torch.Tensor, tag: int, work: CpuP2PWork) -> None:
+        with self._lock:
             posted = next((p for p in self._posted if p.source is None and p.tag == tag), None)
             if posted is None:
                 self._own.send(tensor, tag, work)
                 return
             self._posted.remove(posted)
-            self._deliver(posted, as_bytes(tensor), self._layout.rank)
-        work.finish()
+            self._deliver(posted, self._layout.rank, tensor.data_ptr(), tensor.nbytes)
+            self._end(work)
+        self._finish_ended()
 
     def recv(
         self,
         tensor: torch.Tensor,
         source: int | None,
         tag: int,
-        work: CollectiveWork,
-        on_received: Callable[[], None],
+        work: CpuP2PWork,
+        on_received: OnReceived,
     ) -> None:
         """Receive into contiguous memory; `on_received` is called before the work finishes."""
+        _require_memory(tensor)
         if source == self._layout.rank:
             self._own.recv(tensor, tag, work, on_received)
             return
-        posted = _PostedRecv(source, tag, as_bytes(tensor), work, on_received)
-        sources = range(self._layout.size) if source is None else [source]
-        with self._changed:
-            self._drop_timed_out()
-            for rank in sources:
-                for message in self._unexpected.get(rank, []):
-                    if message.tag == tag:
-                        self._unexpected[rank].remove(message)
-                        self._deliver(posted, message.memory, rank)
-                        return
-            if source is None and (own := self._own.take_send(tag)) is not None:
-                memory, sent = own
-                self._deliver(posted, memory, self._layout.rank)
-                sent.finish()
-                return
-            if error := self._error_of(source):
-                work.fail(error)
-                return
-            self._posted.append(posted)
-            self._changed.notify_all()
-            starting = [
-                r for r in sources if r != self._layout.rank and r not in self._receiving_from
-            ]
-            self._receiving_from.update(starting)
-        for rank in starting:
-            self._start(self._recv_loop, rank)
+        posted = _PostedRecv(source, tag, tensor, work, on_received)
+        with self._lock:
+            if not self._deliver_unexpected(posted):
+                self._post(posted)
+        self._finish_ended()
+
+    def _deliver_unexpected(self, posted: _PostedRecv) -> bool:
+        """Deliver a message that has arrived before; returns whether there is one."""
+        for peer in self._peers.values():
+            if not (peer.unexpected and posted.accepts(peer.rank)):
+                continue
+            for message in peer.unexpected:
+                if message.tag == posted.tag:
+                    peer.unexpected.remove(message)
+                    memory = message.memory
+                    self._deliver(posted, peer.rank, memory.data_ptr(), memory.nbytes)
+                    return True
+        if posted.source is None and (own := self._own.take_send(posted.tag)) is not None:
+            memory, sent = own
+            self._deliver(posted, self._layout.rank, memory.data_ptr(), memory.nbytes)
+            self._end(cast(CpuP2PWork, sent))
+            return True
+        return False
+
+    def _post(self, posted: _PostedRecv) -> None:
+        sources = range(self._layout.size) if posted.source is None else [posted.source]
+        peers = [self._peer(rank) for rank in sources if rank != self._layout.rank]
+        if error := self._error_of(posted.source):
+            self._end(posted.work, error)
+            return
+        self._posted.append(posted)
+        if posted.source is not None:
+            (posted.work.peer,) = peers
+        self._wake_thread()
+
+    def progress(self) -> None:
+        """Make what progress there is. Never blocks."""
+        with self._lock:
+            self._progress(self._peers.values())
+        self._finish_ended()
+
+    def wait(self, work: CpuP2PWork, seconds: float) -> bool:
+        """Make progress until a work is finished; returns False if it is not within `seconds`."""
+        began, peer = time.monotonic(), work.peer
+        peers = self._peers.values() if peer is None else (peer,)
+        if peer is not None:
+            with self._lock:
+                peer.waiters += 1
+        try:
+            if peer is not None and peer.link is not None and not (work.is_send or peer.arriving):
+                peer.link.spin_for_entry(min(seconds, _SPIN_SECONDS))
+            while True:
+                with self._lock:
+                    self._progress(peers)
+                    sending, reading = (None, None) if peer is None else peer.first_transfers()
+                self._finish_ended()
+                if work.is_finished:
+                    return True
+                waited = time.monotonic() - began
+                if waited > seconds:
+                    return False
+                transfer, other = (sending, reading) if work.is_send else (reading, None)
+                if transfer is None:
+                    time.sleep(_pause(waited, _CALLER_PAUSES))
+                else:
+                    transfer.link.await_news(
+                        transfer,
+                        min(_SLICE_SECONDS, seconds - waited),
+                        spin_seconds=max(0.0, _SPIN_SECONDS - waited),
+                        other=other,
+                    )
+        finally:
+            if peer is not None:
+                with self._lock:
+                    peer.waiters -= 1
+                    if any(peer.first_transfers()):
+                        self._wake_thread()
+
+    def give_up(self, work: CpuP2PWork, error: LinkError) -> None:
+        """End a message with an error, unless it has just ended; its memory is not written then.
+
+        A link cannot take back a receive that has begun, so it is closed.
+        """
+        link = None
+        with self._lock:
+            self._posted = [posted for posted in self._posted if posted.work is not work]
+            for peer in self._peers.values():
+                peer.queued = [queued for queued in peer.queued if queued[0] is not work]
+                arriving = peer.arriving
+                posted = None if arriving is None else arriving.posted
+                if arriving is not None and posted is not None and posted.work is work:
+                    link, arriving.posted = peer.link, None
+                    member = self._layout.members[peer.rank]
+                    self._fail_peer(
+                        peer,
+                        LinkError(
+                            f"the time of an earlier receive was over while its message came from "
+                            f"{member}, and the link was closed; see its log, and make a new group"
+                        ),
+                    )
+            self._ended.append((work, error, -1))
+        if link is not None:
+            link.description = replace(link.description, timeout=_BREAK_SECONDS)
+            link.close()
+        self._finish_ended()
+
+    def progress_unattended(self) -> float | None:
+        """Make progress for callers that do not wait.
+
+        Returns the seconds until there may be more to do; None if `_news` is set for that.
+        """
+        pause = None
+        with self._lock:
+            peers = [peer for peer in self._peers.values() if not peer.waiters]
+            self._progress(peers)
+            quiet = time.monotonic() - self._moved_at
+            for peer in peers:
+                for transfer in peer.first_transfers():
+                    if transfer is None:
+                        continue
+                    # To ask has the monitor go on with what is not enqueued, and tell of it.
+                    transfer.is_completed()
+                    if transfer.end_count is not None:
+                        pause = _pause(quiet, _THREAD_PAUSES)
+        self._finish_ended()
+        return pause
 
     def close(self, why: BaseException | None = None) -> None:
         """End all messages under way with the error that has ended the group, if one has."""
@@ -267,165 +400,313 @@ class CpuP2P:
             self._why_closed = why
         self._own.close(self._why_closed)
         self._links.close()
-        _stop(self._closed, self._changed, self._send_queues, self._threads)
+        with self._lock:
+            self._end_all(self._why_closed)
+        self._finish_ended()
+        _stop(self._closed, self._news, self._threads, os.getpid())
 
-    def _start(self, target: Callable[[int], None], rank: int) -> None:
-        name = f"p2p {target.__name__} {rank}"
-        thread = threading.Thread(target=target, args=(rank,), name=name, daemon=True)
+    def _break_in_fork(self) -> None:
+        """Fail, in a forked child, whatever it asks of its parent's messages."""
+        self._lock = threading.RLock()  # its holder may be a thread that the child does not have
+        self._closed = threading.Event()
+        self._closed.set()
+        self._why_closed = LinkError(
+            "the group belongs to the process that this one was forked from; make a new one here, "
+            "or have the parent send and receive"
+        )
+        self._own = OwnMessages(self._layout.rank, torch.device("cpu"))
+        self._own.close(self._why_closed)
+        self._end_all(self._why_closed)
+
+    def _peer(self, rank: int) -> _Peer:
+        """The peer; with the first message its link begins to be opened."""
+        peer = self._peers.get(rank)
+        if peer is None:
+            peer = self._peers[rank] = _Peer(rank)
+            if not self._closed.is_set():
+                self._open(peer)
+        return peer
+
+    def _open(self, peer: _Peer) -> None:
+        try:
+            if not self._threads:
+                self._start(_run_unattended, "p2p progress", self._news, self._closed)
+            self._start(_open_link, f"p2p link to {peer.rank}", self._links, peer)
+        except LinkError as error:  # there are too many threads
+            peer.error = error
+
+    def _start(self, target: Callable[..., None], name: str, *given: Any) -> None:
+        """Start a thread, which must not keep this object."""
+        self._threads[1:] = [thread for thread in self._threads[1:] if thread.is_alive()]
+        thread = threading.Thread(
+            target=target, args=(weakref.ref(self), *given), name=name, daemon=True
+        )
+        start_thread(thread)
         self._threads.append(thread)
-        thread.start()
 
-    def _send_loop(self, rank: int) -> None:
-        link = None
-        while (message := self._send_queues[rank].get()) is not None:
-            tensor, work, tag = message
+    def _wake_thread(self) -> None:
+        self._moved_at = time.monotonic()
+        if not self._news.is_set():
+            self._news.set()
+
+    def begin(self, peer: _Peer, link: Link) -> None:
+        """Use the link that has been opened to a peer."""
+        with self._lock:
+            if peer.error is None:
+                peer.link = cast(RingLink, link)
+                peer.link.on_progress = self._news.set
+                queued, peer.queued = peer.queued, []
+                for work, tensor, tag in queued:
+                    self._transmit(peer, link, work, tensor, tag)
+                self._progress((peer,))
+            self._wake_thread()
+        self._finish_ended()
+
+    def fail(self, peer: _Peer, error: BaseException) -> None:
+        """End what was to go over a link that could not be opened."""
+        with self._lock:
+            self._fail_peer(peer, error)
+        self._finish_ended()
+
+    def _transmit(
+        self, peer: _Peer, link: Link, work: CpuP2PWork, tensor: torch.Tensor, tag: int
+    ) -> None:
+        reader = peer.outgoing_transfer
+        if reader is not None and not reader.is_completed():
+            peer.outgoing = _Envelope()
+        envelope, nbytes = peer.outgoing, tensor.nbytes
+        try:
+            envelope.fill(tensor, tag)
+            memory = envelope.memory
+            messages: list[Message] = [(link, memory, 0, memory.nbytes, False)]
+            if nbytes > _INLINE_BYTES:
+                messages.append((link, tensor, 0, nbytes, False))
+            left: Any = self._ring.order(messages, tag=0, microseconds=0)
+        except Exception as error:
+            self._end(work, error)
+            return
+        peer.outgoing_transfer = left[0] if left else None
+        if left:
+            peer.sending.append((work, left[-1]))
+        else:
+            self._end(work)
+
+    def _progress(self, peers: Collection[_Peer]) -> None:
+        """Finish what has been sent, and read what is to be received."""
+        for peer in peers:
+            while peer.sending and _is_done(peer.sending[0][1]):
+                work, transfer = peer.sending.popleft()
+                self._end(work, transfer.error)
             try:
-                if link is None:
-                    self._require_open()
-                    link = self._links.to(rank)
-                link.send(torch.tensor([tag, tensor.nbytes], device="cpu")).wait()
-                if tensor.numel():
-                    link.send(as_bytes(tensor)).wait()
-            except Exception as error:
-                work.fail(self._cause_of(error))
+                while self._read(peer):
+                    pass
+            except BaseException as error:
+                self._fail_peer(peer, error)
+                if not isinstance(error, Exception):
+                    raise
+
+    def _read(self, peer: _Peer) -> bool:
+        """Read an envelope or a message; returns False if none is wanted, or not all is here."""
+        if (arriving := peer.arriving) is None:
+            is_wanted = any(posted.accepts(peer.rank) for posted in self._posted)
+            if not is_wanted or peer.link is None or peer.error is not None:
+                return False
+            arriving = peer.arriving = _Arriving(peer.incoming.memory)
+            self._begin_read(peer, arriving)
+            if arriving.transfer is not None:
+                return False
+        if (transfer := arriving.transfer) is not None:
+            if not _is_done(transfer):
+                return False
+            if transfer.error is not None:
+                raise transfer.error
+        if arriving.tag is None:
+            self._take_envelope(peer)
+        else:
+            self._take_message(peer, arriving, arriving.tag)
+        return True
+
+    def _begin_read(self, peer: _Peer, arriving: _Arriving) -> None:
+        """Read what is there, and leave the rest to a transfer."""
+        assert peer.link is not None
+        memory = arriving.memory
+        message: Message = (peer.link, memory, 0, memory.nbytes, True)
+        left: Any = self._ring.order([message], tag=0, microseconds=0)
+        arriving.transfer = left[0] if left else None
+
+    def _take_envelope(self, peer: _Peer) -> None:
+        """Deliver a small message, or begin to read a large one: in place if its receive fits."""
+        tag, nbytes = peer.incoming.read()
+        posted = self._take_posted(peer.rank, tag)
+        if nbytes > _INLINE_BYTES:
+            peer.arriving = arriving = _Arriving(peer.incoming.memory, tag, posted)
+            if posted is not None and posted.memory.nbytes == nbytes:
+                arriving.memory = posted.memory
             else:
-                work.finish()
+                arriving.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._begin_read(peer, arriving)
+            return
+        peer.arriving = None
+        if posted is not None:
+            self._deliver(posted, peer.rank, peer.incoming.content, nbytes)
+        else:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            ctypes.memmove(memory.data_ptr(), peer.incoming.content, nbytes)
+            peer.unexpected.append(_UnexpectedMessage(tag, memory))
 
-    def _recv_loop(self, rank: int) -> None:
-        try:
-            self._require_open()
-            link = self._links.to(rank)
-            while True:
-                self._require_open()
-                if self._await_posted_recv(rank):
-                    self._recv_one(link, rank)
-        except Exception as error:
-            self._fail(rank, error)
-
-    def _recv_one(self, link: Link, rank: int) -> None:
-        envelope = torch.empty(_ENVELOPE_LENGTH, dtype=torch.int64, device="cpu")
-        link.recv(envelope).wait()
-        tag, nbytes = envelope.tolist()
-        posted = self._match(rank, tag)
-        try:
-            memory = _read(link, posted, nbytes)
-        except Exception as error:
-            if posted is not None:  # which `_fail` does not find among those that wait
-                posted.work.fail(self._cause_of(error))
-            raise
+    def _take_message(self, peer: _Peer, arriving: _Arriving, tag: int) -> None:
+        peer.arriving, memory = None, arriving.memory
+        # Its receive may have been posted while it was read.
+        posted = arriving.posted or self._take_posted(peer.rank, tag)
         if posted is None:
-            with self._changed:
-                # Its receive may have been posted while the message was read.
-                posted = self._take_posted(rank, tag)
-                if posted is None:
-                    self._unexpected.setdefault(rank, []).append(_UnexpectedMessage(tag, memory))
-                    return
-        self._deliver(posted, memory, rank)
-
-    def _await_posted_recv(self, rank: int) -> bool:
-        """Wait until a receive that accepts this source is posted; False once closed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed.is_set() or any(p.accepts(rank) for p in self._posted),
-                timeout=1.0,
-            )
-            # Do not read after close: no message comes, and a link that is read from cannot close.
-            return not self._closed.is_set() and any(p.accepts(rank) for p in self._posted)
-
-    def _match(self, rank: int, tag: int) -> _PostedRecv | None:
-        """Returns the receive posted for this message; None if all of this source have other tags.
-
-        Without any receive for this source it waits: the next may be for this message.
-        """
-        with self._changed:
-            while not self._closed.is_set():
-                if posted := self._take_posted(rank, tag):
-                    return posted
-                if any(posted.accepts(rank) for posted in self._posted):
-                    return None
-                self._changed.wait(1.0)
-        raise LinkError(_CLOSED)
+            peer.unexpected.append(_UnexpectedMessage(tag, memory))
+        else:
+            self._deliver(posted, peer.rank, memory.data_ptr(), memory.nbytes)
 
     def _take_posted(self, rank: int, tag: int) -> _PostedRecv | None:
-        self._drop_timed_out()
         for posted in self._posted:
-            if posted.accepts(rank) and posted.tag == tag:
+            if posted.tag == tag and posted.accepts(rank):
                 self._posted.remove(posted)
                 return posted
         return None
 
-    def _drop_timed_out(self) -> None:
-        """A receive that timed out has given up its memory, and may be posted again."""
-        self._posted = [posted for posted in self._posted if not posted.work.timed_out]
-
-    def _deliver(self, posted: _PostedRecv, memory: torch.Tensor, rank: int) -> None:
-        source = self._layout.members[rank]
-        if memory.numel() != posted.memory.numel():
-            posted.work.fail(
-                LinkError(
-                    f"{source} sent {counted(memory.numel(), 'byte')} with tag {posted.tag} where "
-                    f"{posted.memory.numel()} were to be received; make both the same"
-                )
+    def _deliver(self, posted: _PostedRecv, rank: int, address: int, nbytes: int) -> None:
+        """End a receive with a message of a rank, which is at an address."""
+        memory = posted.memory
+        if nbytes != memory.nbytes:
+            error = LinkError(
+                f"{self._layout.members[rank]} sent {counted(nbytes, 'byte')} with tag "
+                f"{posted.tag} where {memory.nbytes} were to be received; make both the same"
             )
+            self._end(posted.work, error)
             return
         try:
-            if memory is not posted.memory:
-                posted.memory.copy_(memory)
+            if address != memory.data_ptr():
+                _require_memory(memory)
+                ctypes.memmove(memory.data_ptr(), address, nbytes)
             posted.on_received()
         except Exception as error:
-            posted.work.fail(error)
+            self._end(posted.work, error)
         else:
-            posted.work.finish(source=rank)
-
-    def _require_open(self) -> None:
-        if self._closed.is_set():
-            raise LinkError(_CLOSED)
+            self._end(posted.work, source=rank)
 
     def _error_of(self, source: int | None) -> BaseException | None:
         """Returns why no message of a source, or of any source, will come; None if one may come."""
         if self._closed.is_set():
             return self._why_closed
         if source is not None:
-            return self._errors.get(source)
-        all_failed = len(self._errors) == self._layout.size - 1
-        return next(iter(self._errors.values())) if all_failed else None
+            return self._peers[source].error
+        errors = [peer.error for peer in self._peers.values() if peer.error is not None]
+        return errors[0] if len(errors) == self._layout.size - 1 else None
 
-    def _cause_of(self, error: BaseException) -> BaseException:
-        """Returns the error that ended the group, if it did: links then fail because of it."""
-        return self._why_closed if self._closed.is_set() else error
-
-    def _fail(self, rank: int, error: BaseException) -> None:
-        error = self._cause_of(error)
-        with self._changed:
-            self._errors[rank] = error
-            for posted in [p for p in self._posted if self._error_of(p.source)]:
+    def _fail_peer(self, peer: _Peer, error: BaseException) -> None:
+        """End what is received from a peer, and what waits for its link."""
+        if peer.error is not None:
+            return
+        if not isinstance(
+            error, Exception
+        ):  # KeyboardInterrupt, of which later callers know nothing
+            error = LinkError(
+                f"{type(error).__name__} came while a message of {self._layout.members[peer.rank]} "
+                "was read, which may be lost; make a new group"
+            )
+        peer.error = error
+        for work, *_ in peer.queued:
+            self._end(work, error)
+        peer.queued.clear()
+        if peer.arriving is not None and peer.arriving.posted is not None:
+            self._end(peer.arriving.posted.work, error)
+        peer.arriving = None  # the link keeps the memory while it may write it
+        for posted in list(self._posted):
+            if self._error_of(posted.source) is not None:
                 self._posted.remove(posted)
-                posted.work.fail(error)
+                self._end(posted.work, error)
+
+    def _end_all(self, error: BaseException) -> None:
+        for posted in self._posted:
+            self._end(posted.work, error)
+        self._posted.clear()
+        for peer in self._peers.values():
+            self._fail_peer(peer, error)
+            for work, _ in peer.sending:
+                self._end(work, error)
+            peer.sending.clear()
+
+    def _end(
+        self, work: CpuP2PWork, error: BaseException | None = None, *, source: int = -1
+    ) -> None:
+        """Have a work finished. A link that fails because the group has ended says why that is."""
+        if error is not None:
+            error = work.named(self._why_closed if self._closed.is_set() else error)
+        self._moved_at = time.monotonic()
+        self._ended.append((work, error, source))
+
+    def _finish_ended(self) -> None:
+        while self._ended:
+            with self._lock:
+                ended, self._ended = self._ended, []
+            for work, error, source in ended:
+                if not work.is_finished:
+                    work.finish(error, source=source)
 
 
-def _read(link: Link, posted: _PostedRecv | None, nbytes: int) -> torch.Tensor:
-    """Read the bytes of a message, into the memory of its receive if the sizes are equal."""
-    fits = posted is not None and posted.memory.numel() == nbytes
-    memory = (
-        posted.memory if posted and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    )
-    if nbytes:
-        link.recv(memory).wait()
-    return memory
+def _is_done(transfer: RingTransfer) -> bool:
+    """Make progress, in the calling thread and without waiting; returns whether it has ended."""
+    return transfer.has_ended or transfer.link.await_news(transfer, 0.0)
+
+
+def _pause(quiet: float, limits: tuple[float, float]) -> float:
+    """How long to sleep, where nothing has moved for `quiet` seconds: short beside that."""
+    least, most = limits
+    return min(max(quiet / 16, least), most)
+
+
+def _require_memory(tensor: torch.Tensor) -> None:
+    if tensor.data_ptr() == 0 and tensor.numel() > 0:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory, as after "
+            "`untyped_storage().resize_(0)`; give it some before it is sent or received"
+        )
+
+
+def _open_link(reference: weakref.ref[CpuP2P], links: Links, peer: _Peer) -> None:
+    """Open a peer's link; ends once the peer has opened it too, or the group is closed."""
+    try:
+        link = links.to(peer.rank)
+    except Exception as error:
+        if (p2p := reference()) is not None:
+            p2p.fail(peer, error)
+    else:
+        if (p2p := reference()) is not None:
+            p2p.begin(peer, link)
+
+
+def _run_unattended(
+    reference: weakref.ref[CpuP2P], news: threading.Event, closed: threading.Event
+) -> None:
+    pause: float | None = None
+    while True:
+        news.wait(pause)
+        time.sleep(_HEAD_START_SECONDS)
+        news.clear()
+        p2p = reference()
+        if p2p is None or closed.is_set():
+            return
+        pause = p2p.progress_unattended()
+        del p2p
 
 
 def _stop(
     closed: threading.Event,
-    changed: threading.Condition,
-    send_queues: Mapping[int, queue.SimpleQueue[_Send | None]],
-    threads: Sequence[threading.Thread],
+    news: threading.Event,
+    threads: Collection[threading.Thread],
+    process: int,
 ) -> None:
     """Stop all threads, and join those that do not wait for another rank."""
-    with changed:
-        closed.set()
-        for sends in send_queues.values():
-            sends.put(None)
-        changed.notify_all()
+    if os.getpid() != process:  # a forked child has none of them
+        return
+    closed.set()
+    news.set()
     deadline = time.monotonic() + _JOIN_SECONDS
     for thread in list(threads):
         if thread is not threading.current_thread():

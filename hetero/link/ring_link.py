@@ -11,7 +11,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,11 +31,7 @@ from hetero.link.flow import Flow, UnexpectedEntry
 from hetero.link.header import DIFFERENCE_REMEDY, Header, unnumbered_header
 from hetero.link.monitor import Watch
 from hetero.link.ring import RingEnds, RingOptions
-from hetero.native.binding import (
-    HeaderState,
-    Progress,
-    Transfer,
-)
+from hetero.native.binding import HeaderState, Progress, RingDirection, Transfer, native
 from hetero.observe.record import LinkState
 from hetero.startup.process import call_in_children
 
@@ -45,6 +41,8 @@ _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 _SYNCHRONIZE_SECONDS = 10.0
 _SPIN_SECONDS = 500e-6
+_COPY_SECONDS = 1e-3
+"""How long a caller sleeps on the doorbell that is also to see what rings none: a stream's copy."""
 _HEAD_START_SECONDS = 200e-6
 _DRIVER_REMEDY = "see the log of the GPU driver"
 _ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
@@ -84,6 +82,11 @@ class RingTransfer(Work):
     def has_begun(self) -> bool:
         """True if streams may copy from or to the tensor."""
         return self.state.offset > 0 or self.state.progress in (_ENQUEUED, _FAILED)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it is complete or has failed. Requests no progress."""
+        return self.error is not None or (self.end_count is not None and self.is_completed())
 
     def follow(self, event: Event) -> None:
         """Have the transfer follow an event, instead of what its caller's stream was given."""
@@ -194,6 +197,9 @@ class RingLink(Link):
         self._blocked: list[None] = []
         """A counter of callers in `wait_value`: a list, because `+= 1` is not atomic without a lock
         and a list's `append` and `pop` are."""
+        self.on_progress: Callable[[], None] | None = None
+        """Called in the monitor, where no caller waits, after it has looked at the link. It may not
+        block."""
         self._closing = threading.Lock()
         self._process = os.getpid()
         """The process that may close the link: a forked child leaves its parent's `with` too."""
@@ -433,7 +439,7 @@ class RingLink(Link):
 
     def request_progress(self) -> None:
         """Have the monitor make progress on a transfer that is polled, not waited for."""
-        if not (self._is_armed or self._is_polled):
+        if not (self._is_armed or self._is_polled or self._waiters):
             self._is_polled = True
             self._wake()
             self._watch.check_at(0.0)
@@ -480,6 +486,82 @@ class RingLink(Link):
             if time.monotonic() > spin_until:
                 with self._lock:
                     self._fail_if_stalled()
+
+    def spin_for_entry(self, seconds: float) -> None:
+        """Poll until the peer has posted an entry more than have been received, or time is over.
+
+        By any thread, without a lock. A message whose receive begins only then gets no handle.
+        """
+        self._blocked.append(None)
+        try:
+            if not self._closed:
+                posted = self._ends.incoming.address + RingDirection.posted.offset
+                native().host_wait_word(posted, self._in.count + 1, int(seconds * 1e6), 0)
+        finally:
+            self._blocked.pop()
+
+    def await_news(
+        self,
+        transfer: RingTransfer,
+        seconds: float,
+        *,
+        spin_seconds: float = 0.0,
+        other: RingTransfer | None = None,
+    ) -> bool:
+        """Make progress once, and sleep while there is nothing to do for a transfer.
+
+        For links of tensors in host memory, by any thread. Sleeps until the peer or the carrier has
+        moved anything, `transfer` or `other` has ended, or `seconds` are over: call it again. It
+        polls the first `spin_seconds`; with 0 `seconds` it does not wait. The monitor leaves
+        progress to the caller meanwhile.
+
+        Args:
+            other: a transfer of the other direction, which may be needed before `transfer` can end.
+
+        Returns:
+            Whether `transfer` has ended, as far as is known without looking again.
+        """
+        caller, word = self._device.current_stream(), None
+        is_send = transfer.flow is self._out
+        with self._lock:
+            if transfer.has_ended or self._closed:
+                return transfer.has_ended
+            bell = self._ends.local.doorbell
+            # The peer may ring between this and the sleep, which then does not begin.
+            sender, receiver = (caller, None) if is_send else (None, caller)
+            self._enqueue(sender=sender, receiver=receiver, awaited=transfer)
+            if seconds and not spin_seconds:
+                self._fail_if_stalled()
+            if transfer.has_ended:
+                return True
+            if not seconds or (other is not None and other.has_ended):
+                return False
+            is_zero_copy = is_send and transfer.state.completes_at_receiver
+            if transfer.end_count is not None and not is_zero_copy:
+                # Streams and carriers do the rest, without any CPU: it ends with this word.
+                consumed = transfer.state.completes_at_receiver
+                word = transfer.flow.completed_word(transfer.end_count, consumed=consumed)
+                self._blocked.append(None)
+                if self._out.waiting or self._in.waiting:
+                    self._request()
+            else:
+                self._waiters += 1
+                if other is not None and other.end_count is not None:
+                    seconds = min(seconds, _COPY_SECONDS)
+        try:
+            if word is None:
+                self._ends.local.sleep(bell, seconds, spin_seconds=spin_seconds)
+                return False
+            spin_microseconds, milliseconds = int(spin_seconds * 1e6), int(seconds * 1e3)
+            wait = native().host_wait_word
+            wait(word.address, word.value, spin_microseconds, milliseconds)
+            return transfer.has_ended
+        finally:
+            if word is not None:
+                self._blocked.pop()
+            else:
+                with self._lock:
+                    self._waiters -= 1
 
     def _enqueue(
         self,
@@ -563,6 +645,8 @@ class RingLink(Link):
         if not self._is_asleep:
             self._watch.check_at(now + WATCH_SECONDS)
             self._deadline_watch.check_at(now + WATCH_SECONDS)
+        if self.on_progress is not None and not self._waiters:
+            self.on_progress()
 
     def _check_deadline(self) -> None:
         """In the monitor, where `_check` may block in the driver: fail a link that is overdue.

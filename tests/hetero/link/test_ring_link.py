@@ -16,8 +16,10 @@ import torch
 
 from hetero.device.device import CurrentStream, Word
 from hetero.device.gpu import GpuDevice
+from hetero.device.host import HostDevice
 from hetero.errors import LinkError
 from hetero.link import ring_link as link_module
+from hetero.link.ring_link import RingTransfer
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.conftest import nothing_left_behind
 from tests.hetero.link.joined import meanwhile, times_asleep, tried, wait_for
@@ -231,6 +233,85 @@ def test_a_message_that_is_only_asked_after_arrives_soon(monkeypatch: pytest.Mon
             work = pair.receiver.recv(target)
             assert wait_for(work.is_completed)
             assert torch.equal(target, torch.full((10,), float(number)))
+
+
+@pytest.fixture
+def host_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Of tensors in host memory, whose monitor looks only where it is asked to."""
+    monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
+    with opened(device=lambda: HostDevice(torch.device("cpu"))) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("count", [10, 200_000])
+@pytest.mark.parametrize("is_send", [True, False])
+def test_who_awaits_news_sleeps_until_the_peer_has_moved(
+    count: int, is_send: bool, host_pair: Pair
+) -> None:
+    pair, target = host_pair, torch.zeros(count)
+    sending, receiving = None, None
+    if is_send:
+        sending = awaited = pair.sender.send(torch.ones(count))
+    else:
+        receiving = awaited = pair.receiver.recv(target)
+    assert isinstance(awaited, RingTransfer)
+    is_early = is_send and count == 10
+    assert awaited.link.await_news(awaited, 0.0) is is_early
+    returned: list[bool] = []
+
+    def wait() -> None:
+        while not (returned and returned[-1]):
+            returned.append(awaited.link.await_news(awaited, 60.0))
+
+    with meanwhile(wait):
+        assert is_early or wait_for(lambda: awaited.link._waiters == 1)
+        assert is_early or returned == []
+        sending = sending or pair.sender.send(torch.ones(count))
+        receiving = receiving or pair.receiver.recv(target)
+        receiving.wait()
+    assert (target == 1).all()
+    assert awaited.link._waiters == 0
+    assert awaited.link._blocked == []
+
+
+def test_who_spins_for_an_entry_returns_with_the_first_that_is_not_received(
+    host_pair: Pair,
+) -> None:
+    link, target = host_pair.receiver, torch.zeros(10)
+    link.spin_for_entry(1e-3)
+    for number in (1.0, 2.0):
+        host_pair.sender.send(torch.full((10,), number))
+        link.spin_for_entry(20.0)
+        work = link.recv(target)
+        work.wait()
+        assert (target == number).all()
+    link.close()
+    link.spin_for_entry(20.0)
+    assert link._blocked == []
+
+
+def test_news_are_awaited_no_longer_than_told_or_than_the_peer_lives(host_pair: Pair) -> None:
+    pair = host_pair
+    receiving = pair.receiver.recv(torch.zeros(10))
+    assert isinstance(receiving, RingTransfer)
+    assert not pair.receiver.await_news(receiving, 0.01)
+    with meanwhile(lambda: wait_for(lambda: pair.receiver.await_news(receiving, 60.0))):
+        assert wait_for(lambda: pair.receiver._waiters == 1)
+        pair.sender.close()
+    assert "has ended or closed the link" in str(receiving.error)
+
+
+def test_the_monitor_tells_of_the_progress_that_it_makes(host_pair: Pair) -> None:
+    link, told = host_pair.receiver, threading.Event()
+    link.on_progress = told.set
+    for _ in range(2):
+        work = link.recv(torch.zeros(10))
+        assert not work.is_completed()
+        assert wait_for(lambda: link._is_armed)
+        told.clear()
+        host_pair.sender.send(torch.ones(10))
+        assert told.wait(20)
+        assert wait_for(work.is_completed)
 
 
 class FakeStream:
