@@ -182,8 +182,6 @@ class CollectiveWork(dist.Work):
     _stream: torch.cuda.Stream | None = None
     _held: list[Any] | None = None
     _is_finished = False
-    timed_out = False
-    """Whether a `wait()` has failed after the whole timeout of the call."""
     before_blocking: Callable[[], None] | None = None
     """Raises where nobody could end the call while its caller waits."""
     _finished_event: threading.Event | None = None
@@ -287,7 +285,6 @@ class CollectiveWork(dist.Work):
             record.end_wait()
         if not in_time:
             limit = seconds if bounded else self.timeout
-            self.timed_out |= not bounded
             raise LinkError(
                 f"{self._what} in group {self._group} was not done within {limit:g} s; "
                 "see the other ranks' logs"

@@ -41,6 +41,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "native_exchange": (c_uint32, c_void_p, c_uint32, c_uint32, c_uint32),
     # proxy.h
     "proxy_new": (c_void_p, c_char_p),
+    "proxy_free": (None, c_void_p),
     # carrier.h
     "carrier_new": (c_void_p, c_void_p, c_void_p, c_char_p),
     "carrier_add_verbs": (c_bool, c_void_p, c_char_p, c_uint8, c_void_p, c_void_p, c_char_p),
@@ -111,12 +112,17 @@ def proxy() -> int:
 
     A forked child makes its own: it does not have its parent's threads. Raises LinkError.
     """
-    return _proxy_of(os.getpid())
+    process = os.getpid()
+    if (known := _proxies.get(process)) is None:
+        made = int(checked(native().proxy_new))
+        known = _proxies.setdefault(process, made)
+        if known != made:  # another thread was first
+            native().proxy_free(made)
+    return known
 
 
-@cache
-def _proxy_of(process: int) -> int:
-    return int(checked(native().proxy_new))
+_proxies: dict[int, int] = {}
+"""By the process: not a lock, which a forked child could find held."""
 
 
 def sources_version() -> int | None:
