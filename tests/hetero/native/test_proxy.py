@@ -36,5 +36,6 @@ def test_threads_that_need_it_at_once_get_one_proxy(monkeypatch: pytest.MonkeyPa
 def test_a_forked_child_has_a_proxy_of_its_own() -> None:
     parents = proxy()
     if (child := os.fork()) == 0:
-        os._exit(0 if proxy() != parents and len(threads_named("hetero-proxy")) == 1 else 1)
+        has_own = proxy() != parents and wait_for(lambda: len(threads_named("hetero-proxy")) == 1)
+        os._exit(0 if has_own else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
