@@ -51,9 +51,9 @@ threads that both use torch take Python's lock from each other, up to 5 ms each 
 _CPU_P2P_SECONDS = 365 * 24 * 3600.0
 """The timeout of a link for messages of CPU tensors: in effect none, because each message has its
 own deadline. `wait()` on its handle fails after the group's timeout, and a receive may be posted
-again after that over the same link, which therefore must not fail with it. The threads that use
-the link end with the group, or once the peer has exited: `_check_peer` raises while a link opens,
-and an open link fails by itself.
+again after that over the same link, which therefore must not fail with it. What waits ends with
+the group, or once the peer has exited: `_check_peer` raises while a link opens, and an open link
+fails by itself.
 """
 
 
