@@ -342,7 +342,9 @@ class CpuP2P:
             if peer is not None:
                 with self._lock:
                     peer.waiters -= 1
-                    if any(peer.first_transfers()):
+                    if any(peer.first_transfers()) or any(
+                        posted.accepts(peer.rank) for posted in self._posted
+                    ):
                         self._wake_thread()
 
     def give_up(self, work: CpuP2PWork, error: LinkError) -> None:

@@ -1,6 +1,6 @@
 """The rails of a ring link between two hosts, and the connections beside them.
 
-The rings at either end are connected by a carrier, a thread in C (hetero/native/carrier.c) that
+The rings at either end are connected by a carrier in C (hetero/native/carrier.c) that
 sends over the rails. A control connection beside them says which rail is lost, why an end has
 failed, and that it has closed; each end acts on that in the links' monitor.
 """
@@ -100,7 +100,7 @@ class RingMemory:
 
 
 class Carrier:
-    """The thread in C and its rails. Any thread may call any method until `close`."""
+    """The carrier in C and its rails. Any thread may call any method until `close`."""
 
     def __init__(
         self, memory: RingMemory, options: RingOptions, *, side: int, stall_seconds: float
@@ -175,7 +175,7 @@ class Carrier:
         self._connections.append(connection)
 
     def start(self) -> None:
-        """Start the thread. Raises LinkError."""
+        """Have the process's proxy serve it. Raises LinkError."""
         checked(self._library.carrier_start, self._handle)
 
     def reopen_tcp_rail(self, index: int, connection: socket.socket) -> None:
@@ -193,7 +193,7 @@ class Carrier:
 
     @property
     def loss_fd(self) -> int:
-        """Readable when the thread has lost a rail."""
+        """Readable when a rail has been lost."""
         return int(self._library.carrier_loss_fd(self._handle))
 
     def next_loss(self) -> tuple[int, str, bool] | None:
@@ -240,7 +240,7 @@ class Carrier:
         return bool(self._library.carrier_flush_credits(self._handle, seconds))
 
     def close(self) -> None:
-        """End the thread and close the rails. No method but `counters` may be running."""
+        """Close the rails. No method but `counters` may be running."""
         with self._counting:
             handle, self._handle = self._handle, None
         if handle is not None:
@@ -377,8 +377,13 @@ class RailMonitor:
         """Stop watching, and end the control connections: this tells the peer of this end's."""
         self._stopping = True
         self._watch.close()
-        with self._sending:
+        # Its holder may be what the handler of a signal, in which this runs, has interrupted.
+        has_lock = self._sending.acquire(timeout=_ANSWER_SECONDS)
+        try:
             self._control.close()
+        finally:
+            if has_lock:
+                self._sending.release()
         if self._redial is not None:
             self._redial.close()
 
@@ -465,7 +470,7 @@ class RailMonitor:
         due = [rail.answer_until for rail in self._rails if rail.answer_until is not None]
         if self._drain_until is not None or not is_sent:
             due.append(now + _TICK_SECONDS)
-        if self._redial is not None and self._is_reopening():
+        if self._redial is not None and (self._is_reopening() or self._redial.is_pending):
             due.append(now + _REOPEN_TICK_SECONDS)
             if self._cut_at is not None:
                 due.append(self._cut_at + self._redial.patience)

@@ -47,10 +47,6 @@ class _Timer:
         self._times[2], self._times[3] = divmod(int(when * 1e9), 10**9)
         self._set(self.descriptor, _TFD_TIMER_ABSTIME, self._times, None)
 
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self.descriptor, 8)
-
 
 class _Monitor:
     """A thread, its selector, and what it watches. The thread ends with the last watch."""
@@ -123,7 +119,9 @@ class _Monitor:
         try:
             while not self.is_over:
                 for key, _ in self.selector.select():
-                    if key.data is not None:
+                    if key.data is None:
+                        self._clear(key.fd)
+                    else:
                         self._call(*key.data, descriptor=key.fd)
                 self._run_checks()
         except Exception as error:  # whatever it is, fail the links rather than watch none
@@ -135,15 +133,18 @@ class _Monitor:
                 self.is_over = True
                 self._opened.close()
 
+    @staticmethod
+    def _clear(descriptor: int) -> None:
+        """Of the eventfd or the timer: also where the check that it was for has been made."""
+        with suppress(BlockingIOError):
+            os.read(descriptor, 8)
+
     def _run_checks(self) -> None:
         now, due = time.monotonic(), []
         with self.lock:
             if self._wake_at is None or self._wake_at > now:
                 return
             self._wake_at = None
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._event)
-            self._timer.clear()
             while self._checks and self._checks[0][0] <= now:
                 when, _, watch = heapq.heappop(self._checks)
                 if watch.next_check == when:

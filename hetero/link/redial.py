@@ -118,6 +118,11 @@ class Redial:
         """Readable when `progress` has something to do, but for deadlines."""
         return int(self._selector.fileno())
 
+    @property
+    def is_pending(self) -> bool:
+        """True while a connection has been dialed or accepted and is not in its place."""
+        return bool(self._pending)
+
     def is_dialing(self, place: Place) -> bool:
         return any(one.dialed == place for one in self._pending.values())
 

@@ -215,6 +215,8 @@ class RingLink(Link):
                 watch.start()
             self._watch.add(ends.event, self._handle_event)
             self._watch.check_at(self._last_busy)
+            if calls_driver:
+                self._deadline_watch.check_at(self._last_busy)
         except BaseException:
             for watch in {self._watch, self._deadline_watch}:
                 watch.close()
@@ -299,13 +301,20 @@ class RingLink(Link):
     def _close(self) -> None:
         self._drain_sends()
         self._closed = True
-        with self._lock:
-            error = self._broken or self.failure(
-                "the link was closed while a transfer was under way",
-                expected="every transfer waited for",
-                remedy="close it later",
-            )
-            self._abort_transfers(error)
+        error = self._broken or self.failure(
+            "the link was closed while a transfer was under way",
+            expected="every transfer waited for",
+            remedy="close it later",
+        )
+        # Its holder may be what the handler of a signal, in which this runs, has interrupted.
+        if self._lock.acquire(timeout=_JOIN_SECONDS):
+            try:
+                self._abort_transfers(error)
+            finally:
+                self._lock.release()
+        else:
+            self._set_error_flag(error)
+            self._unblock_streams()
         self._ends.local.close()
         self._ends.peer.ring()
         if self._has_no_users() and self._device.synchronize(_SYNCHRONIZE_SECONDS):
@@ -734,8 +743,12 @@ class RingLink(Link):
         seen, deadline = None, 0.0
         while self._broken is None:
             bell = self._ends.local.doorbell
-            with self._lock:
+            if not self._lock.acquire(timeout=_JOIN_SECONDS):
+                return
+            try:
                 self._enqueue()
+            finally:
+                self._lock.release()
             moved = self._out.count, self._ends.outgoing.consumed
             if moved != seen:
                 seen, deadline = moved, time.monotonic() + self.description.timeout

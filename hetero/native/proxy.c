@@ -208,7 +208,7 @@ int proxy_add_connection(struct proxy *proxy, struct connection *connection)
     return code;
 }
 
-bool proxy_is_shared(const struct connection *connection)
+bool proxy_shares_receiver(const struct connection *connection)
 {
     return atomic_load(&connection->receiver->count) > 1;
 }
@@ -257,7 +257,7 @@ static void take_events(struct proxy *proxy, struct engine *engine)
             take_event(engine, engine->rails[index], polled[index].revents);
 }
 
-enum pass { RESTS, POLLS, MOVED };
+enum pass { RESTS, POLLS, AGAIN };
 
 /* One pass over one engine. Call with the lock of `proxy`. */
 static enum pass serve(struct served *served)
@@ -267,7 +267,7 @@ static enum pass serve(struct served *served)
 
     /* Whoever waits for the lock makes progress itself. */
     if (atomic_load(&engine->lock_waiters) > 0)
-        return MOVED;
+        return POLLS;
     pthread_mutex_lock(&engine->lock);
     moved = engine_progress(engine);
     busy = engine_needs_polling(engine);
@@ -276,12 +276,12 @@ static enum pass serve(struct served *served)
     pthread_mutex_unlock(&engine->lock);
     if (moved || busy) {
         served->is_armed = false;
-        return moved ? MOVED : POLLS;
+        return moved ? AGAIN : POLLS;
     }
     /* An event before the notifications were requested raises none: poll once more. */
     if (!served->is_armed) {
         served->is_armed = true;
-        return MOVED;
+        return AGAIN;
     }
     served->is_active = false;
     return RESTS;
@@ -451,15 +451,13 @@ int proxy_add_engine(struct proxy *proxy, struct engine *engine)
     served->is_active = true;
     pthread_mutex_lock(&proxy->lock);
     code = watch(proxy, EPOLL_CTL_ADD, served);
-    if (code == 0) {
-        served->next = proxy->served;
-        proxy->served = served;
-    } else {
-        watch(proxy, EPOLL_CTL_DEL, served);
-        free(served);
-    }
+    served->next = proxy->served;
+    proxy->served = served;
     pthread_mutex_unlock(&proxy->lock);
     wake(proxy);
+    /* Some of its events may be on their way already. */
+    if (code != 0)
+        proxy_remove_engine(proxy, engine);
     return code;
 }
 

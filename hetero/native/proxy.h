@@ -48,7 +48,7 @@ int proxy_add_connection(struct proxy *proxy, struct connection *connection);
 /* Call `has_room` once; 0 or an errno. It must stay until then. */
 int proxy_await_room(struct proxy *proxy, struct connection *connection);
 /* Whether its receiver has others too. */
-bool proxy_is_shared(const struct connection *connection);
+bool proxy_shares_receiver(const struct connection *connection);
 
 /* Have a sender run a job. */
 void proxy_submit(struct proxy *proxy, struct job *job);

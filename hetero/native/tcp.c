@@ -35,6 +35,8 @@
 /* What is received at once, if it has come: the frames and data of small messages. */
 #define TCP_BUFFER_BYTES (8 << 10)
 #define TCP_SCRATCH_BYTES (64 << 10)
+/* After so many refills of the buffer it is the turn of the receiver's other connections. */
+#define TCP_REFILLS 16
 /* Up to so much is sent by whoever has posted it, if the kernel has room: waking a sender takes longer. */
 #define TCP_INLINE_BYTES (128 << 10)
 /* On one rail a call of the kernel carries a message's record and data, and one thread at each end wakes for
@@ -85,9 +87,10 @@ struct tcp_rail {
     enum receiving receiving;
     struct frame frame;
     size_t received; /* bytes, of the frame or of what follows it */
-    char *target;    /* of what follows it; NULL to discard */
+    char *target;    /* of what follows it, unless that is discarded */
     char *buffer;
     size_t buffered, taken; /* bytes in the buffer, and of those that have been taken */
+    int refills;            /* of the buffer, in this turn */
     bool has_news; /* that the engine has not been driven for */
     char *scratch;
 };
@@ -355,13 +358,16 @@ static void send_queued(struct job *job)
 
         if (is_complete)
             engine_progress(rail->engine);
-        if (!rail->rail.live || rail->count == 0 || !proxy_has_jobs(rail->proxy))
+        if (!rail->rail.live || rail->count == 0)
             continue;
-        if (is_complete)
-            proxy_submit(rail->proxy, job);
-        else
+        if (sent == 0) {
             send_later(rail);
-        goto unlock;
+            goto unlock;
+        }
+        if (proxy_has_jobs(rail->proxy)) {
+            proxy_submit(rail->proxy, job);
+            goto unlock;
+        }
     }
     stop_sending(rail);
 unlock:
@@ -382,6 +388,11 @@ static void has_room(struct connection *connection)
 
 /* What a receiver does next: go on, await more bytes, or, with errno (0 at the end of the connection), end. */
 enum received { GO_ON, AWAIT, END };
+
+static bool has_others(const struct tcp_rail *rail)
+{
+    return proxy_shares_receiver(&rail->connection);
+}
 
 /* Have the engine handle what has come: of all that one call of the kernel has brought at once. */
 static void tell_news(struct tcp_rail *rail)
@@ -408,6 +419,8 @@ static enum received receive_some(struct tcp_rail *rail, char *target, size_t nb
         int flags = rail->receiving == RECEIVING_FRAME || is_buffered ? MSG_DONTWAIT : MSG_WAITALL;
 
         tell_news(rail);
+        if (is_buffered && rail->refills++ >= TCP_REFILLS && has_others(rail))
+            return AWAIT;
         found = recv(rail->connection.fd, into, is_buffered ? TCP_BUFFER_BYTES : nbytes, flags);
         if (found < 0)
             return errno == EAGAIN || errno == EINTR ? AWAIT : END;
@@ -418,7 +431,7 @@ static enum received receive_some(struct tcp_rail *rail, char *target, size_t nb
         if (!is_buffered) {
             *count = (size_t)found;
             /* A slow connection must not keep a receiver from others. */
-            return *count < nbytes && proxy_is_shared(&rail->connection) ? AWAIT : GO_ON;
+            return *count < nbytes && has_others(rail) ? AWAIT : GO_ON;
         }
         rail->buffered = (size_t)found;
         rail->taken = 0;
@@ -537,9 +550,7 @@ static enum received receive_one(struct tcp_rail *rail)
     else
         complete_receive(rail);
     pthread_mutex_unlock(&rail->engine->lock);
-    if (result == GO_ON && is_data && rail->taken == rail->buffered && proxy_is_shared(&rail->connection))
-        return AWAIT;
-    return result;
+    return result == GO_ON && is_data && rail->taken == rail->buffered && has_others(rail) ? AWAIT : result;
 }
 
 /* A receiver's call. */
@@ -549,6 +560,7 @@ static bool receive(struct connection *connection)
     enum received result;
     int code;
 
+    rail->refills = 0;
     do
         result = receive_one(rail);
     while (result == GO_ON);

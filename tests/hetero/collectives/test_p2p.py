@@ -183,6 +183,28 @@ def test_a_future_is_done_without_a_wait(
         assert (target == 1).all()
 
 
+def test_what_a_callback_of_an_awaited_message_receives_needs_no_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is posted while the link is the waiting caller's, which leaves it to the thread."""
+    with joined_ends(SHM) as (left, right):
+        monkeypatch.setattr(ring_link, "WATCH_SECONDS", 60.0)
+        target, done = torch.zeros(3), threading.Event()
+
+        def receive_next(_: object) -> None:
+            future = right.recv(target).get_future()
+            future.then(lambda _: done.set())
+            time.sleep(0.05)  # longer than the thread leaves a message to its caller
+
+        first = right.recv(torch.zeros(3))
+        first.get_future().then(receive_next)
+        left.send(torch.ones(3)).wait()
+        first.wait()
+        left.send(torch.full((3,), 2.0)).wait()
+        assert done.wait(20)
+        assert (target == 2).all()
+
+
 @over_both
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_nobody_polls_while_nothing_comes(
