@@ -43,11 +43,11 @@ class Sizes:
     call into C; a larger one is copied while the batch is under way."""
 
     def reduces_directly(self, layout: Layout, nbytes: int) -> bool:
-        """Whether to reduce so many bytes in the form with the fewest steps."""
+        """Returns whether the direct form reduces `nbytes`."""
         return nbytes <= (self.direct_of_one_per_vendor if layout.alignment == 1 else self.direct)
 
     def copies_directly(self, layout: Layout, nbytes: int) -> bool:
-        """Whether to copy so many bytes, all rows together, in the form with the fewest steps."""
+        """Returns whether the direct form copies `nbytes`, the sum over all rows."""
         return nbytes <= self.direct_copy or self.reduces_directly(layout, nbytes)
 
     def reduced_chunks(self, layout: Layout, length: int, *, element_size: int) -> list[Span]:
@@ -71,7 +71,7 @@ class Sizes:
         return _chunks(layout, length, nbytes // rows, element_size)
 
     def chunks_ahead(self, chunks: int) -> int:
-        """How many further chunks of so many are in flight while one is reduced.
+        """Returns how many chunks are in flight beside the one that is reduced.
 
         0 for a single chunk: its messages need not start before they are waited for.
         """

@@ -548,7 +548,7 @@ class RunningCall:
         stream: torch.cuda.Stream | None = None,
         held: list[Any] | None = None,
     ) -> None:
-        """Tell whoever waits for it; the arguments are those of `CollectiveWork.finish`."""
+        """Complete the call; the arguments are those of `CollectiveWork.finish`."""
         self.error = error
         if self.work is None:
             _record_end(self.entry, error)

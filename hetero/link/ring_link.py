@@ -306,18 +306,13 @@ class RingLink(Link):
             expected="every transfer waited for",
             remedy="close it later",
         )
-        # Its holder may be what the handler of a signal, in which this runs, has interrupted.
-        if self._lock.acquire(timeout=_JOIN_SECONDS):
-            try:
-                self._abort_transfers(error)
-            finally:
-                self._lock.release()
-        else:
-            self._set_error_flag(error)
-            self._unblock_streams()
+        # The holder may be what the handler of a signal, in which this runs, has interrupted: it
+        # goes on with the memory after this.
+        is_free = self._end(error, self._abort_transfers, seconds=_JOIN_SECONDS)
         self._ends.local.close()
         self._ends.peer.ring()
-        if self._has_no_users() and self._device.synchronize(_SYNCHRONIZE_SECONDS):
+        is_free &= self._has_no_users()
+        if is_free and self._device.synchronize(_SYNCHRONIZE_SECONDS):
             # Until then a carrier may access their tensors.
             self._ends.close()
             self._out.aborted.clear()
@@ -639,7 +634,7 @@ class RingLink(Link):
             self._enqueue()
             self._fail_if_stalled()
             self._is_armed = not self._waiters and bool(self._out.waiting or self._in.waiting)
-            # Last: whoever polls meanwhile has nothing to request.
+            # Last: a caller that polls meanwhile has nothing to request.
             self._is_requested = self._is_polled = False
             is_idle = self._is_idle()
         finally:
@@ -693,15 +688,22 @@ class RingLink(Link):
         """In the monitor, which has failed at this link and calls it no more."""
         what = f"its watch failed ({type(error).__name__}: {error})"
         failure = self.failure(what, expected="none", remedy="see the traceback in this rank's log")
-        if self._lock.acquire(timeout=WATCH_SECONDS):
-            try:
-                self._fail(failure)
-            finally:
-                self._lock.release()
-        else:
-            # Its holder comes to know it with its next message.
-            self._set_error_flag(failure)
+        self._end(failure, self._fail, seconds=WATCH_SECONDS)
+
+    def _end(self, error: LinkError, end: Callable[[LinkError], None], *, seconds: float) -> bool:
+        """Call `end` with the lock. Returns False if it is still held after `seconds`.
+
+        Its holder then learns of the error with its next message.
+        """
+        if not self._lock.acquire(timeout=seconds):
+            self._set_error_flag(error)
             self._unblock_streams()
+            return False
+        try:
+            end(error)
+        finally:
+            self._lock.release()
+        return True
 
     def _fail_if_stalled(self) -> None:
         """Fail the link if a stream or the peer has, or a transfer is overdue. Call with the lock.

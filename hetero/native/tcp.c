@@ -35,9 +35,9 @@
 /* What is received at once, if it has come: the frames and data of small messages. */
 #define TCP_BUFFER_BYTES (8 << 10)
 #define TCP_SCRATCH_BYTES (64 << 10)
-/* After so many refills of the buffer it is the turn of the receiver's other connections. */
+/* Refills of the buffer before a receiver serves its next connection. */
 #define TCP_REFILLS 16
-/* Up to so much is sent by whoever has posted it, if the kernel has room: waking a sender takes longer. */
+/* The largest send in the posting thread, if the kernel has room: waking a sender takes longer. */
 #define TCP_INLINE_BYTES (128 << 10)
 /* On one rail a call of the kernel carries a message's record and data, and one thread at each end wakes for
  * them. Between two processes of one host a ping-pong of 4 to 192 KiB so takes 0.65 to 0.9 of the time. From

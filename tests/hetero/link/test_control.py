@@ -73,7 +73,7 @@ def fill(control: Control) -> int:
     return count
 
 
-def test_what_the_kernel_does_not_accept_at_once_is_sent_later_and_nothing_waits_for_it(
+def test_a_message_that_exceeds_the_socket_buffer_is_sent_later(
     connected: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = map(Control, connected)

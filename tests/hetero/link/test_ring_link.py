@@ -104,6 +104,19 @@ def test_an_idle_link_wakes_nobody() -> None:
         assert times_asleep(its_threads) - before < 5
 
 
+def test_a_close_that_has_interrupted_a_call_leaves_it_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from the handler of a signal, in the thread that holds the link's lock."""
+    monkeypatch.setattr(link_module, "_JOIN_SECONDS", 0.05)
+    with opened() as pair:
+        with pair.sender._lock:
+            pair.sender.close()
+            assert pair.sender._ends.local.is_closed
+        with pytest.raises(LinkError):
+            pair.sender.send(torch.ones(3))
+
+
 def test_ends_that_were_given_other_rings_do_not_open() -> None:
     first, second = Setup(ring_bytes=(1 << 16, 2 << 16)).errors()
     assert "ring_bytes is 65536 here and 131072 on rank 1" in first
