@@ -42,6 +42,8 @@ _BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _TICK_SECONDS = 1.0
 _LONG_PHASE_SECONDS = 3.0
 """After which PyTorch's recorder is asked: it takes up to 20 ms, all its entries are copied."""
+_RETIRING_SECONDS = 0.2
+"""For PyTorch to mark a call of gloo as ended: it does so after the call's wait has returned."""
 _SAME_CAUSE_SECONDS = 10.0
 """Within which further failures are consequences of the first, also those of other ranks."""
 _TELL_SECONDS = 0.3
@@ -378,10 +380,20 @@ def _library_dump(*, only_active: bool, stacks: bool) -> dict[str, Any]:
     return merged
 
 
+def _library_entries(*, stacks: bool) -> list[dict[str, Any]]:
+    """All entries of PyTorch's recorder, none of which is just about to be marked as ended."""
+    deadline = time.monotonic() + _RETIRING_SECONDS
+    while True:
+        entries = _library_dump(only_active=False, stacks=stacks)["entries"]
+        if all(map(_has_ended, entries)) or time.monotonic() > deadline:
+            return list(entries)
+        time.sleep(_RETIRING_SECONDS / 10)
+
+
 def dump(record: Recorder, reason: str) -> dict[str, Any]:
     """This rank's calls in the form of PyTorch's flight recorder."""
     calls = record.last_calls()
-    library = _library_dump(only_active=False, stacks=record.keeps_stacks)["entries"]
+    library = _library_entries(stacks=record.keeps_stacks)
     groups = _known_groups(record)
     converted: list[dict[str, Any]] = []
     for call in calls:

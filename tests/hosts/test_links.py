@@ -132,12 +132,15 @@ def test_a_link_is_used_again_after_resets_and_a_rail_that_was_down(
                 end.exchange(40)
             for one, end in zip(told, pair, strict=True):
                 one += end.hear_until("whole")
-        for end in pair:
-            end.exchange(40)
-        assert [end.hear_until("whole") for end in pair] == [[], []]
+        # How much of one exchange it carries depends on the machine's load.
+        while min(host.bytes_sent(1) - sent for host, sent in zip(hosts, before, strict=True)) < (
+            10 << 20
+        ):
+            assert time.monotonic() < deadline
+            for end in pair:
+                end.exchange(40)
+            assert [end.hear_until("whole") for end in pair] == [[], []]
     assert all("rail 1 (10.77.1." in x for one in told for x in one if " is lost: " in x)
-    for host, sent in zip(hosts, before, strict=True):
-        assert host.bytes_sent(1) - sent > 10 << 20
 
 
 def test_a_rail_that_loses_large_packets_is_lost_with_a_word_on_mtus(network: Network) -> None:

@@ -220,6 +220,27 @@ def test_a_call_inside_the_vendors_library_is_known_while_it_lasts() -> None:
     assert re.fullmatch(r"all_reduce as number 1 of \w+, \(\(7,\),\), of 60 s, scheduled", said)
 
 
+def test_a_library_call_that_is_just_being_marked_as_ended_has_ended_in_a_dump(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = {
+        "process_group": ("all", ""),
+        "profiling_name": "gloo:all_reduce",
+        "state": "scheduled",
+        "time_created_ns": time.time_ns(),
+        "record_id": 0,
+        "pg_id": 0,
+        "collective_seq_id": 1,
+    }
+    dumps = iter([pickle.dumps({"entries": [entry | {"retired": done}]}) for done in (False, True)])
+    library = torch._C._distributed_c10d
+    monkeypatch.setattr(library, "_dump_fr_trace", lambda *_: next(dumps), raising=False)
+    monkeypatch.delattr(library, "_dump_nccl_trace", raising=False)
+    record = Recorder()
+    record.add_group(GroupEntry(name="all", ranks=(0, 1), backend="gloo"))
+    assert [call["state"] for call in dump(record, "")["entries"]] == ["completed"]
+
+
 def recorded(iterations: int, *, each: int, rank: int = 0, beside: int = 0) -> Recorder:
     """A record of a training with `each` calls of all ranks an iteration, and others `beside`."""
     record = Recorder()
