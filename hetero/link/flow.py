@@ -75,7 +75,7 @@ class Flow:
         self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
         self.address = addressof(self._state)
         """Address of the state, for messages."""
-        self._call = native().native_progress
+        self._call, self._begin = native().native_progress, native().native_begin
         self._acquire = acquire_fence()
 
     @property
@@ -187,6 +187,10 @@ class Flow:
     def is_small(self, nbytes: int) -> bool:
         """Returns whether a message may go to the caller's stream."""
         return nbytes <= self._small_bytes
+
+    def begin(self, transfer: RingTransfer) -> None:
+        """Number a message, behind all before it. Its bytes may come from then on."""
+        self._begin(addressof(transfer.state))
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None

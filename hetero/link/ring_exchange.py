@@ -14,12 +14,12 @@ import torch
 
 from hetero.device.device import CurrentStream
 from hetero.link.base import Link, Work, as_bytes
-from hetero.link.ring_link import BYTES_TRANSFER, RingLink, RingTransfer
+from hetero.link.ring_link import BYTES_TRANSFER, NOTHING_DONE, RingLink, RingTransfer
 from hetero.native.binding import HeaderState, Progress, Transfer, native
 
 _SIZE = ctypes.sizeof(Transfer)
 _ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
-_NEW_STATE = True, int(HeaderState.OF_BYTES), 0, 0, 0, 0, 0
+_NEW_STATE = True, int(HeaderState.OF_BYTES), *NOTHING_DONE
 """What `struct transfer` has after the tag: it follows what the caller's stream was given."""
 
 

@@ -49,6 +49,8 @@ _ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
 _UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
 BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
 """`struct transfer` of bytes, whose header, the last member, C makes."""
+NOTHING_DONE = (0,) * 7
+"""What C maintains of it, before the header."""
 _TENSOR_TRANSFER = struct.Struct(f"{BYTES_TRANSFER.format}{Transfer.header.size}s")
 
 _log = logging.getLogger(__name__)
@@ -80,8 +82,9 @@ class RingTransfer(Work):
 
     @property
     def has_begun(self) -> bool:
-        """True if streams may copy from or to the tensor."""
-        return self.state.offset > 0 or self.state.progress in (_ENQUEUED, _FAILED)
+        """True if streams or a carrier may copy from or to the tensor."""
+        state = self.state
+        return state.offset > 0 or state.claimed > 0 or state.progress in (_ENQUEUED, _FAILED)
 
     @property
     def has_ended(self) -> bool:
@@ -146,7 +149,7 @@ def new_transfer(
     after_caller = event is None
     try:
         _TENSOR_TRANSFER.pack_into(
-            state, 0, *given, after_caller, _UNNUMBERED, 0, 0, 0, 0, 0, header
+            state, 0, *given, after_caller, _UNNUMBERED, *NOTHING_DONE, header
         )
     except struct.error as error:
         raise ValueError(f"tag {tag!r} must be an integer between 0 and 4294967295") from error
@@ -258,6 +261,7 @@ class RingLink(Link):
             self._require_open()
             transfer = new_transfer(self, self._in, tensor.detach(), stream.key, event, tag)
             self._count(nbytes, is_receive=True)
+            self._in.begin(transfer)
             if self._in.is_small(nbytes):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()

@@ -37,6 +37,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "native_wait_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     "native_write_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     # flow.h
+    "native_begin": (None, c_void_p),
     "native_progress": (c_uint32, c_void_p, c_bool),
     "native_exchange": (c_uint32, c_void_p, c_uint32, c_uint32, c_uint32),
     # proxy.h

@@ -200,7 +200,7 @@ bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t numbe
 }
 
 /* Where this end has the bytes of an entry that `side` sends. */
-static uint64_t *user_buffer_of(const struct engine *engine, uint64_t side, uint32_t number)
+static struct user_buffer *user_buffer_of(const struct engine *engine, uint64_t side, uint32_t number)
 {
     return &engine->control->user_buffers[side][number % RING_ENTRIES];
 }
@@ -212,19 +212,28 @@ static uint64_t user_address(uint64_t buffer)
 
 uint64_t engine_source(const struct engine *engine, uint32_t number)
 {
-    return user_address(*user_buffer_of(engine, engine->options.side, number));
+    return user_address(user_buffer_of(engine, engine->options.side, number)->address);
 }
 
 bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint64_t *target)
 {
-    uint64_t *user_buffer = user_buffer_of(engine, 1 - engine->options.side, number);
-    uint64_t buffer = RING_UNDECIDED;
+    struct user_buffer *buffer = user_buffer_of(engine, 1 - engine->options.side, number);
+    uint64_t address = RING_UNDECIDED;
 
     /* The first to decide, rail or receiving CPU, decides for good: also for a retransmission. */
-    __atomic_compare_exchange_n(user_buffer, &buffer, RING_SLOT, false, __ATOMIC_ACQ_REL,
+    __atomic_compare_exchange_n(&buffer->address, &address, RING_SLOT, false, __ATOMIC_ACQ_REL,
                                 __ATOMIC_ACQUIRE);
-    *target = user_address(buffer);
-    return *target == 0 || record_of(engine->in, number)->nbytes == nbytes;
+    *target = user_address(address);
+    if (*target == 0 || buffer->nbytes == nbytes)
+        return true;
+    if (!incoming_expects_record(&engine->incoming, number) &&
+        record_of(engine->in, number)->nbytes != nbytes)
+        return false;
+    /* Of another message than the one expected, which the receiving CPU refuses when it comes to the record. */
+    __atomic_compare_exchange_n(&buffer->address, &address, RING_SLOT, false, __ATOMIC_ACQ_REL,
+                                __ATOMIC_ACQUIRE);
+    *target = 0;
+    return true;
 }
 
 /* Moving entries. */
@@ -306,8 +315,8 @@ static bool send_credit(struct engine *engine)
     rail = choose_rail(engine, MESSAGE_CREDIT, 0, 0);
     /* Reset before the credit lets the sender reuse these numbers. */
     for (uint32_t number = incoming->credited; rail != NULL && number != consumed; number++)
-        __atomic_store_n(user_buffer_of(engine, 1 - engine->options.side, number), RING_UNDECIDED,
-                         __ATOMIC_RELEASE);
+        __atomic_store_n(&user_buffer_of(engine, 1 - engine->options.side, number)->address,
+                         RING_UNDECIDED, __ATOMIC_RELEASE);
     if (rail == NULL || !engine_post_credit(engine, rail, consumed))
         return false;
     incoming->credited = consumed;

@@ -87,7 +87,7 @@ bool engine_expect_data(struct engine *engine, struct rail *rail, uint32_t numbe
 /* Address of an outgoing entry's bytes in the caller's tensor (zero-copy); 0 if they are in its slot. */
 uint64_t engine_source(const struct engine *engine, uint32_t number);
 /* The same of an incoming entry that this rail has claimed; false if its record announced other than
- * `nbytes`. */
+ * `nbytes`. May be called before the record has arrived. */
 bool engine_target(struct engine *engine, uint32_t number, uint64_t nbytes, uint64_t *target);
 
 #endif

@@ -31,9 +31,9 @@ static struct ring_record *record_of(const struct flow *flow, uint64_t number)
     return &direction_of(flow)->records[number % RING_ENTRIES];
 }
 
-static uint64_t *user_buffer_of(const struct flow *flow, uint64_t number)
+static struct user_buffer *user_buffer_of(const struct flow *flow, uint64_t number)
 {
-    return (uint64_t *)(uintptr_t)flow->user_buffers + number % RING_ENTRIES;
+    return (struct user_buffer *)(uintptr_t)flow->user_buffers + number % RING_ENTRIES;
 }
 
 static bool is_zero_copy(const struct flow *flow, uint64_t nbytes)
@@ -41,16 +41,60 @@ static bool is_zero_copy(const struct flow *flow, uint64_t nbytes)
     return flow->user_buffers != 0 && nbytes > flow->small_bytes;
 }
 
-/* Have the carrier receive an entry into the tensor, unless it has begun to receive it into the ring. */
-static bool claim_for_zero_copy(const struct flow *flow, const struct transfer *transfer,
-                                uint64_t number)
+static uint64_t least(uint64_t one, uint64_t other)
+{
+    return one < other ? one : other;
+}
+
+static uint64_t entries_of(const struct flow *flow, uint64_t nbytes)
+{
+    return nbytes == 0 ? 1 : (nbytes + flow->chunk_bytes - 1) / flow->chunk_bytes;
+}
+
+/* Have the carrier receive an entry into the tensor; false if it receives it into the ring already, or the
+ * number is still in use for an earlier entry. */
+static bool claim(struct user_buffer *buffer, uint64_t address, uint64_t nbytes)
 {
     uint64_t undecided = RING_UNDECIDED;
 
+    if (__atomic_load_n(&buffer->address, __ATOMIC_ACQUIRE) != RING_UNDECIDED)
+        return false;
+    buffer->nbytes = nbytes;
+    return __atomic_compare_exchange_n(&buffer->address, &undecided, address, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_ACQUIRE);
+}
+
+/* Whether an entry whose record has come is received into the tensor. */
+static bool is_received_there(const struct flow *flow, const struct transfer *transfer, uint64_t nbytes)
+{
+    struct user_buffer *buffer = user_buffer_of(flow, flow->count);
+    uint64_t address = transfer->address + transfer->offset;
+
     return is_zero_copy(flow, transfer->nbytes) &&
-           __atomic_compare_exchange_n(user_buffer_of(flow, number), &undecided,
-                                       transfer->address + transfer->offset, false,
-                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+           (claim(buffer, address, nbytes) ||
+            __atomic_load_n(&buffer->address, __ATOMIC_ACQUIRE) == address);
+}
+
+/* Claim what a message that has begun has still to come: a carrier receives what it finds unclaimed into the
+ * ring. */
+static void claim_entries(const struct flow *flow, struct transfer *transfer)
+{
+    uint64_t entries = entries_of(flow, transfer->nbytes);
+
+    if (flow->is_outgoing || !is_zero_copy(flow, transfer->nbytes))
+        return;
+    /* Their numbers may be in use again. */
+    if (transfer->first + transfer->claimed < flow->count)
+        transfer->claimed = flow->count - transfer->first;
+    while (transfer->claimed < entries &&
+           transfer->first + transfer->claimed < flow->count + RING_ENTRIES) {
+        uint64_t offset = transfer->claimed * flow->chunk_bytes;
+
+        if (!claim(user_buffer_of(flow, transfer->first + transfer->claimed),
+                   transfer->address + offset, least(flow->chunk_bytes, transfer->nbytes - offset)))
+            break;
+        transfer->claimed++;
+    }
 }
 
 static bool is_last(const struct transfer *transfer)
@@ -134,8 +178,7 @@ static void post(struct flow *flow, const struct transfer *transfer, uint64_t nb
 
 static enum progress send_chunk(struct flow *flow, struct transfer *transfer, bool by_caller)
 {
-    uint64_t left = transfer->nbytes - transfer->offset;
-    uint64_t nbytes = left < flow->chunk_bytes ? left : flow->chunk_bytes;
+    uint64_t nbytes = least(transfer->nbytes - transfer->offset, flow->chunk_bytes);
     const struct ring_direction *direction = direction_of(flow);
     bool is_idle = reached(ring_load(&direction->produced), flow->count);
     uint64_t begin, end;
@@ -150,7 +193,7 @@ static enum progress send_chunk(struct flow *flow, struct transfer *transfer, bo
     flow->head = flow->ends[flow->count % RING_ENTRIES] = end;
     zero_copy = is_zero_copy(flow, transfer->nbytes);
     if (flow->user_buffers)
-        *user_buffer_of(flow, flow->count) =
+        user_buffer_of(flow, flow->count)->address =
             zero_copy ? transfer->address + transfer->offset : RING_SLOT;
     flow->count++;
     /* Zero-copy: until the peer has consumed the entry it may be retransmitted from the tensor. */
@@ -182,7 +225,7 @@ static bool is_expected(const struct flow *flow, const struct transfer *transfer
 {
     return memcmp(&record->header, &transfer->header, sizeof record->header) == 0 &&
            record->offset == transfer->offset &&
-           record->nbytes <= transfer->nbytes - transfer->offset &&
+           record->nbytes == least(transfer->nbytes - transfer->offset, flow->chunk_bytes) &&
            record->slot <= flow->ring_bytes &&
            record->nbytes + flow->checksum_bytes <= flow->ring_bytes - record->slot;
 }
@@ -204,7 +247,7 @@ static enum progress recv_chunk(struct flow *flow, struct transfer *transfer, bo
     on_caller_stream = by_caller && record.nbytes == transfer->nbytes &&
                        (is_produced || caller_can_wait(&flow->streams)) &&
                        can_use_caller_stream(flow, transfer, is_idle);
-    zero_copy = claim_for_zero_copy(flow, transfer, flow->count);
+    zero_copy = is_received_there(flow, transfer, record.nbytes);
     flow->count++;
     flow->awaited = flow->count;
 
@@ -232,9 +275,10 @@ static void wake_peer(const struct flow *flow)
     wake((void *)(uintptr_t)flow->wake_argument);
 }
 
-/* Give a new message its number. */
-static void complete_header(struct flow *flow, struct transfer *transfer)
+void native_begin(struct transfer *transfer)
 {
+    struct flow *flow = flow_of(transfer);
+
     if (transfer->header_state == HEADER_COMPLETE)
         return;
     if (transfer->header_state == HEADER_OF_BYTES) {
@@ -244,6 +288,9 @@ static void complete_header(struct flow *flow, struct transfer *transfer)
     transfer->header.sequence = flow->sequence++;
     transfer->header.tag = transfer->tag;
     transfer->header_state = HEADER_COMPLETE;
+    transfer->first = flow->begun;
+    flow->begun += entries_of(flow, transfer->nbytes);
+    claim_entries(flow, transfer);
 }
 
 uint32_t native_progress(struct transfer *transfer, bool by_caller)
@@ -251,8 +298,9 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller)
     struct flow *flow = flow_of(transfer);
     uint64_t first = flow->count, before;
 
-    complete_header(flow, transfer);
+    native_begin(transfer);
     do {
+        claim_entries(flow, transfer);
         before = flow->count;
         transfer->progress = flow->is_outgoing ? send_chunk(flow, transfer, by_caller)
                                               : recv_chunk(flow, transfer, by_caller);
@@ -324,7 +372,7 @@ uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint
     uint32_t left;
 
     for (uint32_t index = 0; index < count; index++)
-        complete_header(flow_of(transfers[index]), transfers[index]);
+        native_begin(transfers[index]);
     do {
         for (int poll = 0; poll < SPIN_POLLS; poll++) {
             left = progress_transfers(transfers, count);

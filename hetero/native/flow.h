@@ -34,6 +34,7 @@ struct flow {
 
     /* Maintained by C, 0 at first. */
     uint64_t sequence; /* messages begun */
+    uint64_t begun;    /* entries of all of them */
     uint64_t count;    /* entries enqueued */
     uint64_t awaited;  /* the highest value of the peer's counter that an entry depends on */
     failure failed;
@@ -69,8 +70,14 @@ struct transfer {
     uint32_t completes_at_receiver; /* when the receiver's device has consumed it, not the sender's */
     uint64_t offset;                /* bytes enqueued */
     uint64_t count;                 /* entries that its flow has enqueued with it */
+    uint64_t first;                 /* number of its first entry */
+    uint64_t claimed;               /* of its entries, those that a carrier may receive into the tensor */
     struct message_header header;
 };
+
+/* Give a message its number in its flow, in which all before it have theirs. A carrier may from then on write
+ * to the tensor of one that is received. */
+void native_begin(struct transfer *transfer);
 
 /* Enqueue as many entries as possible of the first message of its flow that is not; returns its progress.
  * `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order allows. */

@@ -65,8 +65,13 @@ struct ring_direction {
 };
 
 /* Where one end has an entry's bytes: undecided, in its slot, or else at this address in a caller's
- * tensor (zero-copy). */
+ * tensor (zero-copy), which has so many bytes for them. */
 enum { RING_UNDECIDED, RING_SLOT };
+
+struct user_buffer {
+    uint64_t address;
+    uint64_t nbytes; /* written before the address */
+};
 
 struct ring_end {
     struct ring_doorbell doorbell;
@@ -79,7 +84,7 @@ struct ring_end {
 struct ring_control {
     struct ring_end ends[2];               /* the listener's, the caller's */
     struct ring_direction directions[2];   /* what the listener sends, what the caller sends */
-    uint64_t user_buffers[2][RING_ENTRIES]; /* of each entry, for a carrier that does zero-copy */
+    struct user_buffer user_buffers[2][RING_ENTRIES]; /* of each entry, for a carrier that does zero-copy */
 };
 
 #endif

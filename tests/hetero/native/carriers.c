@@ -107,7 +107,7 @@ static void fill(struct end *end, const struct ring_record *record, uint64_t byt
     bool zero_copy = is_zero_copy(end->side, number);
     uint64_t slot = address(end->rings) + record->slot;
 
-    end->control->user_buffers[end->side][(FIRST + number) % RING_ENTRIES] = zero_copy ? bytes : RING_SLOT;
+    end->control->user_buffers[end->side][(FIRST + number) % RING_ENTRIES].address = zero_copy ? bytes : RING_SLOT;
     struct copy_step step = {
         .checksum = check_bytes ? APPEND_BEHIND_TARGET : NO_CHECKSUM,
         .target = slot,
@@ -168,10 +168,15 @@ static void empty(struct end *end, const struct ring_record *record, uint64_t ta
 {
     struct ring_direction *in = &end->control->directions[1 - end->side];
     uint64_t slot = address(end->rings) + RING_BYTES + record->slot, undecided = RING_UNDECIDED;
-    uint64_t *user_buffer = &end->control->user_buffers[1 - end->side][(FIRST + number) % RING_ENTRIES];
-    bool zero_copy = is_zero_copy(end->side, number) &&
-                    __atomic_compare_exchange_n(user_buffer, &undecided, target, false, __ATOMIC_ACQ_REL,
+    struct user_buffer *buffer = &end->control->user_buffers[1 - end->side][(FIRST + number) % RING_ENTRIES];
+    bool zero_copy = false;
+
+    if (is_zero_copy(end->side, number) &&
+        __atomic_load_n(&buffer->address, __ATOMIC_ACQUIRE) == RING_UNDECIDED) {
+        buffer->nbytes = record->nbytes;
+        zero_copy = __atomic_compare_exchange_n(&buffer->address, &undecided, target, false, __ATOMIC_ACQ_REL,
                                                 __ATOMIC_ACQUIRE);
+    }
 
     struct copy_step step = {
         .wait = {address(&in->produced), FIRST + number + 1},

@@ -95,7 +95,7 @@ def cross(pair: Pair, sent: torch.Tensor) -> bool:
 def count_from(count: int, *, flows: Sequence[Any], directions: Sequence[Direction]) -> None:
     """As if so many entries had gone from one flow to the other, over both their directions."""
     for flow in flows:
-        flow._state.count = flow._state.freed = count
+        flow._state.count = flow._state.freed = flow._state.begun = count
     for direction in directions:
         for index in (direction._posted, direction._retired):
             direction._words[index] = count
