@@ -178,6 +178,13 @@ class Carrier:
         """Have the process's proxy serve it. Raises LinkError."""
         checked(self._library.carrier_start, self._handle)
 
+    def drive(self, out: int, incoming: int) -> None:
+        """Enqueue what this end's flows can go on with, whenever anything has come.
+
+        For streams of the host: a GPU's driver may block.
+        """
+        self._library.carrier_drive_flows(self._handle, out, incoming)
+
     def reopen_tcp_rail(self, index: int, connection: socket.socket) -> None:
         """Put a new connection in the place of one that both ends have stopped.
 
@@ -776,6 +783,7 @@ def make_ends(
         incoming_ring=memory.rings_on_device + options.ring_bytes,
         event=memory.event,
         peer_has_ended=monitor.peer_has_ended,
+        drive=carrier.drive,
         rails=monitor.states,
         close=stack.pop_all().close,
     )

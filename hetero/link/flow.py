@@ -8,9 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Sequence
 from ctypes import addressof
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,14 +67,18 @@ class Flow:
             user_buffers=direction.user_buffers_address if options.zero_copy else 0,
             wake_peer=ctypes.cast(wake_peer, ctypes.c_void_p).value,
             wake_argument=wake_argument,
+            doorbell=ends.local.doorbell_address,
             is_outgoing=is_outgoing,
         )
         empty = unnumbered_header(torch.uint8, (0,))
         self._state.bytes_header = MessageHeader.from_buffer_copy(empty)
         self.address = addressof(self._state)
         """Address of the state, for messages."""
-        self._call, self._begin = native().native_progress, native().native_begin
-        self._acquire = acquire_fence()
+        library = native()
+        library.native_init_flow(self.address)
+        self._call, self._begin = library.native_progress, library.native_begin
+        self._abort = library.native_abort
+        self.acquire = acquire_fence()
 
     @property
     def count(self) -> int:
@@ -153,7 +155,7 @@ class Flow:
         completed = self._direction.consumed if consumed else self._direction.produced
         if (completed - count) & COUNTER_MASK >= HALF_RANGE:  # `ahead` costs a call a poll
             return False
-        self._acquire()
+        self.acquire()
         return not self._peer.has_failed
 
     def transfers(self) -> list[RingTransfer]:
@@ -168,17 +170,14 @@ class Flow:
             or not self.has_completed(end, consumed=transfer.state.completes_at_receiver)
         ]
 
-    def is_next(self, started: Sequence[RingTransfer]) -> bool:
-        """Returns whether this flow's share of `started` is at the head of its queue."""
-        own = [t for t in started if t.flow is self and t.end_count is None]
-        return own == list(islice(self.waiting, len(own)))
-
     def release_completed(self) -> None:
         """Release the tensors of completed transfers."""
         while self.in_flight and self.in_flight[0].is_completed():
             self.in_flight.popleft()
 
     def abort(self) -> None:
+        """Forget all messages, which no thread then uses any more."""
+        self._abort(self.address)
         self.aborted += self.in_flight
         self.aborted += (transfer for transfer in self.waiting if transfer.has_begun)
         self.in_flight.clear()
@@ -189,8 +188,9 @@ class Flow:
         return nbytes <= self._small_bytes
 
     def begin(self, transfer: RingTransfer) -> None:
-        """Number a message, behind all before it. Its bytes may come from then on."""
+        """Queue a message. Its bytes may come from then on."""
         self._begin(addressof(transfer.state))
+        self.waiting.append(transfer)
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None
@@ -222,7 +222,6 @@ class Flow:
             transfer = self.waiting[0]
             if transfer.state.progress != _ENQUEUED:
                 return transfer
-            transfer.end_count = transfer.state.count
             self.in_flight.append(self.waiting.popleft())
         return None
 

@@ -173,8 +173,8 @@ class EndState:
         self._fault_bytes = (offset + RingEnd.fault_bytes.offset) // 4
         self._fault = offset + RingEnd.fault.offset
         self._library = native()
-        self._doorbell_address = self._address + RingEnd.doorbell.offset
-        self.wake = wake or (self._library.host_ring_doorbell, self._doorbell_address)
+        self.doorbell_address = self._address + RingEnd.doorbell.offset
+        self.wake = wake or (self._library.host_ring_doorbell, self.doorbell_address)
         if event is not None:
             self._words[self._doorbell + RingDoorbell.event_fd.offset // 4] = event
         self.tell_peer: Callable[[str], None] = lambda reason: None
@@ -197,7 +197,7 @@ class EndState:
 
         False, and it does not, if the doorbell differs from `expected` already.
         """
-        return bool(self._library.host_arm_doorbell(self._doorbell_address, expected))
+        return bool(self._library.host_arm_doorbell(self.doorbell_address, expected))
 
     def sleep(self, expected: int, seconds: float, *, spin_seconds: float = 0.0) -> None:
         """Wait until the doorbell differs from `expected`, without the GIL.
@@ -206,7 +206,7 @@ class EndState:
         """
         microseconds, milliseconds = int(spin_seconds * 1e6), int(seconds * 1e3)
         wait = self._library.host_wait_word
-        wait(self._doorbell_address, expected + 1, microseconds, milliseconds)
+        wait(self.doorbell_address, expected + 1, microseconds, milliseconds)
 
     @property
     def is_closed(self) -> bool:
@@ -261,6 +261,8 @@ class RingEnds:
     """The local end's eventfd, non-blocking."""
     peer_has_ended: Callable[[], bool]
     close: Callable[[], None]
+    drive: Callable[[int, int], None] = lambda out, incoming: None
+    """Have a carrier's threads enqueue what they can of the flows at two addresses (flow.h)."""
     rails: Callable[[], Rails] = Rails
     """The state of its rails, of which a ring in shared memory has none. From any thread."""
 

@@ -43,15 +43,13 @@ class RingExchange:
 
     def __init__(self) -> None:
         self._call = native().native_exchange
-        self._capacity = 0
         self._reserve(2)
 
     def _reserve(self, count: int) -> None:
-        """Have room for so many messages."""
-        if count > self._capacity:
-            self._capacity = count
-            self._new = (Transfer * count)()
-            self._addresses = _addresses(self._new)
+        """Have room for so many messages, for which nobody else has a handle."""
+        self._capacity = count
+        self._new = (Transfer * count)()
+        self._addresses = _addresses(self._new)
 
     def order(
         self,
@@ -80,7 +78,7 @@ class RingExchange:
         """
         locked: list[RingLink] = []
         try:
-            stream = self._lock({work.link: None for work in works}, locked, works)
+            stream = self._lock({work.link: None for work in works}, locked)
             if stream is None or any(work.state.caller_stream != stream.key for work in works):
                 return False
             addresses = _addresses(work.state for work in works)
@@ -104,7 +102,7 @@ class RingExchange:
         links = dict.fromkeys([message[0] for message in messages])
         locked: list[RingLink] = []
         try:
-            if (stream := self._lock(links, locked, None)) is not None:
+            if (stream := self._lock(links, locked)) is not None:
                 self._fill(messages, tag, stream.key)
                 count, is_over, works = len(messages), False, []
                 try:
@@ -125,7 +123,7 @@ class RingExchange:
 
     @staticmethod
     def _lock(
-        links: Collection[Any], locked: list[RingLink], started: Sequence[RingTransfer] | None
+        links: Collection[Any], locked: list[RingLink]
     ) -> CurrentStream | None:
         """Lock all links, and list them in `locked`; None if one cannot take part.
 
@@ -135,14 +133,15 @@ class RingExchange:
             links = sorted(links, key=lambda link: link.description.peer)
         stream = None
         for link in links:
-            if not isinstance(link, RingLink) or not (stream := link.lock_for_exchange(started)):
+            if not isinstance(link, RingLink) or not (stream := link.lock_for_exchange()):
                 return None
             locked.append(link)
         return stream
 
     def _fill(self, messages: Sequence[Any], tag: int, caller_stream: int) -> None:
         """Describe messages to C, which makes their headers."""
-        self._reserve(len(messages))
+        if len(messages) > self._capacity:
+            self._reserve(len(messages))
         new, place, pack = self._new, 0, BYTES_TRANSFER.pack_into
         for link, tensor, first, nbytes, is_receive in messages:
             flow = link.count_message(nbytes, is_receive=is_receive).address
@@ -171,8 +170,10 @@ class RingExchange:
 
     def _add_transfers(self, messages: Sequence[Any], first: int) -> list[RingTransfer]:
         """Make the handles of messages that C has begun, from the `first` on."""
+        begun = self._new
+        self._reserve(self._capacity)
         return [
-            link.add_transfer(tensor, self._new[number], is_receive=is_receive)
+            link.add_transfer(tensor, begun[number], is_receive=is_receive)
             for number, (link, tensor, _, _, is_receive) in enumerate(messages)
             if number >= first
         ]

@@ -11,7 +11,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,7 +49,7 @@ _ENQUEUED, _FAILED = int(Progress.ENQUEUED), int(Progress.FAILED)
 _UNNUMBERED = int(HeaderState.WITHOUT_NUMBERS)
 BYTES_TRANSFER = struct.Struct("@" + "".join(kind._type_ for _, kind in Transfer._fields_[:-1]))
 """`struct transfer` of bytes, whose header, the last member, C makes."""
-NOTHING_DONE = (0,) * 7
+NOTHING_DONE = (0,) * 8
 """What C maintains of it, before the header."""
 _TENSOR_TRANSFER = struct.Struct(f"{BYTES_TRANSFER.format}{Transfer.header.size}s")
 
@@ -71,14 +71,20 @@ class RingTransfer(Work):
     event: Event | None = None
     """The end of the caller's earlier work; None while it may go to the same stream."""
     begun_at: float = field(default_factory=time.monotonic)
-    end_count: int | None = None
-    """The flow's entry count after the transfer's last entry; None until that is enqueued."""
     error: LinkError | None = None
     _is_completed: bool = False
 
     @property
     def header(self) -> bytes:
         return bytes(self.state.header)
+
+    @property
+    def end_count(self) -> int | None:
+        """The flow's entry count after the transfer's last entry; None until that is enqueued."""
+        if self.state.progress != _ENQUEUED:
+            return None
+        self.flow.acquire()
+        return int(self.state.count)
 
     @property
     def has_begun(self) -> bool:
@@ -173,6 +179,8 @@ class RingLink(Link):
         try:
             self._out = Flow(options, ends, is_outgoing=True)
             self._in = Flow(options, ends, is_outgoing=False)
+            if options.device.notifies:
+                ends.drive(self._out.address, self._in.address)
         except BaseException:
             ends.close()
             raise
@@ -241,7 +249,7 @@ class RingLink(Link):
             self._require_open()
             transfer = new_transfer(self, self._out, source, stream.key, event, tag)
             self._count(source.nbytes, is_receive=False)
-            self._out.waiting.append(transfer)
+            self._out.begin(transfer)
             self._enqueue(sender=stream)
             if transfer.event is None and transfer.end_count is None:
                 transfer.follow(self._device.record_event())
@@ -261,14 +269,13 @@ class RingLink(Link):
             self._require_open()
             transfer = new_transfer(self, self._in, tensor.detach(), stream.key, event, tag)
             self._count(nbytes, is_receive=True)
-            self._in.begin(transfer)
             if self._in.is_small(nbytes):
                 # Leave it to the caller's `wait`, which may enqueue it on the caller's stream.
                 self._enqueue()
-                self._in.waiting.append(transfer)
+                self._in.begin(transfer)
                 self._is_armed = False
             else:
-                self._in.waiting.append(transfer)
+                self._in.begin(transfer)
                 self._enqueue()
             self._release_completed()
         # For a small message leave the monitor alone: a caller that waits at once is faster.
@@ -340,12 +347,9 @@ class RingLink(Link):
             time.sleep(_SPIN_SECONDS)
         return has_returned and not in_use
 
-    def lock_for_exchange(
-        self, started: Sequence[RingTransfer] | None = None
-    ) -> CurrentStream | None:
+    def lock_for_exchange(self) -> CurrentStream | None:
         """Lock the link for messages of several links at once (ring_exchange.py).
 
-        `started`: the messages, if they have been started before; None for new ones.
         Returns the caller's stream; None, without the lock, if the link cannot take part.
         """
         stream = self._device.current_stream()
@@ -354,11 +358,7 @@ class RingLink(Link):
         if self._is_asleep:
             self._request()
         self._lock.acquire()
-        if started is None:
-            is_next = not (self._out.waiting or self._in.waiting)
-        else:
-            is_next = self._out.is_next(started) and self._in.is_next(started)
-        if is_next and self._broken is None and not self._closed:
+        if self._broken is None and not self._closed:
             return stream
         self._lock.release()
         return None
@@ -377,7 +377,7 @@ class RingLink(Link):
     def add_transfer(self, tensor: torch.Tensor, begun: Any, *, is_receive: bool) -> RingTransfer:
         """The handle of a message that an exchange has begun. Call with the lock."""
         flow = self._in if is_receive else self._out
-        transfer = RingTransfer(self, flow, tensor, Transfer.from_buffer_copy(begun))
+        transfer = RingTransfer(self, flow, tensor, begun)
         flow.waiting.append(transfer)
         flow.take_enqueued()
         self._is_armed = False
@@ -544,8 +544,7 @@ class RingLink(Link):
                 return True
             if not seconds or (other is not None and other.has_ended):
                 return False
-            is_zero_copy = is_send and transfer.state.completes_at_receiver
-            if transfer.end_count is not None and not is_zero_copy:
+            if transfer.end_count is not None:
                 # Streams and carriers do the rest, without any CPU: it ends with this word.
                 consumed = transfer.state.completes_at_receiver
                 word = transfer.flow.completed_word(transfer.end_count, consumed=consumed)

@@ -37,7 +37,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "native_wait_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     "native_write_value": (c_uint64, c_void_p, c_uint64, c_uint64, c_uint32),
     # flow.h
+    "native_init_flow": (None, c_void_p),
     "native_begin": (None, c_void_p),
+    "native_abort": (None, c_void_p),
     "native_progress": (c_uint32, c_void_p, c_bool),
     "native_exchange": (c_uint32, c_void_p, c_uint32, c_uint32, c_uint32),
     # proxy.h
@@ -50,6 +52,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "carrier_add_tcp": (c_bool, c_void_p, c_int, c_char_p),
     "carrier_start": (c_bool, c_void_p, c_char_p),
     "carrier_reopen_tcp": (c_bool, c_void_p, c_int, c_int, c_char_p),
+    "carrier_drive_flows": (None, c_void_p, c_void_p, c_void_p),
     "carrier_progress": (None, c_void_p),
     "carrier_loss_fd": (c_int, c_void_p),
     "carrier_next_loss": (c_int, c_void_p, c_char_p, c_void_p),

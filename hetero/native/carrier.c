@@ -112,6 +112,11 @@ bool carrier_reopen_tcp(struct carrier *carrier, int index, int fd, char *error)
     return true;
 }
 
+void carrier_drive_flows(struct carrier *carrier, struct flow *out, struct flow *in)
+{
+    engine_drive_flows(&carrier->engine, out, in);
+}
+
 void carrier_progress(struct carrier *carrier)
 {
     engine_drive(&carrier->engine);
@@ -230,6 +235,7 @@ void carrier_free(struct carrier *carrier)
         carrier_stop_rail(carrier, index);
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier->engine.rails[index]->operations->close(carrier->engine.rails[index]);
+    engine_leave_flows(&carrier->engine);
     engine_destroy(&carrier->engine);
     free(carrier);
 }

@@ -37,6 +37,8 @@ bool carrier_start(struct carrier *carrier, char *error);
  * it fails the rail is as it was before, or lost again without a report. */
 bool carrier_reopen_tcp(struct carrier *carrier, int index, int fd, char *error);
 
+/* engine_drive_flows. */
+void carrier_drive_flows(struct carrier *carrier, struct flow *out, struct flow *in);
 /* engine_drive, as a function that a device calls. */
 void carrier_progress(struct carrier *carrier);
 /* eventfd, readable when a rail has been lost. */

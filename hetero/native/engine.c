@@ -4,6 +4,7 @@
 #include "speed.h"
 
 #include <inttypes.h>
+#include <sched.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -74,7 +75,38 @@ void engine_lock(struct engine *engine)
 
 void engine_unlock(struct engine *engine)
 {
+    bool has_news = engine->has_news;
+    struct flow *out = engine->flows[0], *in = engine->flows[1];
+
+    engine->has_news = false;
+    has_news &= out != NULL;
+    if (has_news)
+        atomic_fetch_add(&engine->drivers, 1);
     pthread_mutex_unlock(&engine->lock);
+    if (!has_news)
+        return;
+    native_drive(out);
+    native_drive(in);
+    atomic_fetch_sub(&engine->drivers, 1);
+}
+
+void engine_drive_flows(struct engine *engine, struct flow *out, struct flow *in)
+{
+    out->is_driven = in->is_driven = true;
+    engine_lock(engine);
+    engine->flows[0] = out;
+    engine->flows[1] = in;
+    engine->has_news = true;
+    engine_unlock(engine);
+}
+
+void engine_leave_flows(struct engine *engine)
+{
+    engine_lock(engine);
+    engine->flows[0] = engine->flows[1] = NULL;
+    engine_unlock(engine);
+    while (atomic_load(&engine->drivers) > 0)
+        sched_yield();
 }
 
 static struct ring_record *record_of(struct ring_direction *direction, uint32_t number)
@@ -344,9 +376,11 @@ static bool publish(struct engine *engine)
 
     concerns_cpu |= advance(&engine->out->consumed, freed);
     concerns_cpu |= advance(&engine->out->retired, freed);
-    if (concerns_cpu)
+    moved |= concerns_cpu;
+    engine->has_news |= moved;
+    if (concerns_cpu && engine->flows[0] == NULL)
         host_ring_doorbell(&engine->control->ends[engine->options.side].doorbell.value);
-    return moved || concerns_cpu;
+    return moved;
 }
 
 /* Late rails. */

@@ -1,10 +1,11 @@
 /* Moves a link's entries between the words of the rings and the rails.
  *
- * Unless it says otherwise, call everything with the engine's lock; nothing blocks. Callers of the link, and the
+ * Unless it says otherwise, call everything with the engine's lock, and release that by engine_unlock; nothing blocks. Callers of the link, and the
  * threads of proxy.h, drive it. */
 #ifndef HETERO_ENGINE_H
 #define HETERO_ENGINE_H
 
+#include "flow.h"
 #include "rail.h"
 #include "window.h"
 
@@ -42,6 +43,9 @@ struct engine {
     double posted_at[RING_ENTRIES]; /* an outgoing entry's data */
     int wake_fd;                    /* eventfd, wakes the proxy thread */
     int loss_fd;                    /* eventfd, readable when a rail is lost */
+    struct flow *flows[2]; /* out and in, if its threads drive them */
+    bool has_news;         /* for them, since the lock was last released */
+    atomic_int drivers;    /* threads that drive them */
     pthread_mutex_t lock;
     atomic_int lock_waiters; /* the proxy thread lets them go first: it would win every time */
 };
@@ -51,9 +55,14 @@ double engine_now(void);
  * zeroed; destroy it also on failure, which is false with errno. Both without the lock. */
 bool engine_init(struct engine *engine, const struct engine_options *options);
 void engine_destroy(struct engine *engine);
-/* Take the lock before the proxy thread does, and release it. */
+/* Take the lock before the proxy thread does. */
 void engine_lock(struct engine *engine);
+/* Release the lock, then drive the flows if there is anything new for them. */
 void engine_unlock(struct engine *engine);
+/* Have whoever makes progress drive this end's flows too, until engine_leave_flows. Both without the lock. */
+void engine_drive_flows(struct engine *engine, struct flow *out, struct flow *in);
+/* Blocks until no thread uses the flows, which then may go, and the engine too. */
+void engine_leave_flows(struct engine *engine);
 /* Make progress in the calling thread, without the lock; wake the proxy thread if something is left to poll
  * for. */
 void engine_drive(struct engine *engine);

@@ -244,10 +244,14 @@ static enum progress recv_chunk(struct flow *flow, struct transfer *transfer, bo
     if (!is_expected(flow, transfer, &record))
         return REFUSED;
     is_produced = reached(ring_load(&direction->produced), flow->count + 1);
-    on_caller_stream = by_caller && record.nbytes == transfer->nbytes &&
-                       (is_produced || caller_can_wait(&flow->streams)) &&
-                       can_use_caller_stream(flow, transfer, is_idle);
+    /* A carrier's threads come again when it is: no stream has to wait. */
+    if (flow->is_driven && !is_produced)
+        return WAITING;
     zero_copy = is_received_there(flow, transfer, record.nbytes);
+    on_caller_stream = by_caller && (is_produced || caller_can_wait(&flow->streams)) &&
+                       (zero_copy ? is_idle && is_produced
+                                  : record.nbytes == transfer->nbytes &&
+                                        can_use_caller_stream(flow, transfer, is_idle));
     flow->count++;
     flow->awaited = flow->count;
 
@@ -275,12 +279,16 @@ static void wake_peer(const struct flow *flow)
     wake((void *)(uintptr_t)flow->wake_argument);
 }
 
-void native_begin(struct transfer *transfer)
-{
-    struct flow *flow = flow_of(transfer);
+/* The queue. Call with the lock, unless it says otherwise. */
 
-    if (transfer->header_state == HEADER_COMPLETE)
-        return;
+static struct transfer *first_queued(const struct flow *flow)
+{
+    return (struct transfer *)(uintptr_t)flow->first_queued;
+}
+
+/* Give a message its number, and queue it. */
+static void begin(struct flow *flow, struct transfer *transfer)
+{
     if (transfer->header_state == HEADER_OF_BYTES) {
         transfer->header = flow->bytes_header;
         transfer->header.nbytes = transfer->header.shape[0] = transfer->nbytes;
@@ -290,39 +298,134 @@ void native_begin(struct transfer *transfer)
     transfer->header_state = HEADER_COMPLETE;
     transfer->first = flow->begun;
     flow->begun += entries_of(flow, transfer->nbytes);
+    if (first_queued(flow) == NULL)
+        flow->first_queued = (uintptr_t)transfer;
+    else
+        ((struct transfer *)(uintptr_t)flow->last_queued)->next_queued = (uintptr_t)transfer;
+    flow->last_queued = (uintptr_t)transfer;
     claim_entries(flow, transfer);
+}
+
+/* Take the first message, all of which is enqueued, out of the queue. Its memory may be gone afterwards. */
+static void finish(struct flow *flow, struct transfer *transfer)
+{
+    bool zero_copy = is_zero_copy(flow, transfer->nbytes);
+
+    /* Zero-copy: until the peer has consumed it, it may be retransmitted from the tensor. */
+    transfer->completes_at_receiver = !flow->is_outgoing || zero_copy;
+    transfer->on_caller_stream = flow->on_caller_stream && !(flow->is_outgoing && zero_copy);
+    transfer->count = flow->count;
+    flow->first_queued = transfer->next_queued;
+    __atomic_store_n(&transfer->progress, ENQUEUED, __ATOMIC_RELEASE);
+}
+
+/* Progress the first message. */
+static enum progress progress_first(struct flow *flow, bool by_caller)
+{
+    struct transfer *transfer = first_queued(flow);
+    /* On the host any thread is the caller's stream. */
+    bool may_use_stream = by_caller || (uintptr_t)HOST_CALLING_THREAD == transfer->caller_stream;
+    uint64_t first = flow->count, before;
+    enum progress progress;
+
+    if (flow->failed)
+        return transfer->progress = FAILED;
+    do {
+        claim_entries(flow, transfer);
+        before = flow->count;
+        progress = flow->is_outgoing ? send_chunk(flow, transfer, may_use_stream)
+                                     : recv_chunk(flow, transfer, may_use_stream);
+    } while (progress == WAITING && flow->count != before);
+    if (progress == ENQUEUED)
+        finish(flow, transfer);
+    else
+        transfer->progress = progress;
+    if (flow->count != first)
+        wake_peer(flow);
+    return progress;
+}
+
+static void lock(struct flow *flow)
+{
+    pthread_mutex_lock(&flow->lock);
+}
+
+/* Release the lock, and do what was requested meanwhile. */
+static void unlock(struct flow *flow)
+{
+    pthread_mutex_unlock(&flow->lock);
+    if (__atomic_load_n(&flow->is_requested, __ATOMIC_SEQ_CST))
+        native_drive(flow);
+}
+
+void native_init_flow(struct flow *flow)
+{
+    pthread_mutex_init(&flow->lock, NULL);
+}
+
+void native_begin(struct transfer *transfer)
+{
+    struct flow *flow = flow_of(transfer);
+
+    lock(flow);
+    begin(flow, transfer);
+    unlock(flow);
 }
 
 uint32_t native_progress(struct transfer *transfer, bool by_caller)
 {
     struct flow *flow = flow_of(transfer);
-    uint64_t first = flow->count, before;
+    enum progress progress = ENQUEUED;
 
-    native_begin(transfer);
-    do {
-        claim_entries(flow, transfer);
-        before = flow->count;
-        transfer->progress = flow->is_outgoing ? send_chunk(flow, transfer, by_caller)
-                                              : recv_chunk(flow, transfer, by_caller);
-    } while (transfer->progress == WAITING && flow->count != before);
-    if (flow->count != first)
-        wake_peer(flow);
-    transfer->count = flow->count;
-    /* Zero-copy: until the peer has consumed it, it may be retransmitted from the tensor. */
-    bool zero_copy = is_zero_copy(flow, transfer->nbytes);
-    transfer->completes_at_receiver = !flow->is_outgoing || zero_copy;
-    transfer->on_caller_stream = flow->on_caller_stream && !zero_copy;
-    return transfer->progress;
+    lock(flow);
+    /* Another thread may have enqueued it meanwhile. */
+    if (first_queued(flow) == transfer)
+        progress = progress_first(flow, by_caller);
+    unlock(flow);
+    return progress;
 }
 
-/* Whether a message of the same flow has to be enqueued first. */
-static bool is_blocked(struct transfer *const *transfers, uint32_t index)
+void native_abort(struct flow *flow)
 {
-    for (uint32_t before = 0; before < index; before++)
-        if (transfers[before]->flow == transfers[index]->flow &&
-            transfers[before]->progress != ENQUEUED)
-            return true;
-    return false;
+    lock(flow);
+    flow->first_queued = 0;
+    unlock(flow);
+}
+
+void native_drive(struct flow *flow)
+{
+    bool has_news = false;
+
+    __atomic_store_n(&flow->is_requested, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&flow->is_requested, __ATOMIC_SEQ_CST) &&
+           pthread_mutex_trylock(&flow->lock) == 0) {
+        while (__atomic_exchange_n(&flow->is_requested, 0, __ATOMIC_SEQ_CST)) {
+            enum progress progress = ENQUEUED;
+
+            while (first_queued(flow) != NULL && progress == ENQUEUED) {
+                progress = progress_first(flow, false);
+                has_news |= progress != WAITING;
+            }
+        }
+        pthread_mutex_unlock(&flow->lock);
+    }
+    if (has_news)
+        host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+}
+
+/* Progress a message of the caller, and those before it. */
+static enum progress progress_up_to(struct transfer *transfer)
+{
+    struct flow *flow = flow_of(transfer);
+    enum progress progress = ENQUEUED;
+
+    lock(flow);
+    while (transfer->progress != ENQUEUED && progress == ENQUEUED)
+        progress = first_queued(flow) == NULL
+                       ? WAITING
+                       : progress_first(flow, first_queued(flow) == transfer);
+    unlock(flow);
+    return progress;
 }
 
 /* How many messages are left; STUCK once one has failed or was refused. */
@@ -331,15 +434,13 @@ static uint32_t progress_transfers(struct transfer *const *transfers, uint32_t c
     uint32_t left = 0;
 
     for (uint32_t index = 0; index < count; index++) {
-        struct transfer *transfer = transfers[index];
+        enum progress progress = ENQUEUED;
 
-        if (transfer->progress == ENQUEUED)
-            continue;
-        if (!is_blocked(transfers, index))
-            native_progress(transfer, true);
-        if (transfer->progress == FAILED || transfer->progress == REFUSED)
+        if (__atomic_load_n(&transfers[index]->progress, __ATOMIC_ACQUIRE) != ENQUEUED)
+            progress = progress_up_to(transfers[index]);
+        if (progress == FAILED || progress == REFUSED)
             return STUCK;
-        left += transfer->progress != ENQUEUED;
+        left += progress != ENQUEUED;
     }
     return left;
 }
@@ -372,7 +473,8 @@ uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint
     uint32_t left;
 
     for (uint32_t index = 0; index < count; index++)
-        native_begin(transfers[index]);
+        if (transfers[index]->header_state != HEADER_COMPLETE)
+            native_begin(transfers[index]);
     do {
         for (int poll = 0; poll < SPIN_POLLS; poll++) {
             left = progress_transfers(transfers, count);

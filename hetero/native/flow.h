@@ -1,11 +1,14 @@
 /* One direction of one end of a link over a ring (hetero/link/ring_link.py; ring.h has the memory layout).
  *
- * Call everything with the link's lock, which Python holds. */
+ * Messages are queued in the order in which they begin. Call native_begin, native_progress, native_exchange and
+ * native_abort with the link's lock, which Python holds. native_drive is for the threads of a carrier. */
 #ifndef HETERO_FLOW_H
 #define HETERO_FLOW_H
 
 #include "ring.h"
 #include "streams.h"
+
+#include <pthread.h>
 
 /* Python sets all fields before those that C maintains, and owns it and what it points to. */
 struct flow {
@@ -28,11 +31,18 @@ struct flow {
     /* A function and its argument, called when entries have been enqueued: it wakes the peer. */
     uint64_t wake_peer;
     uint64_t wake_argument;
+    /* This end's doorbell, which native_drive rings. */
+    uint64_t doorbell;
     /* A message of bytes; its numbers are filled in for each. */
     struct message_header bytes_header;
     bool is_outgoing;
 
     /* Maintained by C, 0 at first. */
+    bool is_driven; /* by a carrier's threads */
+    uint32_t is_requested; /* a thread has called native_drive while another held the lock */
+    /* Guards the queue, its messages and what follows; taken after Python's and before an engine's. */
+    pthread_mutex_t lock;
+    uint64_t first_queued, last_queued; /* messages that are not enqueued */
     uint64_t sequence; /* messages begun */
     uint64_t begun;    /* entries of all of them */
     uint64_t count;    /* entries enqueued */
@@ -52,7 +62,8 @@ enum progress { WAITING, ENQUEUED, REFUSED, FAILED };
 /* What Python has filled in of a message's header: C completes it when the message is begun. */
 enum header_state { HEADER_OF_BYTES, HEADER_WITHOUT_NUMBERS, HEADER_COMPLETE };
 
-/* One message that a flow sends or receives. Python makes it; it stays where it is until it is complete. */
+/* One message that a flow sends or receives. Python makes it; it stays where it is until it is enqueued, or its
+ * flow was aborted. */
 struct transfer {
     uint64_t flow;
     uint64_t address;
@@ -72,20 +83,30 @@ struct transfer {
     uint64_t count;                 /* entries that its flow has enqueued with it */
     uint64_t first;                 /* number of its first entry */
     uint64_t claimed;               /* of its entries, those that a carrier may receive into the tensor */
+    uint64_t next_queued;
     struct message_header header;
 };
 
-/* Give a message its number in its flow, in which all before it have theirs. A carrier may from then on write
- * to the tensor of one that is received. */
+/* Before all else, once its fields are set. */
+void native_init_flow(struct flow *flow);
+
+/* Queue a message. A carrier may from then on write to the tensor of one that is received. */
 void native_begin(struct transfer *transfer);
 
-/* Enqueue as many entries as possible of the first message of its flow that is not; returns its progress.
- * `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order allows. */
+/* Enqueue as many entries as possible of a message that is the first of its queue or enqueued already; returns its
+ * progress. `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order allows. */
 uint32_t native_progress(struct transfer *transfer, bool by_caller);
 
-/* The same of messages of several flows, in which nothing waits but these, in this order. Polls the peers
- * for so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and
- * that stream waits for the first `waited`; else each has its progress. */
+/* Empty the queue; no thread uses its messages any more. */
+void native_abort(struct flow *flow);
+
+/* Enqueue as many entries as possible, of host memory, without any lock and without blocking; ring the doorbell if
+ * a message is then enqueued or refused. If another thread is at it, that one does so. */
+void native_drive(struct flow *flow);
+
+/* Queue messages of several flows, unless they are, and progress them as native_progress does. Polls the peers for
+ * so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and that stream
+ * waits for the first `waited`; else each has its progress. */
 uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
                          uint32_t waited);
 

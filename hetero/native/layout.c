@@ -20,7 +20,7 @@ uint32_t native_version(void)
 #define TYPE(member) _Generic((member), bool: "bool", double: "double", char *: "char",              \
     uint8_t: "uint8", uint8_t *: "uint8", uint16_t: "uint16", uint32_t: "uint32", int32_t: "int32",  \
     uint64_t: "uint64", uint64_t *: "uint64",                                                         \
-    struct user_buffer (*)[RING_ENTRIES]: "user_buffer",                                             \
+    pthread_mutex_t: "uint8", struct user_buffer (*)[RING_ENTRIES]: "user_buffer",                                             \
     struct word: "word", struct entry_points: "entry_points", struct streams: "streams",             \
     struct message_header: "message_header", struct ring_word: "ring_word",                          \
     struct ring_doorbell: "ring_doorbell",                                                           \
@@ -61,14 +61,16 @@ const struct layout_member native_members[] = {
     OF(flow, streams), OF(flow, direction), OF(flow, produced_word), OF(flow, consumed_word),
     OF(flow, ring), OF(flow, ring_bytes), OF(flow, chunk_bytes), OF(flow, small_bytes),
     OF(flow, checksum_bytes), OF(flow, user_buffers), OF(flow, wake_peer), OF(flow, wake_argument),
-    OF(flow, bytes_header), OF(flow, is_outgoing), OF(flow, sequence), OF(flow, begun),
+    OF(flow, doorbell), OF(flow, bytes_header), OF(flow, is_outgoing),
+    OF(flow, is_driven), OF(flow, is_requested), OF(flow, lock), OF(flow, first_queued),
+    OF(flow, last_queued), OF(flow, sequence), OF(flow, begun),
     OF(flow, count), OF(flow, awaited), OF(flow, failed), OF(flow, head), OF(flow, tail), OF(flow, ends),
     OF(flow, freed), OF(flow, caller_stream), OF(flow, on_caller_stream), END(flow),
     OF(transfer, flow), OF(transfer, address), OF(transfer, nbytes), OF(transfer, caller_stream),
     OF(transfer, event), OF(transfer, tag), OF(transfer, after_caller), OF(transfer, header_state),
     OF(transfer, progress), OF(transfer, on_caller_stream), OF(transfer, completes_at_receiver),
     OF(transfer, offset), OF(transfer, count), OF(transfer, first), OF(transfer, claimed),
-    OF(transfer, header), END(transfer),
+    OF(transfer, next_queued), OF(transfer, header), END(transfer),
     OF(engine_options, control), OF(engine_options, side), OF(engine_options, rings),
     OF(engine_options, ring_bytes), OF(engine_options, checksum_bytes),
     OF(engine_options, stall_seconds), OF(engine_options, device_notifies),

@@ -273,7 +273,7 @@ static enum pass serve(struct served *served)
     busy = engine_needs_polling(engine);
     if (!moved && !busy && !served->is_armed)
         engine_request_notifications(engine);
-    pthread_mutex_unlock(&engine->lock);
+    engine_unlock(engine);
     if (moved || busy) {
         served->is_armed = false;
         return moved ? AGAIN : POLLS;

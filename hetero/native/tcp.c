@@ -348,7 +348,7 @@ static void send_queued(struct job *job)
     pthread_mutex_lock(&rail->engine->lock);
     while (rail->rail.live && rail->count > 0) {
         gather(rail, &gathered);
-        pthread_mutex_unlock(&rail->engine->lock);
+        engine_unlock(rail->engine);
         ssize_t sent = send_gathered(rail->connection.fd, &gathered, 0);
         int code = errno;
         pthread_mutex_lock(&rail->engine->lock);
@@ -371,7 +371,7 @@ static void send_queued(struct job *job)
     }
     stop_sending(rail);
 unlock:
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
 }
 
 static void has_room(struct connection *connection)
@@ -402,7 +402,7 @@ static void tell_news(struct tcp_rail *rail)
     rail->has_news = false;
     pthread_mutex_lock(&rail->engine->lock);
     engine_progress(rail->engine);
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
 }
 
 /* Receive up to `nbytes` more: first what is in the buffer. Small pieces go through the buffer, so that one call
@@ -549,7 +549,7 @@ static enum received receive_one(struct tcp_rail *rail)
         result = begin_receive(rail);
     else
         complete_receive(rail);
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
     return result == GO_ON && is_data && rail->taken == rail->buffered && has_others(rail) ? AWAIT : result;
 }
 
@@ -574,7 +574,7 @@ static bool receive(struct connection *connection)
      * lost without any error. */
     lose(rail, code != 0 ? "its connection broke while receiving" : "its connection was closed", code);
     engine_progress(rail->engine);
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
     return false;
 }
 
@@ -585,7 +585,7 @@ static void removed(struct connection *connection)
     pthread_mutex_lock(&rail->engine->lock);
     rail->is_served = false;
     pthread_cond_broadcast(&rail->is_done);
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
 }
 
 /* The rail's operations. */
@@ -641,7 +641,7 @@ static void join(struct rail *base)
     pthread_mutex_lock(&rail->engine->lock);
     while (rail->is_served || rail->sending != SENDING_NOTHING)
         pthread_cond_wait(&rail->is_done, &rail->engine->lock);
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
 }
 
 static void close_rail(struct rail *base)
@@ -665,13 +665,13 @@ static int start(struct rail *base)
         return errno;
     pthread_mutex_lock(&rail->engine->lock);
     base->live = rail->is_served = true;
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
     code = proxy_add_connection(rail->proxy, &rail->connection);
     if (code == 0)
         return 0;
     pthread_mutex_lock(&rail->engine->lock);
     rail->is_served = false;
-    pthread_mutex_unlock(&rail->engine->lock);
+    engine_unlock(rail->engine);
     return code;
 }
 

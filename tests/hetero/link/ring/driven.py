@@ -133,12 +133,18 @@ class World:
         self, nbytes: int, *, is_receive: bool, caller: int, event: Event | None
     ) -> RingTransfer:
         """A message of so many bytes, next in line."""
+        made = self._made(nbytes, is_receive=is_receive, caller=caller, event=event)
+        made.flow.begin(made)
+        return made
+
+    def _made(
+        self, nbytes: int, *, is_receive: bool, caller: int, event: Event | None
+    ) -> RingTransfer:
         flow = self.receiver if is_receive else self.sender
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
         made = new_transfer(None, flow, tensor, caller, event, 0)  # type: ignore[arg-type]
         made.begun_at = 0.0
         made.state.address = 0x7_0000_0000 + (self.messages(flow) << 20)
-        flow.waiting.append(made)
         self.transfers.append(made)
         return made
 
@@ -165,7 +171,8 @@ class World:
         for nbytes, is_receive in messages:
             flow = self.receiver if is_receive else self.sender
             number = self.messages(flow)
-            transfer = self.transfer(nbytes, is_receive=is_receive, caller=caller, event=None)
+            transfer = self._made(nbytes, is_receive=is_receive, caller=caller, event=None)
+            flow.waiting.append(transfer)
             transfer.state.header_state = HeaderState.OF_BYTES
             made.append((transfer, Header(number, torch.uint8, (nbytes,), nbytes).pack()))
         addresses = [addressof(transfer.state) for transfer, _ in made]
