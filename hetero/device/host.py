@@ -1,4 +1,4 @@
-"""The host as a device, whose streams are threads in C (hetero/native/host.c).
+"""The host as a device, whose streams threads in C execute (hetero/native/host.c).
 
 For tensors in host memory, for tensors of a GPU whose streams cannot wait on memory, and for every
 link with checksums, which only a CPU computes.
@@ -25,6 +25,7 @@ from hetero.native.binding import (
     Streams,
     Vendor,
     native,
+    proxy,
 )
 
 _CALLER, _ELSEWHERE = 1, 0
@@ -33,7 +34,7 @@ _SLICE_MILLISECONDS = 100
 
 
 class HostStreams(DeviceStreams):
-    """One stream, whose thread ends with this object."""
+    """One stream, which ends with this object."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class HostStreams(DeviceStreams):
         request = None
         if gpu is not None and self._stream is not None:
             request = byref(gpu.driver.host_gpu(gpu.index, self._stream.cuda_stream))
-        self._handle = library.host_stream_create(request, *on_write)
+        self._handle = library.host_stream_create(proxy(), request, *on_write)
         if not self._handle:
             raise LinkError("no thread could be started for a link; raise the limit (ulimit -u)")
         # Not at the interpreter's exit: links still in use end with the process.

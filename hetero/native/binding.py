@@ -23,7 +23,7 @@ LIBRARY = FOLDER / "_native.so"
 _REMEDY = "install this project again (in a checkout: pip install -e .)"
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     # host.h
-    "host_stream_create": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "host_stream_create": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
     "host_stream_failure": (c_uint32, c_void_p),
     "host_stream_destroy": (None, c_void_p),
     "host_stream_synchronize": (c_bool, c_void_p, c_uint32),

@@ -1,6 +1,7 @@
 #include "host.h"
 
 #include "checksum.h"
+#include "proxy.h"
 #include "ring.h"
 #include "streams.h"
 
@@ -10,6 +11,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -21,16 +23,18 @@
 #define INITIAL_CAPACITY 64
 #define SLICE_MILLISECONDS 100
 
-/* A queue of steps and the thread that executes them. The lock guards all that is neither atomic nor set
- * before the first step. */
+/* A queue of steps, and what executes them: a job, or with a GPU a thread. The lock guards all that is neither
+ * atomic nor set before the first step. */
 struct host_stream {
+    struct job job;
+    bool is_submitted;
+    struct pool *pool; /* NULL with a GPU */
     pthread_t thread;
     pthread_mutex_t lock;
-    pthread_cond_t has_work;
+    pthread_cond_t has_work, is_idle;
     atomic_bool stopping;
     struct host_gpu gpu;
-    bool has_gpu;
-    pid_t process; /* that has the thread */
+    pid_t process; /* that has the threads */
     _Atomic uint32_t failure;
     void (*on_write)(void *);
     void *argument;
@@ -180,7 +184,7 @@ static bool copy_by_gpu(const struct host_gpu *gpu, const struct copy_step *step
 
 static bool copy(struct host_stream *stream, const struct copy_step *step)
 {
-    if (stream != NULL && stream->has_gpu)
+    if (stream != NULL && stream->pool == NULL)
         return copy_by_gpu(&stream->gpu, step);
     memcpy((void *)(uintptr_t)step->target, (const void *)(uintptr_t)step->source, step->nbytes);
     return true;
@@ -208,13 +212,9 @@ static void append(uint64_t bytes, size_t nbytes)
     memcpy((uint8_t *)(uintptr_t)bytes + nbytes, &found, sizeof found);
 }
 
-/* `stream` is NULL for HOST_CALLING_THREAD. */
+/* What follows a step's wait. `stream` is NULL for HOST_CALLING_THREAD. */
 static enum host_failure execute(struct host_stream *stream, const struct copy_step *step)
 {
-    if (step->event && !wait_for_event(&stream->gpu, step->event))
-        return HOST_GPU_FAILED;
-    if (step->wait.address && !wait_for_word(stream, step->wait))
-        return HOST_OK;
     if (step->checksum == VERIFY_SOURCE && !verify(step->source, step->nbytes))
         return HOST_WRONG_CHECKSUM;
     if (step->nbytes && !copy(stream, step))
@@ -226,17 +226,39 @@ static enum host_failure execute(struct host_stream *stream, const struct copy_s
     return HOST_OK;
 }
 
+/* The same after its wait, in a thread that may block. */
+static enum host_failure wait_and_execute(struct host_stream *stream, const struct copy_step *step)
+{
+    if (step->event && !wait_for_event(&stream->gpu, step->event))
+        return HOST_GPU_FAILED;
+    if (step->wait.address && !wait_for_word(stream, step->wait))
+        return HOST_OK;
+    return execute(stream, step);
+}
+
+/* Of one with a GPU. */
+
 /* Wait for the next step; false when the stream has to end. Call with the lock. */
-static bool dequeue(struct host_stream *stream, struct copy_step *step)
+static bool await_step(struct host_stream *stream)
 {
     while (stream->count == 0 && !atomic_load(&stream->stopping))
         pthread_cond_wait(&stream->has_work, &stream->lock);
-    if (atomic_load(&stream->stopping))
-        return false;
-    *step = stream->steps[stream->first];
+    return !atomic_load(&stream->stopping);
+}
+
+/* Call with the lock. */
+static struct copy_step take_step(struct host_stream *stream)
+{
+    struct copy_step step = stream->steps[stream->first];
+
     stream->first = (stream->first + 1) % stream->capacity;
     stream->count--;
-    return true;
+    return step;
+}
+
+static void complete_step(struct host_stream *stream)
+{
+    host_write_word(&stream->completed.value, stream->completed.value + 1);
 }
 
 static bool make_current(const struct host_gpu *gpu)
@@ -251,23 +273,80 @@ static bool make_current(const struct host_gpu *gpu)
 static void *run(void *argument)
 {
     struct host_stream *stream = argument;
-    struct copy_step step;
-    uint32_t completed = 0;
 
     prctl(PR_SET_NAME, "hetero-stream");
-    if (stream->has_gpu && !make_current(&stream->gpu))
+    if (!make_current(&stream->gpu))
         atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);
-    while (dequeue(stream, &step)) {
+    while (await_step(stream)) {
+        struct copy_step step = take_step(stream);
+
         pthread_mutex_unlock(&stream->lock);
         if (atomic_load(&stream->failure) == HOST_OK)
-            atomic_store(&stream->failure, execute(stream, &step));
-        host_write_word(&stream->completed.value, ++completed);
+            atomic_store(&stream->failure, wait_and_execute(stream, &step));
+        complete_step(stream);
         pthread_mutex_lock(&stream->lock);
     }
     pthread_mutex_unlock(&stream->lock);
     return NULL;
 }
+
+/* Of host memory alone. */
+
+/* Whether a word has come to its value, perhaps after a wait, which no other stream needs the thread for. */
+static bool await_word(struct host_stream *stream, struct word word)
+{
+    uint32_t *address = (uint32_t *)(uintptr_t)word.address, seen;
+    bool has_come;
+
+    if (has_reached(address, word.value, &seen))
+        return true;
+    if (!pool_is_stuck(stream->pool))
+        return false;
+    has_come = host_wait_word(address, word.value, HOST_SPIN_MICROSECONDS, pool_begin_wait(stream->pool));
+    pool_end_wait(stream->pool);
+    return has_come;
+}
+
+/* Execute the first step; false if it has to wait. Call with the lock, which is released meanwhile. */
+static bool execute_first(struct host_stream *stream)
+{
+    struct copy_step step = stream->steps[stream->first];
+    bool is_due;
+
+    pthread_mutex_unlock(&stream->lock);
+    is_due = atomic_load(&stream->failure) != HOST_OK || step.wait.address == 0 ||
+             await_word(stream, step.wait);
+    if (is_due && atomic_load(&stream->failure) == HOST_OK)
+        atomic_store(&stream->failure, execute(stream, &step));
+    pthread_mutex_lock(&stream->lock);
+    if (!is_due)
+        return false;
+    take_step(stream);
+    complete_step(stream);
+    pool_has_moved(stream->pool);
+    return true;
+}
+
+/* A copier's job. Gives way to other streams after each step. */
+static void execute_some(struct job *job)
+{
+    struct host_stream *stream = (struct host_stream *)((char *)job - offsetof(struct host_stream, job));
+    bool gives_way = false;
+
+    pthread_mutex_lock(&stream->lock);
+    while (stream->count > 0 && !gives_way && !atomic_load(&stream->stopping))
+        gives_way = !execute_first(stream) || pool_has_jobs(stream->pool);
+    if (stream->count > 0 && !atomic_load(&stream->stopping)) {
+        pool_submit(stream->pool, job);
+    } else {
+        stream->is_submitted = false;
+        pthread_cond_signal(&stream->is_idle);
+    }
+    pthread_mutex_unlock(&stream->lock);
+}
+
+/* Of both. */
 
 /* Double the capacity. Call with the lock. */
 static bool grow(struct host_stream *stream)
@@ -291,7 +370,7 @@ int host_enqueue(void *handle, const struct copy_step *step)
     struct host_stream *stream = handle;
 
     if (handle == HOST_CALLING_THREAD)
-        return (int)execute(NULL, step);
+        return (int)wait_and_execute(NULL, step);
     pthread_mutex_lock(&stream->lock);
     if (stream->count == stream->capacity && !grow(stream)) {
         pthread_mutex_unlock(&stream->lock);
@@ -299,8 +378,13 @@ int host_enqueue(void *handle, const struct copy_step *step)
     }
     stream->steps[(stream->first + stream->count) % stream->capacity] = *step;
     stream->enqueued++;
-    if (stream->count++ == 0)
+    stream->count++;
+    if (stream->pool == NULL) {
         pthread_cond_signal(&stream->has_work);
+    } else if (!stream->is_submitted) {
+        stream->is_submitted = true;
+        pool_submit(stream->pool, &stream->job);
+    }
     pthread_mutex_unlock(&stream->lock);
     return 0;
 }
@@ -308,6 +392,7 @@ int host_enqueue(void *handle, const struct copy_step *step)
 static void deinitialize(struct host_stream *stream)
 {
     pthread_cond_destroy(&stream->has_work);
+    pthread_cond_destroy(&stream->is_idle);
     pthread_mutex_destroy(&stream->lock);
     free(stream->steps);
     free(stream);
@@ -318,23 +403,27 @@ uint32_t host_stream_failure(const struct host_stream *stream)
     return atomic_load(&stream->failure);
 }
 
-struct host_stream *host_stream_create(const struct host_gpu *gpu, void (*on_write)(void *),
-                                       void *argument)
+struct host_stream *host_stream_create(struct proxy *proxy, const struct host_gpu *gpu,
+                                       void (*on_write)(void *), void *argument)
 {
     struct host_stream *stream = calloc(1, sizeof *stream);
+    int code;
 
     if (stream == NULL)
         return NULL;
-    if (gpu != NULL) {
+    if (gpu != NULL)
         stream->gpu = *gpu;
-        stream->has_gpu = true;
-    }
+    else
+        stream->pool = proxy_copiers(proxy);
+    stream->job.run = execute_some;
     stream->on_write = on_write;
     stream->argument = argument;
     stream->process = getpid();
     pthread_mutex_init(&stream->lock, NULL);
     pthread_cond_init(&stream->has_work, NULL);
-    if (pthread_create(&stream->thread, NULL, run, stream) == 0)
+    pthread_cond_init(&stream->is_idle, NULL);
+    code = gpu == NULL ? pool_start(stream->pool) : pthread_create(&stream->thread, NULL, run, stream);
+    if (code == 0)
         return stream;
     deinitialize(stream);
     return NULL;
@@ -347,8 +436,11 @@ void host_stream_destroy(struct host_stream *stream)
     pthread_mutex_lock(&stream->lock);
     atomic_store(&stream->stopping, true);
     pthread_cond_signal(&stream->has_work);
+    while (stream->is_submitted)
+        pthread_cond_wait(&stream->is_idle, &stream->lock);
     pthread_mutex_unlock(&stream->lock);
-    pthread_join(stream->thread, NULL);
+    if (stream->pool == NULL)
+        pthread_join(stream->thread, NULL);
     deinitialize(stream);
 }
 

@@ -65,17 +65,19 @@ struct host_gpu {
 };
 
 struct host_stream;
+struct proxy;
 
 enum host_failure { HOST_OK, HOST_GPU_FAILED, HOST_WRONG_CHECKSUM };
 
-/* `gpu` is NULL for memory of the host alone. `on_write`, unless NULL, is called after each word that the
- * stream writes. Returns NULL where no thread can be started. */
-struct host_stream *host_stream_create(const struct host_gpu *gpu, void (*on_write)(void *),
-                                       void *argument);
+/* The copiers of `proxy` execute its work. With a `gpu`, unless NULL, a thread of its own does: it blocks in the
+ * driver. `on_write`, unless NULL, is called after each word that the stream writes. Returns NULL where no thread can
+ * be started. */
+struct host_stream *host_stream_create(struct proxy *proxy, const struct host_gpu *gpu,
+                                       void (*on_write)(void *), void *argument);
 /* An enum host_failure. After a failure the stream executes nothing more. */
 uint32_t host_stream_failure(const struct host_stream *stream);
-/* End the thread; steps that it has not executed are dropped. A process forked since has no such thread,
- * and keeps its copy. */
+/* Steps that have not been executed are dropped. A process forked since has no thread that would, and keeps its
+ * copy. */
 void host_stream_destroy(struct host_stream *stream);
 /* Wait for all steps so far, for so many milliseconds at most; whether they have been executed. */
 bool host_stream_synchronize(struct host_stream *stream, uint32_t milliseconds);

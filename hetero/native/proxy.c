@@ -20,6 +20,9 @@
 /* Between two checks of rails that raise no event: for overdue acknowledgements. */
 #define CHECK_MILLISECONDS 250
 #define EVENTS 64
+/* The longest waits of a job that is stuck: where another may need its thread, and where none does. */
+#define STUCK_MILLISECONDS 1
+#define LONE_MILLISECONDS 100
 
 /* An engine as the proxy thread sees it. Its events lead to it, so only that thread frees it. */
 struct served {
@@ -39,10 +42,22 @@ struct receiver {
     atomic_int count;      /* connections */
 };
 
+struct pool {
+    const char *name; /* of the threads */
+    pthread_t threads[POOL_THREADS];
+    int thread_count; /* started */
+    atomic_bool stopping;
+    pthread_mutex_t lock;
+    pthread_cond_t has_jobs;
+    struct job *first, *last;
+    atomic_int job_count, stuck_count; /* queued; in a row, those that could not go on */
+    atomic_int waiting;                /* threads in a job that waits */
+};
+
 struct proxy {
-    pthread_t thread, senders[PROXY_SENDERS];
+    pthread_t thread;
     bool has_thread;
-    int sender_count; /* started */
+    struct pool senders, copiers;
     struct receiver receivers[PROXY_RECEIVERS];
     atomic_bool stopping;
     int epoll;   /* of the proxy thread: engines, and connections that await room */
@@ -52,11 +67,6 @@ struct proxy {
     pthread_mutex_t lock; /* guards the receivers, and the list of engines */
     pthread_cond_t has_left;
     struct served *served;
-
-    pthread_mutex_t queue_lock;
-    pthread_cond_t has_jobs;
-    struct job *first, *last;
-    atomic_int job_count;
 };
 
 static void sleep_for(long nanoseconds)
@@ -66,52 +76,133 @@ static void sleep_for(long nanoseconds)
     nanosleep(&time, NULL);
 }
 
-/* Senders. */
-
-void proxy_submit(struct proxy *proxy, struct job *job)
+/* Block signals in the threads: one delivered there would not interrupt Python's main thread. */
+static int start_thread(pthread_t *thread, void *(*loop)(void *), void *argument)
 {
-    pthread_mutex_lock(&proxy->queue_lock);
+    sigset_t all, before;
+    int code;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = pthread_create(thread, NULL, loop, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return code;
+}
+
+/* Pools. */
+
+static void pool_init(struct pool *pool, const char *name)
+{
+    pool->name = name;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->has_jobs, NULL);
+}
+
+void pool_submit(struct pool *pool, struct job *job)
+{
+    pthread_mutex_lock(&pool->lock);
     job->next = NULL;
-    if (proxy->first == NULL)
-        proxy->first = job;
+    if (pool->first == NULL)
+        pool->first = job;
     else
-        proxy->last->next = job;
-    proxy->last = job;
-    atomic_fetch_add(&proxy->job_count, 1);
-    pthread_cond_signal(&proxy->has_jobs);
-    pthread_mutex_unlock(&proxy->queue_lock);
+        pool->last->next = job;
+    pool->last = job;
+    atomic_fetch_add(&pool->job_count, 1);
+    pthread_cond_signal(&pool->has_jobs);
+    pthread_mutex_unlock(&pool->lock);
 }
 
-bool proxy_has_jobs(struct proxy *proxy)
+bool pool_has_jobs(struct pool *pool)
 {
-    return atomic_load(&proxy->job_count) > 0;
+    return atomic_load(&pool->job_count) > 0;
 }
 
-static struct job *next_job(struct proxy *proxy)
+bool pool_is_stuck(struct pool *pool)
+{
+    return atomic_fetch_add(&pool->stuck_count, 1) >= atomic_load(&pool->job_count);
+}
+
+void pool_has_moved(struct pool *pool)
+{
+    if (atomic_load(&pool->stuck_count) != 0)
+        atomic_store(&pool->stuck_count, 0);
+}
+
+/* Keep a thread for jobs that come, and have those that are queued looked after. */
+uint32_t pool_begin_wait(struct pool *pool)
+{
+    bool is_last = atomic_fetch_add(&pool->waiting, 1) == POOL_THREADS - 1;
+
+    return is_last || pool_has_jobs(pool) ? STUCK_MILLISECONDS : LONE_MILLISECONDS;
+}
+
+void pool_end_wait(struct pool *pool)
+{
+    atomic_fetch_sub(&pool->waiting, 1);
+    pool_has_moved(pool);
+}
+
+static struct job *next_job(struct pool *pool)
 {
     struct job *job;
 
-    pthread_mutex_lock(&proxy->queue_lock);
-    while (proxy->first == NULL && !atomic_load(&proxy->stopping))
-        pthread_cond_wait(&proxy->has_jobs, &proxy->queue_lock);
-    job = proxy->first;
+    pthread_mutex_lock(&pool->lock);
+    while (pool->first == NULL && !atomic_load(&pool->stopping))
+        pthread_cond_wait(&pool->has_jobs, &pool->lock);
+    job = pool->first;
     if (job != NULL) {
-        proxy->first = job->next;
-        atomic_fetch_sub(&proxy->job_count, 1);
+        pool->first = job->next;
+        atomic_fetch_sub(&pool->job_count, 1);
     }
-    pthread_mutex_unlock(&proxy->queue_lock);
+    pthread_mutex_unlock(&pool->lock);
     return job;
 }
 
-static void *send_loop(void *argument)
+static void *run_jobs(void *argument)
 {
-    struct proxy *proxy = argument;
+    struct pool *pool = argument;
     struct job *job;
 
-    prctl(PR_SET_NAME, "hetero-send");
-    while ((job = next_job(proxy)) != NULL)
+    prctl(PR_SET_NAME, pool->name);
+    while ((job = next_job(pool)) != NULL)
         job->run(job);
     return NULL;
+}
+
+int pool_start(struct pool *pool)
+{
+    int code = 0;
+
+    pthread_mutex_lock(&pool->lock);
+    while (code == 0 && pool->thread_count < POOL_THREADS) {
+        code = start_thread(&pool->threads[pool->thread_count], run_jobs, pool);
+        pool->thread_count += code == 0;
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return code;
+}
+
+/* End the threads, after all jobs. */
+static void pool_end(struct pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    atomic_store(&pool->stopping, true);
+    pthread_cond_broadcast(&pool->has_jobs);
+    pthread_mutex_unlock(&pool->lock);
+    for (int index = 0; index < pool->thread_count; index++)
+        pthread_join(pool->threads[index], NULL);
+    pthread_cond_destroy(&pool->has_jobs);
+    pthread_mutex_destroy(&pool->lock);
+}
+
+struct pool *proxy_senders(struct proxy *proxy)
+{
+    return &proxy->senders;
+}
+
+struct pool *proxy_copiers(struct proxy *proxy)
+{
+    return &proxy->copiers;
 }
 
 /* Receivers. */
@@ -141,29 +232,12 @@ static void *receive_loop(void *argument)
     return NULL;
 }
 
-/* Block signals in the threads: one delivered there would not interrupt Python's main thread. */
-static int start_thread(pthread_t *thread, void *(*loop)(void *), void *argument)
-{
-    sigset_t all, before;
-    int code;
-
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = pthread_create(thread, NULL, loop, argument);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return code;
-}
-
 /* Start senders and receivers with the first connection: with RDMA alone there is nothing for them to do. */
 static int start_copying(struct proxy *proxy)
 {
-    int code = 0;
+    int code = pool_start(&proxy->senders);
 
     pthread_mutex_lock(&proxy->lock);
-    while (code == 0 && proxy->sender_count < PROXY_SENDERS) {
-        code = start_thread(&proxy->senders[proxy->sender_count], send_loop, proxy);
-        proxy->sender_count += code == 0;
-    }
     for (int index = 0; code == 0 && index < PROXY_RECEIVERS; index++) {
         struct receiver *receiver = &proxy->receivers[index];
 
@@ -519,8 +593,8 @@ struct proxy *proxy_new(char *error)
     if (proxy != NULL) {
         pthread_mutex_init(&proxy->lock, NULL);
         pthread_cond_init(&proxy->has_left, NULL);
-        pthread_mutex_init(&proxy->queue_lock, NULL);
-        pthread_cond_init(&proxy->has_jobs, NULL);
+        pool_init(&proxy->senders, "hetero-send");
+        pool_init(&proxy->copiers, "hetero-copy");
         code = open_descriptors(proxy) ? start_thread(&proxy->thread, run, proxy) : errno;
         proxy->has_thread = code == 0;
         if (code == 0)
@@ -539,16 +613,13 @@ static void close_descriptor(int fd)
 
 void proxy_free(struct proxy *proxy)
 {
-    pthread_mutex_lock(&proxy->queue_lock);
     atomic_store(&proxy->stopping, true);
-    pthread_cond_broadcast(&proxy->has_jobs);
-    pthread_mutex_unlock(&proxy->queue_lock);
     wake(proxy);
     eventfd_write(proxy->stop_fd, 1);
     if (proxy->has_thread)
         pthread_join(proxy->thread, NULL);
-    for (int index = 0; index < proxy->sender_count; index++)
-        pthread_join(proxy->senders[index], NULL);
+    pool_end(&proxy->senders);
+    pool_end(&proxy->copiers);
     for (int index = 0; index < PROXY_RECEIVERS; index++) {
         if (proxy->receivers[index].has_thread)
             pthread_join(proxy->receivers[index].thread, NULL);
@@ -557,8 +628,6 @@ void proxy_free(struct proxy *proxy)
     close_descriptor(proxy->epoll);
     close_descriptor(proxy->wake_fd);
     close_descriptor(proxy->stop_fd);
-    pthread_cond_destroy(&proxy->has_jobs);
-    pthread_mutex_destroy(&proxy->queue_lock);
     pthread_cond_destroy(&proxy->has_left);
     pthread_mutex_destroy(&proxy->lock);
     free(proxy);

@@ -1,25 +1,42 @@
 /* The threads that serve all links of a process, however many there are.
  *
- * One makes progress for carriers nobody drives. A fixed few copy between memory and TCP connections: senders
- * take jobs from a queue, receivers have connections of their own. The two are apart because a connection that
- * the peer does not read must not keep this end from reading. None of them holds the GIL. */
+ * One makes progress for carriers nobody drives. A fixed few copy: senders to TCP connections, receivers from
+ * connections of their own, copiers within memory. They are apart because a connection that the peer does not read
+ * must not keep this end from reading, nor from copying. None of them holds the GIL. */
 #ifndef HETERO_PROXY_H
 #define HETERO_PROXY_H
 
 #include "engine.h"
 
-#define PROXY_SENDERS 4
+#define POOL_THREADS 4
 #define PROXY_RECEIVERS 4
 /* The longest that a call of the kernel for one connection may keep a sender or receiver. */
 #define PROXY_SLICE_MICROSECONDS 5000
 
 struct proxy;
 
-/* Something for a sender to do. One job is queued once at most; `run` may submit it again. */
+/* Something to do. One job is queued once at most; `run` may submit it again. */
 struct job {
     void (*run)(struct job *job);
     struct job *next;
 };
+
+/* A queue of jobs, and the threads that run them. */
+struct pool;
+
+/* Start the threads, unless they are; 0 or an errno. */
+int pool_start(struct pool *pool);
+void pool_submit(struct pool *pool, struct job *job);
+/* Whether jobs wait for a thread. */
+bool pool_has_jobs(struct pool *pool);
+/* Whether a job that cannot go on may wait in its thread, rather than be submitted again: none that is queued could
+ * go on either. */
+bool pool_is_stuck(struct pool *pool);
+/* A job has gone on. */
+void pool_has_moved(struct pool *pool);
+/* For how many milliseconds at most a stuck job may wait; then pool_end_wait. */
+uint32_t pool_begin_wait(struct pool *pool);
+void pool_end_wait(struct pool *pool);
 
 /* A connection. Keep it until it has been removed, by what `receive` returns. */
 struct connection {
@@ -50,9 +67,8 @@ int proxy_await_room(struct proxy *proxy, struct connection *connection);
 /* Whether its receiver has others too. */
 bool proxy_shares_receiver(const struct connection *connection);
 
-/* Have a sender run a job. */
-void proxy_submit(struct proxy *proxy, struct job *job);
-/* Whether jobs wait for a sender. */
-bool proxy_has_jobs(struct proxy *proxy);
+/* Its senders, which start with the first connection, and its copiers. */
+struct pool *proxy_senders(struct proxy *proxy);
+struct pool *proxy_copiers(struct proxy *proxy);
 
 #endif

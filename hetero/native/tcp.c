@@ -313,7 +313,7 @@ static bool flush(struct rail *base)
         }
         if (base->live) {
             rail->sending = SENDING;
-            proxy_submit(rail->proxy, &rail->job);
+            pool_submit(proxy_senders(rail->proxy), &rail->job);
         }
     }
     return is_sent;
@@ -364,8 +364,8 @@ static void send_queued(struct job *job)
             send_later(rail);
             goto unlock;
         }
-        if (proxy_has_jobs(rail->proxy)) {
-            proxy_submit(rail->proxy, job);
+        if (pool_has_jobs(proxy_senders(rail->proxy))) {
+            pool_submit(proxy_senders(rail->proxy), job);
             goto unlock;
         }
     }
@@ -381,7 +381,7 @@ static void has_room(struct connection *connection)
     engine_lock(rail->engine);
     rail->sending = SENDING;
     engine_unlock(rail->engine);
-    proxy_submit(rail->proxy, &rail->job);
+    pool_submit(proxy_senders(rail->proxy), &rail->job);
 }
 
 /* Receiving. */

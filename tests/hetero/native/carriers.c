@@ -289,8 +289,8 @@ static void open_end(struct end *end)
     REQUIRE(end->carrier != NULL);
     for (int rail = 0; rail < rails; rail++)
         (is_verbs ? add_verbs : add_tcp)(end, rail);
-    end->filling = host_stream_create(NULL, notified, end->carrier);
-    end->emptying = host_stream_create(NULL, notified, end->carrier);
+    end->filling = host_stream_create(proxy, NULL, notified, end->carrier);
+    end->emptying = host_stream_create(proxy, NULL, notified, end->carrier);
 }
 
 static void start_end(struct end *end)

@@ -25,6 +25,7 @@ from hetero.native.binding import (
     RingWord,
     Vendor,
     native,
+    proxy,
 )
 from tests.hetero.link.joined import meanwhile
 
@@ -63,7 +64,7 @@ def words() -> Words:
 class Stream:
     def __init__(self, gpu: Any = None, *, on_write: Any = None, argument: int = 0) -> None:
         request = None if gpu is None else ctypes.byref(gpu)
-        self.handle = LIBRARY.host_stream_create(request, on_write, argument)
+        self.handle = LIBRARY.host_stream_create(proxy(), request, on_write, argument)
         self._targets: list[Any] = []
 
     def enqueue(self, **step: Any) -> None:
