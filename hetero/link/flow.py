@@ -62,6 +62,7 @@ class Flow:
             ring=ends.outgoing_ring if is_outgoing else ends.incoming_ring,
             ring_bytes=options.ring_bytes,
             chunk_bytes=options.entry_bytes,
+            least_chunk_bytes=options.least_entry_bytes,
             small_bytes=self._small_bytes,
             checksum_bytes=device.checksum_bytes,
             user_buffers=direction.user_buffers_address if options.zero_copy else 0,

@@ -39,7 +39,7 @@ _MAX_TIMEOUT = 2_000_000
 """Seconds (23 days) to which a timeout is clamped: a socket's has 31 bits of milliseconds."""
 _ON_CPU = "the tensors are on a CPU"
 _CHECKSUM = "--hetero-checksum needs the CPU to see every byte"
-_CHUNK_BYTES = {"shm": 4 << 20, "verbs": 2 << 20, "verbs-host": 2 << 20, "tcp": 1 << 20}
+_CHUNK_BYTES = {"shm": 4 << 20, "verbs": 2 << 20, "verbs-host": 2 << 20, "tcp": 4 << 20}
 """The default chunk of each path. Passing on a chunk costs microseconds: little compared with a
 copy by the host, much compared with one by a device, for which `ipc` has chunks of half a ring."""
 _RINGS_OF_GPUS = 4

@@ -285,6 +285,11 @@ class RingOptions:
         return min(self.chunk_bytes, self.ring_bytes // 2)
 
     @property
+    def least_entry_bytes(self) -> int:
+        """The smallest chunk of a message that has several: small messages are for all rails too."""
+        return max(1, self.entry_bytes // 4) if self.transport == "tcp" else self.entry_bytes
+
+    @property
     def zero_copy(self) -> bool:
         """True if larger messages skip the rings: the carrier can access the callers' tensors."""
         device = self.device

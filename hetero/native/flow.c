@@ -4,6 +4,8 @@
 #include <string.h>
 
 #define STUCK UINT32_MAX
+/* Of a large message, where that suits the limits. */
+#define CHUNKS 16
 
 static void store_counter(struct ring_word *word, uint64_t value)
 {
@@ -46,9 +48,27 @@ static uint64_t least(uint64_t one, uint64_t other)
     return one < other ? one : other;
 }
 
+/* The size of a message's chunks, but for the last: as large as leaves enough of them for all rails. */
+static uint64_t chunk_of(const struct flow *flow, uint64_t nbytes)
+{
+    uint64_t share = nbytes / CHUNKS / RING_ALIGNMENT * RING_ALIGNMENT;
+
+    if (share < flow->least_chunk_bytes)
+        return flow->least_chunk_bytes;
+    return least(share, flow->chunk_bytes);
+}
+
 static uint64_t entries_of(const struct flow *flow, uint64_t nbytes)
 {
-    return nbytes == 0 ? 1 : (nbytes + flow->chunk_bytes - 1) / flow->chunk_bytes;
+    uint64_t chunk = chunk_of(flow, nbytes);
+
+    return nbytes == 0 ? 1 : (nbytes + chunk - 1) / chunk;
+}
+
+/* The size of the next chunk. */
+static uint64_t next_chunk(const struct flow *flow, const struct transfer *transfer)
+{
+    return least(transfer->nbytes - transfer->offset, chunk_of(flow, transfer->nbytes));
 }
 
 /* Have the carrier receive an entry into the tensor; false if it receives it into the ring already, or the
@@ -79,7 +99,7 @@ static bool is_received_there(const struct flow *flow, const struct transfer *tr
  * ring. */
 static void claim_entries(const struct flow *flow, struct transfer *transfer)
 {
-    uint64_t entries = entries_of(flow, transfer->nbytes);
+    uint64_t entries = entries_of(flow, transfer->nbytes), chunk = chunk_of(flow, transfer->nbytes);
 
     if (flow->is_outgoing || !is_zero_copy(flow, transfer->nbytes))
         return;
@@ -88,10 +108,10 @@ static void claim_entries(const struct flow *flow, struct transfer *transfer)
         transfer->claimed = flow->count - transfer->first;
     while (transfer->claimed < entries &&
            transfer->first + transfer->claimed < flow->count + RING_ENTRIES) {
-        uint64_t offset = transfer->claimed * flow->chunk_bytes;
+        uint64_t offset = transfer->claimed * chunk;
 
         if (!claim(user_buffer_of(flow, transfer->first + transfer->claimed),
-                   transfer->address + offset, least(flow->chunk_bytes, transfer->nbytes - offset)))
+                   transfer->address + offset, least(chunk, transfer->nbytes - offset)))
             break;
         transfer->claimed++;
     }
@@ -178,7 +198,7 @@ static void post(struct flow *flow, const struct transfer *transfer, uint64_t nb
 
 static enum progress send_chunk(struct flow *flow, struct transfer *transfer, bool by_caller)
 {
-    uint64_t nbytes = least(transfer->nbytes - transfer->offset, flow->chunk_bytes);
+    uint64_t nbytes = next_chunk(flow, transfer);
     const struct ring_direction *direction = direction_of(flow);
     bool is_idle = reached(ring_load(&direction->produced), flow->count);
     uint64_t begin, end;
@@ -225,7 +245,7 @@ static bool is_expected(const struct flow *flow, const struct transfer *transfer
 {
     return memcmp(&record->header, &transfer->header, sizeof record->header) == 0 &&
            record->offset == transfer->offset &&
-           record->nbytes == least(transfer->nbytes - transfer->offset, flow->chunk_bytes) &&
+           record->nbytes == next_chunk(flow, transfer) &&
            record->slot <= flow->ring_bytes &&
            record->nbytes + flow->checksum_bytes <= flow->ring_bytes - record->slot;
 }
@@ -319,8 +339,8 @@ static void finish(struct flow *flow, struct transfer *transfer)
     __atomic_store_n(&transfer->progress, ENQUEUED, __ATOMIC_RELEASE);
 }
 
-/* Progress the first message. */
-static enum progress progress_first(struct flow *flow, bool by_caller)
+/* Progress the first message; set `has_moved` if there is something for the peer. */
+static enum progress progress_first(struct flow *flow, bool by_caller, bool *has_moved)
 {
     struct transfer *transfer = first_queued(flow);
     /* On the host any thread is the caller's stream. */
@@ -340,7 +360,17 @@ static enum progress progress_first(struct flow *flow, bool by_caller)
         finish(flow, transfer);
     else
         transfer->progress = progress;
-    if (flow->count != first)
+    *has_moved |= flow->count != first;
+    return progress;
+}
+
+/* The same, and wake the peer. */
+static enum progress progress_for_caller(struct flow *flow, bool by_caller)
+{
+    bool has_moved = false;
+    enum progress progress = progress_first(flow, by_caller, &has_moved);
+
+    if (has_moved)
         wake_peer(flow);
     return progress;
 }
@@ -380,7 +410,7 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller)
     lock(flow);
     /* Another thread may have enqueued it meanwhile. */
     if (first_queued(flow) == transfer)
-        progress = progress_first(flow, by_caller);
+        progress = progress_for_caller(flow, by_caller);
     unlock(flow);
     return progress;
 }
@@ -392,25 +422,47 @@ void native_abort(struct flow *flow)
     unlock(flow);
 }
 
+/* Whether the first message may go on. */
+static bool is_ready(const struct flow *flow)
+{
+    const struct ring_direction *direction = direction_of(flow);
+
+    return flow->is_outgoing || (reached(ring_load(&direction->posted), flow->count + 1) &&
+                                 reached(ring_load(&direction->produced), flow->count + 1));
+}
+
+/* Call with the lock. A small message is left to whoever waits for it, who is faster: a carrier's thread has to
+ * tell the peer before it can receive again. */
+static void drive(struct flow *flow, bool *has_moved, bool *has_news)
+{
+    enum progress progress = ENQUEUED;
+
+    while (first_queued(flow) != NULL && is_ready(flow) && progress == ENQUEUED) {
+        if (first_queued(flow)->nbytes <= flow->small_bytes) {
+            *has_news = true;
+            return;
+        }
+        progress = progress_first(flow, false, has_moved);
+        *has_news |= progress != WAITING;
+    }
+}
+
 void native_drive(struct flow *flow)
 {
-    bool has_news = false;
-
     __atomic_store_n(&flow->is_requested, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&flow->is_requested, __ATOMIC_SEQ_CST) &&
            pthread_mutex_trylock(&flow->lock) == 0) {
-        while (__atomic_exchange_n(&flow->is_requested, 0, __ATOMIC_SEQ_CST)) {
-            enum progress progress = ENQUEUED;
+        bool has_moved = false, has_news = false;
 
-            while (first_queued(flow) != NULL && progress == ENQUEUED) {
-                progress = progress_first(flow, false);
-                has_news |= progress != WAITING;
-            }
-        }
+        while (__atomic_exchange_n(&flow->is_requested, 0, __ATOMIC_SEQ_CST))
+            drive(flow, &has_moved, &has_news);
         pthread_mutex_unlock(&flow->lock);
+        /* First whoever waits here: the peer takes a call of the kernel. */
+        if (has_news)
+            host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+        if (has_moved)
+            wake_peer(flow);
     }
-    if (has_news)
-        host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
 }
 
 /* Progress a message of the caller, and those before it. */
@@ -423,7 +475,7 @@ static enum progress progress_up_to(struct transfer *transfer)
     while (transfer->progress != ENQUEUED && progress == ENQUEUED)
         progress = first_queued(flow) == NULL
                        ? WAITING
-                       : progress_first(flow, first_queued(flow) == transfer);
+                       : progress_for_caller(flow, first_queued(flow) == transfer);
     unlock(flow);
     return progress;
 }

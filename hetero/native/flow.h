@@ -21,7 +21,9 @@ struct flow {
     /* The data, by the device's address. */
     uint64_t ring;
     uint64_t ring_bytes;
+    /* The largest chunk, and the least of a message that has several. */
     uint64_t chunk_bytes;
+    uint64_t least_chunk_bytes;
     /* The largest message that may go to the caller's stream. */
     uint64_t small_bytes;
     /* After an entry's bytes in the ring: HOST_CHECKSUM_BYTES, or 0. */
@@ -101,7 +103,7 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller);
 void native_abort(struct flow *flow);
 
 /* Enqueue as many entries as possible, of host memory, without any lock and without blocking; ring the doorbell if
- * a message is then enqueued or refused. If another thread is at it, that one does so. */
+ * a message is then enqueued or refused, or is small and may go on. If another thread is at it, that one does so. */
 void native_drive(struct flow *flow);
 
 /* Queue messages of several flows, unless they are, and progress them as native_progress does. Polls the peers for
