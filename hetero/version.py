@@ -21,7 +21,7 @@ from hetero.errors import UserError, print_error, write_error_file
 __version__ = "0.1.0"
 """Both sides of a boundary must run the same one."""
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Of what ranks send each other over links (docs/wire.md). Increment it with every change."""
 
 MEGATRON_CORES = ("0.16.1", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0")
