@@ -14,7 +14,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hetero.link.handshake import (
@@ -30,6 +30,7 @@ from hetero.startup.addresses import family_of
 from hetero.startup.process import close_in_children
 
 _DIAL_SECONDS = 2.0
+_REST_SECONDS = 1.0
 """The time to connect, which is enough to send a lost SYN again, and then for each exchange."""
 _PADDING = " " * (32 << 10)
 """Of a message: several of the largest packets."""
@@ -101,6 +102,8 @@ class Redial:
         self._routes = routes or {}
         self._pending: dict[int, _Pending] = {}
         self._refused_since: float | None = None
+        self._resting: list[tuple[float, socket.socket]] = []
+        """Listeners for which there was no descriptor, and until when."""
         self._stack = ExitStack()
         self._selector = self._stack.enter_context(selectors.DefaultSelector())
         for listener in listeners:
@@ -120,8 +123,8 @@ class Redial:
 
     @property
     def is_pending(self) -> bool:
-        """True while a connection has been dialed or accepted and is not in its place."""
-        return bool(self._pending)
+        """True while a connection has been dialed or accepted and is not in its place, or waits."""
+        return bool(self._pending or self._resting)
 
     def is_dialing(self, place: Place) -> bool:
         return any(one.dialed == place for one in self._pending.values())
@@ -177,6 +180,8 @@ class Redial:
             elif (reopened := self._continue(pending)) is not None:
                 yield reopened
         now = time.monotonic()
+        while self._resting and self._resting[0][0] < now:
+            self._selector.register(self._resting.pop(0)[1], selectors.EVENT_READ)
         for pending in [one for one in self._pending.values() if one.deadline < now]:
             self._fail(pending, OSError("nothing answers"))
 
@@ -195,11 +200,17 @@ class Redial:
         return reopened
 
     def _accept(self, listener: socket.socket, admit: Callable[[Place, int], bool]) -> None:
-        with suppress(OSError):  # it has gone by now
+        try:
             connection, _ = listener.accept()
-            connection.setblocking(False)
-            steps = self._answer(connection, admit)
-            self._begin(_Pending(connection, None, steps, time.monotonic() + TOKEN_SECONDS))
+        except OSError as error:
+            # Otherwise it has gone by now. A listener that lacks a descriptor stays readable.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._selector.unregister(listener)
+                self._resting.append((time.monotonic() + _REST_SECONDS, listener))
+            return
+        connection.setblocking(False)
+        steps = self._answer(connection, admit)
+        self._begin(_Pending(connection, None, steps, time.monotonic() + TOKEN_SECONDS))
 
     def _ask(self, connection: socket.socket, place: Place, opening: int) -> Steps[Reopened]:
         if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -115,6 +118,33 @@ def test_a_caller_that_says_half_a_token_holds_up_no_other() -> None:
     with redials() as (one, other), socket.create_connection(other._routes[RAIL].address) as slow:
         slow.sendall(secrets.token_bytes(16))
         other.dial(RAIL, 1)
+        ((here,), (there,)) = reopened(one, other, lambda place, number: True)
+        with here.connection, there.connection:
+            assert here.place == there.place == RAIL
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """In which this process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_listener_without_descriptors_rests_and_accepts_later() -> None:
+    with redials() as (one, other):
+        other.dial(RAIL, 1)
+        assert wait_for(lambda: select.select([one], [], [], 0)[0])
+        with without_descriptors():
+            assert list(one.progress(bool)) == []
+            # Readable no more, or whoever watches it would not rest either.
+            assert select.select([one], [], [], 0)[0] == []
+            assert one.is_pending
         ((here,), (there,)) = reopened(one, other, lambda place, number: True)
         with here.connection, there.connection:
             assert here.place == there.place == RAIL
