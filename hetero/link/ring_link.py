@@ -72,6 +72,7 @@ class RingTransfer(Work):
     """The end of the caller's earlier work; None while it may go to the same stream."""
     begun_at: float = field(default_factory=time.monotonic)
     error: LinkError | None = None
+    _end_count: int | None = None
     _is_completed: bool = False
 
     @property
@@ -81,10 +82,10 @@ class RingTransfer(Work):
     @property
     def end_count(self) -> int | None:
         """The flow's entry count after the transfer's last entry; None until that is enqueued."""
-        if self.state.progress != _ENQUEUED:
-            return None
-        self.flow.acquire()
-        return int(self.state.count)
+        if self._end_count is None and self.state.progress == _ENQUEUED:
+            self.flow.acquire()
+            self._end_count = self.state.count
+        return self._end_count
 
     @property
     def has_begun(self) -> bool:
