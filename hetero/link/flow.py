@@ -190,8 +190,9 @@ class Flow:
 
     def begin(self, transfer: RingTransfer) -> None:
         """Queue a message. Its bytes may come from then on."""
-        self._begin(addressof(transfer.state))
+        # First keep its memory, whatever exception a signal's handler raises behind the call.
         self.waiting.append(transfer)
+        self._begin(addressof(transfer.state))
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None

@@ -408,9 +408,13 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller)
     enum progress progress = ENQUEUED;
 
     lock(flow);
+    if (transfer->header_state != HEADER_COMPLETE)
+        begin(flow, transfer);
     /* Another thread may have enqueued it meanwhile. */
-    if (first_queued(flow) == transfer)
-        progress = progress_for_caller(flow, by_caller);
+    while (transfer->progress != ENQUEUED && progress == ENQUEUED)
+        progress = first_queued(flow) == NULL
+                       ? WAITING
+                       : progress_for_caller(flow, by_caller && first_queued(flow) == transfer);
     unlock(flow);
     return progress;
 }
@@ -465,21 +469,6 @@ void native_drive(struct flow *flow)
     }
 }
 
-/* Progress a message of the caller, and those before it. */
-static enum progress progress_up_to(struct transfer *transfer)
-{
-    struct flow *flow = flow_of(transfer);
-    enum progress progress = ENQUEUED;
-
-    lock(flow);
-    while (transfer->progress != ENQUEUED && progress == ENQUEUED)
-        progress = first_queued(flow) == NULL
-                       ? WAITING
-                       : progress_for_caller(flow, first_queued(flow) == transfer);
-    unlock(flow);
-    return progress;
-}
-
 /* How many messages are left; STUCK once one has failed or was refused. */
 static uint32_t progress_transfers(struct transfer *const *transfers, uint32_t count)
 {
@@ -489,7 +478,7 @@ static uint32_t progress_transfers(struct transfer *const *transfers, uint32_t c
         enum progress progress = ENQUEUED;
 
         if (__atomic_load_n(&transfers[index]->progress, __ATOMIC_ACQUIRE) != ENQUEUED)
-            progress = progress_up_to(transfers[index]);
+            progress = native_progress(transfers[index], true);
         if (progress == FAILED || progress == REFUSED)
             return STUCK;
         left += progress != ENQUEUED;
