@@ -544,7 +544,9 @@ class RingLink(Link):
                 return True
             if not seconds or (other is not None and other.has_ended):
                 return False
-            if transfer.end_count is not None:
+            # The peer may take it only once this end has gone on with what it sends itself.
+            needs_other = other is not None and transfer.state.completes_at_receiver
+            if transfer.end_count is not None and not needs_other:
                 # Streams and carriers do the rest, without any CPU: it ends with this word.
                 consumed = transfer.state.completes_at_receiver
                 word = transfer.flow.completed_word(transfer.end_count, consumed=consumed)
@@ -553,7 +555,10 @@ class RingLink(Link):
                     self._request()
             else:
                 self._waiters += 1
-                if other is not None and other.end_count is not None:
+                # Nothing rings for the end of what is enqueued.
+                if transfer.end_count is not None or (
+                    other is not None and other.end_count is not None
+                ):
                     seconds = min(seconds, _COPY_SECONDS)
         try:
             if word is None:
