@@ -286,7 +286,7 @@ class RingOptions:
 
     @property
     def least_entry_bytes(self) -> int:
-        """The smallest chunk of a message that has several: small messages are for all rails too."""
+        """The smallest chunk of a message that has several: few bytes are for all rails too."""
         return max(1, self.entry_bytes // 4) if self.transport == "tcp" else self.entry_bytes
 
     @property

@@ -122,9 +122,7 @@ class RingExchange:
         return [begin(message, tag=tag) for message in messages]
 
     @staticmethod
-    def _lock(
-        links: Collection[Any], locked: list[RingLink]
-    ) -> CurrentStream | None:
+    def _lock(links: Collection[Any], locked: list[RingLink]) -> CurrentStream | None:
         """Lock all links, and list them in `locked`; None if one cannot take part.
 
         In the order of the peers, so that two callers cannot deadlock. Hold the locks briefly.
