@@ -826,7 +826,9 @@ class RingLink(Link):
         self._unblock_streams()
 
     def _unblock_streams(self) -> None:
-        blocked = [flow for flow in (self._out, self._in) if flow.waits_for_peer()]
+        blocked = [
+            flow for flow in (self._out, self._in) if flow.waits_for_peer() or flow.stream_error()
+        ]
         if blocked and not self._ends.local.has_failed:
             # Set the flag first: the peer reads these words too, and must not trust them.
             self._ends.local.fail(f"rank {self.description.rank} closed the link")
