@@ -364,12 +364,21 @@ static enum progress progress_first(struct flow *flow, bool by_caller, bool *has
     return progress;
 }
 
+/* Wake whoever waits at this end. */
+static void ring(const struct flow *flow)
+{
+    host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+}
+
 /* The same, and wake the peer. */
 static enum progress progress_for_caller(struct flow *flow, bool by_caller)
 {
     bool has_moved = false;
     enum progress progress = progress_first(flow, by_caller, &has_moved);
 
+    /* Another thread may wait for it, and a carrier's threads find nothing left that they would ring for. */
+    if (progress == ENQUEUED && flow->is_driven)
+        ring(flow);
     if (has_moved)
         wake_peer(flow);
     return progress;
@@ -463,7 +472,7 @@ void native_drive(struct flow *flow)
         pthread_mutex_unlock(&flow->lock);
         /* First whoever waits here: the peer takes a call of the kernel. */
         if (has_news)
-            host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+            ring(flow);
         if (has_moved)
             wake_peer(flow);
     }

@@ -33,7 +33,7 @@ struct flow {
     /* A function and its argument, called when entries have been enqueued: it wakes the peer. */
     uint64_t wake_peer;
     uint64_t wake_argument;
-    /* This end's doorbell, which native_drive rings. */
+    /* This end's doorbell: whoever moves a driven flow rings it. */
     uint64_t doorbell;
     /* A message of bytes; its numbers are filled in for each. */
     struct message_header bytes_header;

@@ -202,6 +202,21 @@ def test_who_awaits_a_large_send_sees_what_has_come_before_the_peer_can_take_it(
         assert is_first
 
 
+@pytest.mark.usefixtures("network")
+def test_who_enqueues_a_message_that_has_come_wakes_others_that_may_wait_for_it() -> None:
+    """The carrier's threads, which come second, find nothing to tell of."""
+    with tcp.Setup().links() as (one, other):
+        other.send(noise(NBYTES))
+        # Whole, and nobody has asked for it: it goes to the ring, and nothing rings.
+        assert wait_for(lambda: one._ends.incoming.produced == other._out.count)
+        bell = one._ends.local.doorbell
+        receiving = one.recv(torch.zeros(NBYTES, dtype=torch.uint8))
+        assert isinstance(receiving, RingTransfer)
+        assert receiving.end_count is not None
+        assert one._ends.local.doorbell != bell
+        receiving.wait()
+
+
 def test_the_rails_outlast_a_thread_that_drives_the_flows_and_wakes_the_peer() -> None:
     device = HostDevice(CPU)
     options = RingOptions("tcp", tcp.RING_BYTES, tcp.CHUNK_BYTES, device)
