@@ -166,8 +166,9 @@ class RingLink(Link):
     """A link over a ring; no thread is between the two devices.
 
     `send` and `recv` enqueue copies on streams and return. What cannot be enqueued yet, because the
-    ring is full or the peer has not sent, is enqueued by the next call, by `wait()`, or by the
-    monitor, which also checks deadlines and the peer, and rests while the link is idle.
+    ring is full or the peer has not sent, is enqueued by the next call, by `wait()`, by a carrier's
+    threads where they may (flow.h), or by the monitor, which also checks deadlines and the peer,
+    and rests while the link is idle.
 
     On failure the error flag is set before the streams that wait for the peer are unblocked: they
     then copy garbage, and a caller that synchronizes the device and calls `check()` never uses it.
@@ -518,8 +519,8 @@ class RingLink(Link):
     ) -> bool:
         """Make progress once, and sleep while there is nothing to do for a transfer.
 
-        For links of tensors in host memory, by any thread. Sleeps until the peer or the carrier has
-        moved anything, `transfer` or `other` has ended, or `seconds` are over: call it again. It
+        For links of tensors in host memory, by any thread. Sleeps until there is something to do
+        for a message, `transfer` or `other` has ended, or `seconds` are over: call it again. It
         polls the first `spin_seconds`; with 0 `seconds` it does not wait. The monitor leaves
         progress to the caller meanwhile.
 
