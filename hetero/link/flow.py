@@ -135,8 +135,14 @@ class Flow:
         )
 
     def unblock(self) -> None:
-        """Unblock streams that wait for the peer's counter, after setting the error flag."""
-        self._direction.unblock(self._state.awaited, sender=self._state.is_outgoing)
+        """Unblock streams that wait for the peer's counter, after setting the error flag.
+
+        Where this end's own have failed, they write no counter any more: unblock who waits for it.
+        """
+        is_outgoing = self._state.is_outgoing
+        self._direction.unblock(self._state.awaited, sender=is_outgoing)
+        if self.stream_error():
+            self._direction.unblock(self.count, sender=not is_outgoing)
 
     def stream_error(self) -> str | None:
         """The error of the streams; None if they have not failed."""
@@ -190,8 +196,9 @@ class Flow:
 
     def begin(self, transfer: RingTransfer) -> None:
         """Queue a message. Its bytes may come from then on."""
-        self._begin(addressof(transfer.state))
+        # First keep its memory, whatever exception a signal's handler raises behind the call.
         self.waiting.append(transfer)
+        self._begin(addressof(transfer.state))
 
     def enqueue(
         self, stream: CurrentStream | None = None, *, awaited: RingTransfer | None = None

@@ -142,7 +142,10 @@ class Direction:
         return RingRecord.from_buffer_copy(self._bytes, begin)
 
     def unblock(self, value: int, *, sender: bool) -> None:
-        """Unblock a stream of the sender, or of the receiver, after setting the error flag."""
+        """Unblock who waits for the receiver's counter, as the sender does, or for the sender's.
+
+        After setting the error flag.
+        """
         word = RingDirection.consumed if sender else RingDirection.produced
         native().host_write_word(self.address + word.offset, value & COUNTER_MASK)
 

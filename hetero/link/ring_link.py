@@ -167,8 +167,9 @@ class RingLink(Link):
     """A link over a ring; no thread is between the two devices.
 
     `send` and `recv` enqueue copies on streams and return. What cannot be enqueued yet, because the
-    ring is full or the peer has not sent, is enqueued by the next call, by `wait()`, or by the
-    monitor, which also checks deadlines and the peer, and rests while the link is idle.
+    ring is full or the peer has not sent, is enqueued by the next call, by `wait()`, by a carrier's
+    threads where they may (flow.h), or by the monitor, which also checks deadlines and the peer,
+    and rests while the link is idle.
 
     On failure the error flag is set before the streams that wait for the peer are unblocked: they
     then copy garbage, and a caller that synchronizes the device and calls `check()` never uses it.
@@ -519,8 +520,8 @@ class RingLink(Link):
     ) -> bool:
         """Make progress once, and sleep while there is nothing to do for a transfer.
 
-        For links of tensors in host memory, by any thread. Sleeps until the peer or the carrier has
-        moved anything, `transfer` or `other` has ended, or `seconds` are over: call it again. It
+        For links of tensors in host memory, by any thread. Sleeps until there is something to do
+        for a message, `transfer` or `other` has ended, or `seconds` are over: call it again. It
         polls the first `spin_seconds`; with 0 `seconds` it does not wait. The monitor leaves
         progress to the caller meanwhile.
 
@@ -545,7 +546,9 @@ class RingLink(Link):
                 return True
             if not seconds or (other is not None and other.has_ended):
                 return False
-            if transfer.end_count is not None:
+            # The peer may take it only once this end has gone on with what it sends itself.
+            needs_other = other is not None and transfer.state.completes_at_receiver
+            if transfer.end_count is not None and not needs_other:
                 # Streams and carriers do the rest, without any CPU: it ends with this word.
                 consumed = transfer.state.completes_at_receiver
                 word = transfer.flow.completed_word(transfer.end_count, consumed=consumed)
@@ -554,7 +557,10 @@ class RingLink(Link):
                     self._request()
             else:
                 self._waiters += 1
-                if other is not None and other.end_count is not None:
+                # Nothing rings for the end of what is enqueued.
+                if transfer.end_count is not None or (
+                    other is not None and other.end_count is not None
+                ):
                     seconds = min(seconds, _COPY_SECONDS)
         try:
             if word is None:
@@ -822,7 +828,9 @@ class RingLink(Link):
         self._unblock_streams()
 
     def _unblock_streams(self) -> None:
-        blocked = [flow for flow in (self._out, self._in) if flow.waits_for_peer()]
+        blocked = [
+            flow for flow in (self._out, self._in) if flow.waits_for_peer() or flow.stream_error()
+        ]
         if blocked and not self._ends.local.has_failed:
             # Set the flag first: the peer reads these words too, and must not trust them.
             self._ends.local.fail(f"rank {self.description.rank} closed the link")

@@ -1,7 +1,7 @@
 /* Moves a link's entries between the words of the rings and the rails.
  *
- * Unless it says otherwise, call everything with the engine's lock, and release that by engine_unlock; nothing blocks. Callers of the link, and the
- * threads of proxy.h, drive it. */
+ * Unless it says otherwise, call everything with the engine's lock, and release that by engine_unlock, which goes on
+ * with the link's flows; nothing blocks. Callers of the link, and the threads of proxy.h, drive it. */
 #ifndef HETERO_ENGINE_H
 #define HETERO_ENGINE_H
 

@@ -364,12 +364,21 @@ static enum progress progress_first(struct flow *flow, bool by_caller, bool *has
     return progress;
 }
 
+/* Wake whoever waits at this end. */
+static void ring(const struct flow *flow)
+{
+    host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+}
+
 /* The same, and wake the peer. */
 static enum progress progress_for_caller(struct flow *flow, bool by_caller)
 {
     bool has_moved = false;
     enum progress progress = progress_first(flow, by_caller, &has_moved);
 
+    /* Another thread may wait for it, and a carrier's threads find nothing left that they would ring for. */
+    if (progress == ENQUEUED && flow->is_driven)
+        ring(flow);
     if (has_moved)
         wake_peer(flow);
     return progress;
@@ -408,17 +417,37 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller)
     enum progress progress = ENQUEUED;
 
     lock(flow);
+    if (transfer->header_state != HEADER_COMPLETE)
+        begin(flow, transfer);
     /* Another thread may have enqueued it meanwhile. */
-    if (first_queued(flow) == transfer)
-        progress = progress_for_caller(flow, by_caller);
+    while (transfer->progress != ENQUEUED && progress == ENQUEUED)
+        progress = first_queued(flow) == NULL
+                       ? WAITING
+                       : progress_for_caller(flow, by_caller && first_queued(flow) == transfer);
     unlock(flow);
     return progress;
+}
+
+/* Have what has still to come go to the ring. What a rail is receiving already goes on. */
+static void give_claims_up(const struct flow *flow, const struct transfer *transfer)
+{
+    for (uint64_t index = 0; index < transfer->claimed; index++) {
+        struct user_buffer *buffer = user_buffer_of(flow, transfer->first + index);
+        uint64_t claimed = transfer->address + index * chunk_of(flow, transfer->nbytes);
+
+        if (transfer->first + index >= flow->count)
+            __atomic_compare_exchange_n(&buffer->address, &claimed, RING_SLOT, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_ACQUIRE);
+    }
 }
 
 void native_abort(struct flow *flow)
 {
     lock(flow);
-    flow->first_queued = 0;
+    while (first_queued(flow) != NULL) {
+        give_claims_up(flow, first_queued(flow));
+        flow->first_queued = first_queued(flow)->next_queued;
+    }
     unlock(flow);
 }
 
@@ -459,25 +488,10 @@ void native_drive(struct flow *flow)
         pthread_mutex_unlock(&flow->lock);
         /* First whoever waits here: the peer takes a call of the kernel. */
         if (has_news)
-            host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
+            ring(flow);
         if (has_moved)
             wake_peer(flow);
     }
-}
-
-/* Progress a message of the caller, and those before it. */
-static enum progress progress_up_to(struct transfer *transfer)
-{
-    struct flow *flow = flow_of(transfer);
-    enum progress progress = ENQUEUED;
-
-    lock(flow);
-    while (transfer->progress != ENQUEUED && progress == ENQUEUED)
-        progress = first_queued(flow) == NULL
-                       ? WAITING
-                       : progress_for_caller(flow, first_queued(flow) == transfer);
-    unlock(flow);
-    return progress;
 }
 
 /* How many messages are left; STUCK once one has failed or was refused. */
@@ -489,7 +503,7 @@ static uint32_t progress_transfers(struct transfer *const *transfers, uint32_t c
         enum progress progress = ENQUEUED;
 
         if (__atomic_load_n(&transfers[index]->progress, __ATOMIC_ACQUIRE) != ENQUEUED)
-            progress = progress_up_to(transfers[index]);
+            progress = native_progress(transfers[index], true);
         if (progress == FAILED || progress == REFUSED)
             return STUCK;
         left += progress != ENQUEUED;

@@ -33,7 +33,7 @@ struct flow {
     /* A function and its argument, called when entries have been enqueued: it wakes the peer. */
     uint64_t wake_peer;
     uint64_t wake_argument;
-    /* This end's doorbell, which native_drive rings. */
+    /* This end's doorbell: whoever moves a driven flow rings it. */
     uint64_t doorbell;
     /* A message of bytes; its numbers are filled in for each. */
     struct message_header bytes_header;
@@ -95,8 +95,10 @@ void native_init_flow(struct flow *flow);
 /* Queue a message. A carrier may from then on write to the tensor of one that is received. */
 void native_begin(struct transfer *transfer);
 
-/* Enqueue as many entries as possible of a message that is the first of its queue or enqueued already; returns its
- * progress. `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order allows. */
+/* Enqueue as many entries as possible of a message and of those before it, and begin it unless it has been: an
+ * exception in Python may have come before native_begin. Returns its progress, or that of the one before it that
+ * failed or was refused. `by_caller`: in a thread that may enqueue on the message's `caller_stream`, where order
+ * allows. */
 uint32_t native_progress(struct transfer *transfer, bool by_caller);
 
 /* Empty the queue; no thread uses its messages any more. */

@@ -301,7 +301,7 @@ static bool await_word(struct host_stream *stream, struct word word)
 
     if (has_reached(address, word.value, &seen))
         return true;
-    if (!pool_is_stuck(stream->pool))
+    if (!pool_count_stuck(stream->pool))
         return false;
     has_come = host_wait_word(address, word.value, HOST_SPIN_MICROSECONDS, pool_begin_wait(stream->pool));
     pool_end_wait(stream->pool);

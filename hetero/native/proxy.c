@@ -117,7 +117,7 @@ bool pool_has_jobs(struct pool *pool)
     return atomic_load(&pool->job_count) > 0;
 }
 
-bool pool_is_stuck(struct pool *pool)
+bool pool_count_stuck(struct pool *pool)
 {
     return atomic_fetch_add(&pool->stuck_count, 1) >= atomic_load(&pool->job_count);
 }

@@ -29,9 +29,9 @@ int pool_start(struct pool *pool);
 void pool_submit(struct pool *pool, struct job *job);
 /* Whether jobs wait for a thread. */
 bool pool_has_jobs(struct pool *pool);
-/* Whether a job that cannot go on may wait in its thread, rather than be submitted again: none that is queued could
- * go on either. */
-bool pool_is_stuck(struct pool *pool);
+/* Count a job that cannot go on. Whether it may wait in its thread rather than be submitted again, as none that is
+ * queued could go on either. */
+bool pool_count_stuck(struct pool *pool);
 /* A job has gone on. */
 void pool_has_moved(struct pool *pool);
 /* For how many milliseconds at most a stuck job may wait; then pool_end_wait. */

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from ctypes import CFUNCTYPE, c_void_p
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -14,8 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from hetero.device.device import COMPLETED
+from hetero.device.host import HostDevice
 from hetero.errors import LinkError
+from hetero.link.carrier import Carrier, host_rings
+from hetero.link.flow import Flow
 from hetero.link.redial import Redial
+from hetero.link.ring import Direction, EndState, RingEnds, RingOptions
+from hetero.link.ring_link import RingTransfer, new_transfer
 from hetero.tools.verification.contract import random_sizes_arrive_unchanged
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link import tcp_ends as tcp
@@ -168,6 +176,91 @@ def test_the_last_connection_that_cannot_be_reopened_is_an_error_at_both_ends(
     monkeypatch.setattr(Redial, "_accept", lambda _, listener, admit: listener.accept()[0].close())
     names = ("127.0.0.1 to 127.0.0.1",) * 2
     _lose_the_last(setup, lambda: network.rails[0].close(), names)
+
+
+@pytest.mark.usefixtures("network")
+def test_who_awaits_a_large_send_sees_what_has_come_before_the_peer_can_take_it() -> None:
+    """Of two that send to each other, each may have to receive before its own is taken."""
+    with tcp.Setup().links() as (one, other):
+        reading, sending = one.recv(torch.zeros(10)), one.send(noise(NBYTES))
+        assert isinstance(reading, RingTransfer)
+        assert isinstance(sending, RingTransfer)
+        has_come = threading.Event()
+
+        def answer() -> None:
+            assert wait_for(lambda: bool(one._waiters or one._blocked))
+            other.send(torch.ones(10))
+            has_come.wait(5.0)
+            other.recv(torch.zeros(NBYTES, dtype=torch.uint8)).wait()
+
+        with meanwhile(answer):
+            while not (reading.has_ended or sending.has_ended):
+                one.await_news(sending, 60.0, other=reading)
+            is_first = not sending.has_ended
+            has_come.set()
+            sending.wait()
+        assert is_first
+
+
+@pytest.mark.usefixtures("network")
+def test_who_enqueues_a_message_that_has_come_wakes_others_that_may_wait_for_it() -> None:
+    """The carrier's threads, which come second, find nothing to tell of."""
+    with tcp.Setup().links() as (one, other):
+        other.send(noise(NBYTES))
+        # Whole, and nobody has asked for it: it goes to the ring, and nothing rings.
+        assert wait_for(lambda: one._ends.incoming.produced == other._out.count)
+        bell = one._ends.local.doorbell
+        receiving = one.recv(torch.zeros(NBYTES, dtype=torch.uint8))
+        assert isinstance(receiving, RingTransfer)
+        assert receiving.end_count is not None
+        assert one._ends.local.doorbell != bell
+        receiving.wait()
+
+
+def test_the_rails_outlast_a_thread_that_drives_the_flows_and_wakes_the_peer() -> None:
+    device = HostDevice(CPU)
+    options = RingOptions("tcp", tcp.RING_BYTES, tcp.CHUNK_BYTES, device)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        here = socket.create_connection(listener.getsockname())
+        there = stack.enter_context(listener.accept()[0])
+        memory = host_rings(options, stack)
+        carrier = Carrier(memory, options, side=0, stall_seconds=60.0)
+        stack.callback(carrier.close)
+        carrier.add_tcp_rail(here)
+        carrier.start()
+        is_waking, has_ended = threading.Event(), []
+
+        def wake(argument: int) -> None:
+            is_waking.set()
+            there.settimeout(0.3)
+            with suppress(TimeoutError):
+                while there.recv(1 << 20):
+                    pass
+                has_ended.append("its connection, below a thread that is to send over it")
+
+        ends = RingEnds(
+            outgoing=Direction(memory.control, 0, memory.control_on_device),
+            incoming=Direction(memory.control, 1, memory.control_on_device),
+            local=EndState(memory.control, 0),
+            peer=EndState(memory.control, 1, wake=(CFUNCTYPE(None, c_void_p)(wake), 0)),
+            outgoing_ring=memory.rings_on_device,
+            incoming_ring=memory.rings_on_device + options.ring_bytes,
+            event=memory.event,
+            peer_has_ended=lambda: False,
+            close=carrier.close,
+        )
+        flows = [Flow(options, ends, is_outgoing=is_outgoing) for is_outgoing in (True, False)]
+        link: Any = None
+        tensor = noise(NBYTES)
+        flows[0].begin(
+            new_transfer(link, flows[0], tensor, device.current_stream().key, COMPLETED, 0)
+        )
+        with meanwhile(lambda: carrier.drive(flows[0].address, flows[1].address)):
+            assert is_waking.wait(20)
+            carrier.close()
+        assert has_ended == []
+        assert device.synchronize(20)
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT, Fault.SILENT], ids=str)

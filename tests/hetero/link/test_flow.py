@@ -329,6 +329,29 @@ def test_a_message_waits_for_the_one_before_it_in_the_same_direction() -> None:
     assert [transfer.state.offset for transfer in world.sender.waiting] == [16 << 10, 0]
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_exception_while_a_message_begins_loses_neither_its_memory_nor_those_behind_it(
+    is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the handler of a signal raises it, before C has begun the message or after."""
+    world = World(CudaDriver)
+    flow, really_begin = world.sender, world.sender._begin
+
+    def interrupted(address: int) -> None:
+        if is_begun:
+            really_begin(address)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flow, "_begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            send(world, 100, (KEYS[0], KEYS[0]), "event")
+    assert [transfer.state.nbytes for transfer in flow.waiting] == [100]
+    send(world, 200, (KEYS[0], KEYS[0]), "event")
+    world.enqueue(flow)
+    assert [transfer.end_count is not None for transfer in flow.in_flight] == [True, True]
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_caller_on_another_device_does_not_lend_its_stream(
     monkeypatch: pytest.MonkeyPatch, key: int

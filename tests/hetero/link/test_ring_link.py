@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from hetero.link import ring_link as link_module
 from hetero.link.ring_link import RingTransfer
 from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.conftest import nothing_left_behind
-from tests.hetero.link.joined import meanwhile, times_asleep, tried, wait_for
+from tests.hetero.link.joined import CPU, meanwhile, times_asleep, tried, wait_for
 from tests.hetero.link.ring.pair import LARGE, Pair, Setup, count_from, cross, opened
 
 
@@ -285,6 +286,19 @@ def test_who_awaits_news_sleeps_until_the_peer_has_moved(
     assert (target == 1).all()
     assert awaited.link._waiters == 0
     assert awaited.link._blocked == []
+
+
+@pytest.mark.timeout(60)
+def test_a_wrong_checksum_in_a_large_message_ends_the_wait_for_it() -> None:
+    """The stream that finds it writes no word any more."""
+    with opened(device=lambda: HostDevice(CPU, checksum=True)) as pair:
+        nbytes = 3 * pair.sender._out._state.chunk_bytes
+        sending = pair.sender.send(torch.ones(nbytes, dtype=torch.uint8))
+        assert wait_for(sending.is_completed)
+        ctypes.memset(pair.sender._ends.outgoing_ring, 0, 1)
+        receiving = pair.receiver.recv(torch.zeros(nbytes, dtype=torch.uint8))
+        with pytest.raises(LinkError, match="wrong checksum in its bytes"):
+            receiving.wait()
 
 
 def test_who_spins_for_an_entry_returns_with_the_first_that_is_not_received(
