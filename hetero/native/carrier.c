@@ -228,6 +228,8 @@ bool carrier_flush_credits(struct carrier *carrier, double seconds)
 
 void carrier_free(struct carrier *carrier)
 {
+    /* First: a thread that drives them may go on to use the rails, when it serves none any more. */
+    engine_leave_flows(&carrier->engine);
     if (carrier->is_served)
         proxy_remove_engine(carrier->proxy, &carrier->engine);
     /* Stop all rails before freeing any: who serves one uses all of them. */
@@ -235,7 +237,6 @@ void carrier_free(struct carrier *carrier)
         carrier_stop_rail(carrier, index);
     for (int index = 0; index < carrier->engine.rail_count; index++)
         carrier->engine.rails[index]->operations->close(carrier->engine.rails[index]);
-    engine_leave_flows(&carrier->engine);
     engine_destroy(&carrier->engine);
     free(carrier);
 }
