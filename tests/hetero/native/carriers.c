@@ -382,7 +382,8 @@ static void open_line(struct line *line, struct end *end, bool is_outgoing)
     line->direction = direction;
     line->stream = host_stream_create(proxy, NULL, notified, end->carrier);
     line->flow = (struct flow){
-        .streams = {.driver = {.vendor = HOST, .copy = (uint64_t)(uintptr_t)host_enqueue}, .copies = address(line->stream)},
+        .streams = {.driver = {.vendor = HOST, .copy = (uint64_t)(uintptr_t)host_enqueue},
+                    .copies = address(line->stream)},
         .direction = address(words),
         .produced_word = address(&words->produced),
         .consumed_word = address(&words->consumed),
