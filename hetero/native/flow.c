@@ -343,6 +343,7 @@ static void finish(struct flow *flow, struct transfer *transfer)
     transfer->on_caller_stream = flow->on_caller_stream && !(flow->is_outgoing && zero_copy);
     transfer->count = flow->count;
     flow->first_queued = transfer->next_queued;
+    flow->has_finished = true;
     store_progress(transfer, ENQUEUED);
 }
 
@@ -438,8 +439,8 @@ static bool is_ready(const struct flow *flow)
                                  reached(ring_load(&direction->produced), flow->count + 1));
 }
 
-/* Call with the lock. A small message is left to whoever waits for it, who is faster: a carrier's thread has to
- * tell the peer before it can receive again. */
+/* Call with the lock; `has_news` for whoever waits here. A small message is left to that thread, which is faster: a
+ * carrier's has to tell the peer before it can receive again. */
 static void drive(struct flow *flow, bool *has_moved, bool *has_news)
 {
     enum progress progress = ENQUEUED;
@@ -447,11 +448,14 @@ static void drive(struct flow *flow, bool *has_moved, bool *has_news)
     while (first_queued(flow) != NULL && is_ready(flow) && progress == ENQUEUED) {
         if (first_queued(flow)->nbytes <= flow->small_bytes) {
             *has_news = true;
-            return;
+            break;
         }
         progress = progress_first(flow, false, has_moved);
         *has_news |= progress != WAITING;
     }
+    /* Another caller may have enqueued it, before this thread came to what had arrived. */
+    *has_news |= flow->has_finished;
+    flow->has_finished = false;
 }
 
 void native_drive(struct flow *flow)
@@ -520,7 +524,7 @@ static uint32_t make_caller_wait(struct transfer *const *transfers, uint32_t cou
             transfer->completes_at_receiver ? flow->consumed_word : flow->produced_word,
             (uint32_t)transfer->count);
         if (flow->failed)
-            return transfer->progress = FAILED;
+            return store_progress(transfer, FAILED);
     }
     return ENQUEUED;
 }

@@ -45,6 +45,7 @@ struct flow {
     /* Guards the queue, its messages and what follows; taken after Python's and before an engine's. */
     pthread_mutex_t lock;
     uint64_t first_queued, last_queued; /* messages that are not enqueued */
+    bool has_finished; /* one has been enqueued, which native_drive has not rung for */
     uint64_t sequence; /* messages begun */
     uint64_t begun;    /* entries of all of them */
     uint64_t count;    /* entries enqueued */
@@ -103,7 +104,8 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller);
 void native_abort(struct flow *flow);
 
 /* Enqueue as many entries as possible, of host memory, without any lock and without blocking; ring the doorbell if
- * a message is then enqueued or refused, or is small and may go on. If another thread is at it, that one does so. */
+ * a message has been enqueued since, by any thread, or is refused, or is small and may go on. If another thread is at
+ * it, that one does so. */
 void native_drive(struct flow *flow);
 
 /* Queue messages of several flows, unless they are, and progress them as native_progress does. Polls the peers for

@@ -64,7 +64,7 @@ const struct layout_member native_members[] = {
     OF(flow, checksum_bytes), OF(flow, user_buffers), OF(flow, wake_peer), OF(flow, wake_argument),
     OF(flow, doorbell), OF(flow, bytes_header), OF(flow, is_outgoing),
     OF(flow, is_driven), OF(flow, is_requested), OF(flow, lock), OF(flow, first_queued),
-    OF(flow, last_queued), OF(flow, sequence), OF(flow, begun),
+    OF(flow, last_queued), OF(flow, has_finished), OF(flow, sequence), OF(flow, begun),
     OF(flow, count), OF(flow, awaited), OF(flow, failed), OF(flow, head), OF(flow, tail), OF(flow, ends),
     OF(flow, freed), OF(flow, caller_stream), OF(flow, on_caller_stream), END(flow),
     OF(transfer, flow), OF(transfer, address), OF(transfer, nbytes), OF(transfer, caller_stream),

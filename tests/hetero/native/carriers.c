@@ -165,6 +165,7 @@ static void append(struct line *line, struct work *message)
         line->waiting = message;
 }
 
+/* Call with the lock. */
 static void free_first(struct line *line)
 {
     struct work *first = line->first;
@@ -184,12 +185,12 @@ static bool is_enqueued(const struct work *message)
     return __atomic_load_n(&message->transfer.progress, __ATOMIC_ACQUIRE) == ENQUEUED;
 }
 
-/* Progress what waits, as ring_link.py's _enqueue. */
-static void progress(const struct caller *caller)
+/* Progress what waits, whichever thread will wait for it, as ring_link.py's _enqueue. */
+static void progress(struct end *end)
 {
-    pthread_mutex_lock(&caller->end->lock);
-    for (int index = 0; index < caller->count; index++) {
-        struct line *line = caller->lines[index];
+    pthread_mutex_lock(&end->lock);
+    for (int index = 0; index < 2; index++) {
+        struct line *line = &end->lines[index];
 
         while (line->waiting != NULL) {
             struct transfer *transfer = &line->waiting->transfer;
@@ -197,14 +198,13 @@ static void progress(const struct caller *caller)
 
             if (!is_enqueued(line->waiting))
                 found = native_progress(transfer, transfer->caller_stream != 0);
-
             REQUIRE(found == WAITING || found == ENQUEUED);
             if (found == WAITING)
                 break;
             line->waiting = line->waiting->next;
         }
     }
-    pthread_mutex_unlock(&caller->end->lock);
+    pthread_mutex_unlock(&end->lock);
 }
 
 /* Queue some messages of each line: one after the other, or by one call. */
@@ -237,7 +237,7 @@ static void queue_messages(struct caller *caller)
     for (uint32_t index = 0; index < count; index++)
         append(lines[index], made[index]);
     pthread_mutex_unlock(&caller->end->lock);
-    progress(caller);
+    progress(caller->end);
 }
 
 /* Wait until a message is enqueued; false if everything is given up. No look at it but where the doorbell has rung: it
@@ -249,7 +249,7 @@ static bool await_enqueued(const struct caller *caller, const struct work *messa
     for (;;) {
         uint32_t bell = __atomic_load_n(doorbell, __ATOMIC_ACQUIRE);
 
-        progress(caller);
+        progress(caller->end);
         if (is_enqueued(message))
             return true;
         if (IS_ABANDONED)
@@ -266,7 +266,7 @@ static bool await_word(const struct caller *caller, struct ring_word *awaited, u
             return false;
         REQUIRE(waited < PATIENCE_MS);
         /* As the monitor does for a caller that waits for something else. */
-        progress(caller);
+        progress(caller->end);
     }
     return true;
 }
@@ -295,7 +295,9 @@ static bool complete_first(const struct caller *caller, struct line *line)
                        message->transfer.nbytes) == 0);
         count_compared();
     }
+    pthread_mutex_lock(&caller->end->lock);
     free_first(line);
+    pthread_mutex_unlock(&caller->end->lock);
     return true;
 }
 
