@@ -326,6 +326,13 @@ static void begin(struct flow *flow, struct transfer *transfer)
     claim_entries(flow, transfer);
 }
 
+/* Callers look at it without the lock. */
+static enum progress store_progress(struct transfer *transfer, enum progress progress)
+{
+    __atomic_store_n(&transfer->progress, progress, __ATOMIC_RELEASE);
+    return progress;
+}
+
 /* Take the first message, all of which is enqueued, out of the queue. Its memory may be gone afterwards. */
 static void finish(struct flow *flow, struct transfer *transfer)
 {
@@ -336,7 +343,7 @@ static void finish(struct flow *flow, struct transfer *transfer)
     transfer->on_caller_stream = flow->on_caller_stream && !(flow->is_outgoing && zero_copy);
     transfer->count = flow->count;
     flow->first_queued = transfer->next_queued;
-    __atomic_store_n(&transfer->progress, ENQUEUED, __ATOMIC_RELEASE);
+    store_progress(transfer, ENQUEUED);
 }
 
 /* Progress the first message; set `has_moved` if there is something for the peer. */
@@ -349,7 +356,7 @@ static enum progress progress_first(struct flow *flow, bool by_caller, bool *has
     enum progress progress;
 
     if (flow->failed)
-        return transfer->progress = FAILED;
+        return store_progress(transfer, FAILED);
     do {
         claim_entries(flow, transfer);
         before = flow->count;
@@ -359,7 +366,7 @@ static enum progress progress_first(struct flow *flow, bool by_caller, bool *has
     if (progress == ENQUEUED)
         finish(flow, transfer);
     else
-        transfer->progress = progress;
+        store_progress(transfer, progress);
     *has_moved |= flow->count != first;
     return progress;
 }
@@ -460,8 +467,8 @@ static bool is_ready(const struct flow *flow)
                                  reached(ring_load(&direction->produced), flow->count + 1));
 }
 
-/* Call with the lock. A small message is left to whoever waits for it, who is faster: a carrier's thread has to
- * tell the peer before it can receive again. */
+/* Call with the lock; `has_news` for whoever waits here. A small message is left to that thread, which is faster: a
+ * carrier's has to tell the peer before it can receive again. */
 static void drive(struct flow *flow, bool *has_moved, bool *has_news)
 {
     enum progress progress = ENQUEUED;
@@ -527,7 +534,7 @@ static uint32_t make_caller_wait(struct transfer *const *transfers, uint32_t cou
             transfer->completes_at_receiver ? flow->consumed_word : flow->produced_word,
             (uint32_t)transfer->count);
         if (flow->failed)
-            return transfer->progress = FAILED;
+            return store_progress(transfer, FAILED);
     }
     return ENQUEUED;
 }

@@ -352,8 +352,7 @@ static void send_queued(struct job *job)
         ssize_t sent = send_gathered(rail->connection.fd, &gathered, 0);
         int code = errno;
         pthread_mutex_lock(&rail->engine->lock);
-        if (!rail->rail.live)
-            break;
+        /* Also of a rail that was lost meanwhile: the peer may have consumed all of it before it ended. */
         bool is_complete = complete_sends(rail, &gathered, sent, code);
 
         if (is_complete)

@@ -388,12 +388,19 @@ def test_a_credit_that_comes_late_from_a_peer_that_has_closed_is_heard(
     assert caplog.messages == []
 
 
-def test_one_proxy_serves_all_links_of_a_process() -> None:
+def test_a_process_with_64_links_has_as_many_threads_as_with_one() -> None:
+    allow_open_files()
+    names = ("proxy", "send", "receive", "copy", "stream")
+    counts = []
     with ExitStack() as stack:
-        for _ in range(5):
-            stack.enter_context(Setup(connections=2).links())
-        counts = [len(threads_named(f"hetero-{name}")) for name in ("proxy", "send", "receive")]
-        assert counts == [1, 4, 4]
+        for count in (1, 63):
+            for _ in range(count):
+                links = stack.enter_context(Setup().links())
+            assert stream(*links, nbytes=NBYTES) == MESSAGES
+            counts.append([len(threads_named(f"hetero-{name}")) for name in names])
+            counts[-1].append(threading.active_count())
+    assert counts[0] == counts[1]
+    assert counts[0][:-1] == [1, 4, 4, 4, 0]
 
 
 def test_links_whose_rails_are_all_stuck_do_not_delay_another(network: Network) -> None:
@@ -442,6 +449,70 @@ def test_a_large_message_passes_the_senders_ring_by_until_the_peer_has_it(networ
         large.wait()
         sent.zero_()
     assert torch.equal(target, noise(NBYTES))
+
+
+def arrived(link: RingLink, count: int) -> bool:
+    return wait_for(lambda: link._ends.incoming.produced == count)
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["early", "late"])
+def test_a_message_posted_before_it_comes_is_received_into_its_tensor(is_early: bool) -> None:
+    """Also one behind another. What comes first is received into the ring."""
+    sent = [noise(NBYTES, number) for number in range(2)]
+    targets = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in sent]
+    with Setup().links() as (one, other):
+        works = [other.recv(target) for target in targets if is_early]
+        for tensor in sent:
+            one.send(tensor)
+        if not is_early:
+            assert arrived(other, one._out.count)
+            works = [other.recv(target) for target in targets]
+        for work in works:
+            work.wait()
+        assert any(ctypes.string_at(other._ends.incoming_ring, RING_BYTES)) != is_early
+    assert all(torch.equal(t, s) for t, s in zip(targets, sent, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "tag", "told", "written"),
+    [
+        (40 << 10, 0, r"shape \(40960,\) instead of \(18432,\)", 16 << 10),
+        (17 << 10, 0, r"shape \(17408,\) instead of \(18432,\)", 16 << 10),
+        (18 << 10, 5, "tag 5 instead of 0", 18 << 10),
+    ],
+    ids=["larger", "smaller", "tag"],
+)
+def test_a_message_that_is_refused_is_written_no_further_than_its_chunks_are_the_expected_ones(
+    nbytes: int, tag: int, told: str, written: int
+) -> None:
+    memory = torch.full((64 << 10,), 7, dtype=torch.uint8)
+    sent = torch.full((nbytes,), 9, dtype=torch.uint8)
+    with Setup().links() as (one, other):
+        receiving = other.recv(memory[: 18 << 10])
+        sending = one.send(sent, tag=tag)
+        for work in (receiving, sending):
+            with pytest.raises(LinkError, match=told) as raised:
+                work.wait()
+        assert "rank 1 refused a message: " in str(raised.value)
+    assert (memory[written:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunks"),
+    [
+        (0, [0]),
+        (4096, [4096]),
+        (4097, [4096, 1]),
+        (100_000, [6144] * 16 + [1696]),
+        (300_000, [CHUNK_BYTES] * 18 + [5088]),
+    ],
+)
+def test_a_message_has_chunks_enough_for_all_rails(nbytes: int, chunks: list[int]) -> None:
+    """A sixteenth of it each, but no less than a quarter of the largest, and no more than that."""
+    with Setup(ring_bytes=1 << 20).links() as (one, _):
+        one.send(noise(nbytes))
+        records = [one._ends.outgoing.record(number) for number in range(one._out.count)]
+    assert [record.nbytes for record in records] == chunks
 
 
 def test_a_sender_whose_tensor_is_still_needed_hears_of_a_failure(network: Network) -> None:

@@ -135,6 +135,33 @@ def test_much_work_waits_its_turn(stream: Stream, words: Words) -> None:
     assert words[1] == 1000
 
 
+def test_streams_that_wait_for_each_other_all_come_to_their_turn() -> None:
+    """Far more than there are copiers, and those that are given work first can go on last."""
+    count, rounds = 100, 5
+    words, cells = (RingWord * count)(), (c_uint64 * count)()
+    values, seen = (c_uint64 * rounds)(*range(1, rounds + 1)), (c_uint64 * rounds)()
+    word = [ctypes.addressof(one) for one in words]
+    cell, value, log = (ctypes.addressof(array) for array in (cells, values, seen))
+    streams = [Stream() for _ in range(count)]
+    for number, stream in reversed(list(enumerate(streams))):
+        for turn in range(rounds):
+            source = value + 8 * turn if number == 0 else cell + 8 * (number - 1)
+            stream.enqueue(
+                wait=(word[number], turn + 1), source=source, target=cell + 8 * number, nbytes=8
+            )
+            if number == count - 1:
+                stream.enqueue(source=cell + 8 * number, target=log + 8 * turn, nbytes=8)
+            # The last is followed by the first, with the next value.
+            following = turn + (1 if number < count - 1 else 2)
+            stream.write(word[(number + 1) % count], following)
+    assert not streams[0].rests(20)
+    LIBRARY.host_write_word(word[0], 1)
+    assert all(stream.rests() for stream in streams)
+    assert list(seen) == list(values)
+    for stream in streams:
+        stream.end()
+
+
 @pytest.mark.parametrize(
     ("now", "value", "is_there"), [(5, 5, True), (5, 6, False), (1, 2**32 - 1, True)]
 )

@@ -19,7 +19,8 @@ SANITIZERS = {
     "thread": ["-fsanitize=thread"],
 }
 COMMON = ["-std=c11", "-D_GNU_SOURCE", "-g", "-O1", "-Wall", "-Wextra", "-I", str(FOLDER)]
-ENTRIES = 1500
+MESSAGES = 600
+LIVES = 40
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)
@@ -43,11 +44,11 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder / "carriers"
 
 
-def run(program: Path, *arguments: object) -> int:
-    """How many entries the two ends compared; whatever a sanitizer says is a failure."""
+def run(program: Path, *arguments: object, abandon: int = 0, lives: int = 1) -> int:
+    """How many messages the two ends compared; whatever a sanitizer says is a failure."""
     environment = {**os.environ, VARIABLE: str(program.with_name("nics.so"))}
     done = subprocess.run(
-        [program, *map(str, arguments)],
+        [program, *map(str, (*arguments, abandon, lives))],
         capture_output=True,
         text=True,
         timeout=120,
@@ -58,18 +59,28 @@ def run(program: Path, *arguments: object) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize(("kind", "rails"), [("tcp", 4), ("verbs", 2)])
-@pytest.mark.parametrize("seed", range(3))
+TRANSPORTS = pytest.mark.parametrize(("kind", "rails"), [("tcp", 4), ("verbs", 2)])
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("seed", range(4))
 def test_every_byte_arrives_over_rails_that_are_cut(
     built: Path, kind: str, rails: int, seed: int
 ) -> None:
     """Each way, while the entries' numbers count round."""
-    assert run(built, kind, seed, ENTRIES, rails) == 2 * ENTRIES
+    assert run(built, kind, seed, MESSAGES, rails) == 2 * MESSAGES
 
 
-@pytest.mark.parametrize(("kind", "rails"), [("tcp", 4), ("verbs", 2)])
+@TRANSPORTS
 @pytest.mark.parametrize("seed", range(2))
 def test_a_link_can_be_given_up_in_the_middle_of_everything(
     built: Path, kind: str, rails: int, seed: int
 ) -> None:
-    assert run(built, kind, seed, 100 * ENTRIES, rails, 300 + 100 * seed) >= 300
+    assert run(built, kind, seed, 100 * MESSAGES, rails, abandon=150 + 100 * seed) >= 150
+
+
+@pytest.mark.parametrize("abandon", [0, 8], ids=["whole", "given up"])
+def test_links_of_one_process_end_and_others_follow(built: Path, abandon: int) -> None:
+    """Each right after its last message, or amid transfers. Their buffers are freed at once."""
+    count = run(built, "tcp", 0, 6, 2, abandon=abandon, lives=LIVES)
+    assert count == 12 * LIVES if abandon == 0 else count >= abandon * LIVES
