@@ -371,24 +371,14 @@ static enum progress progress_first(struct flow *flow, bool by_caller, bool *has
     return progress;
 }
 
-/* Wake whoever waits at this end. */
-static void ring(const struct flow *flow)
+/* Wake whoever waits for a message here, and the peer if there is something for it. Without the lock: the peer takes
+ * calls of the kernel, and may have this thread drive the flow. */
+static void tell(const struct flow *flow, bool has_news, bool has_moved)
 {
-    host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
-}
-
-/* The same, and wake the peer. */
-static enum progress progress_for_caller(struct flow *flow, bool by_caller)
-{
-    bool has_moved = false;
-    enum progress progress = progress_first(flow, by_caller, &has_moved);
-
-    /* Another thread may wait for it, and a carrier's threads find nothing left that they would ring for. */
-    if (progress == ENQUEUED && flow->is_driven)
-        ring(flow);
+    if (has_news && flow->is_driven)
+        host_ring_doorbell((uint32_t *)(uintptr_t)flow->doorbell);
     if (has_moved)
         wake_peer(flow);
-    return progress;
 }
 
 static void lock(struct flow *flow)
@@ -396,12 +386,9 @@ static void lock(struct flow *flow)
     pthread_mutex_lock(&flow->lock);
 }
 
-/* Release the lock, and do what was requested meanwhile. */
 static void unlock(struct flow *flow)
 {
     pthread_mutex_unlock(&flow->lock);
-    if (__atomic_load_n(&flow->is_requested, __ATOMIC_SEQ_CST))
-        native_drive(flow);
 }
 
 void native_init_flow(struct flow *flow)
@@ -422,16 +409,21 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller)
 {
     struct flow *flow = flow_of(transfer);
     enum progress progress = ENQUEUED;
+    bool has_moved = false, has_news = false;
 
     lock(flow);
     if (transfer->header_state != HEADER_COMPLETE)
         begin(flow, transfer);
     /* Another thread may have enqueued it meanwhile. */
-    while (transfer->progress != ENQUEUED && progress == ENQUEUED)
+    while (transfer->progress != ENQUEUED && progress == ENQUEUED) {
         progress = first_queued(flow) == NULL
                        ? WAITING
-                       : progress_for_caller(flow, by_caller && first_queued(flow) == transfer);
+                       : progress_first(flow, by_caller && first_queued(flow) == transfer, &has_moved);
+        has_news |= progress == ENQUEUED;
+    }
     unlock(flow);
+    /* Another thread may wait for a message, and a carrier's threads find nothing left that they would ring for. */
+    tell(flow, has_news, has_moved);
     return progress;
 }
 
@@ -487,17 +479,16 @@ void native_drive(struct flow *flow)
 {
     __atomic_store_n(&flow->is_requested, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&flow->is_requested, __ATOMIC_SEQ_CST) &&
-           pthread_mutex_trylock(&flow->lock) == 0) {
-        bool has_moved = false, has_news = false;
+           !__atomic_exchange_n(&flow->is_being_driven, 1, __ATOMIC_SEQ_CST)) {
+        while (__atomic_exchange_n(&flow->is_requested, 0, __ATOMIC_SEQ_CST)) {
+            bool has_moved = false, has_news = false;
 
-        while (__atomic_exchange_n(&flow->is_requested, 0, __ATOMIC_SEQ_CST))
+            lock(flow);
             drive(flow, &has_moved, &has_news);
-        pthread_mutex_unlock(&flow->lock);
-        /* First whoever waits here: the peer takes a call of the kernel. */
-        if (has_news)
-            ring(flow);
-        if (has_moved)
-            wake_peer(flow);
+            unlock(flow);
+            tell(flow, has_news, has_moved);
+        }
+        __atomic_store_n(&flow->is_being_driven, 0, __ATOMIC_SEQ_CST);
     }
 }
 

@@ -41,10 +41,11 @@ struct flow {
 
     /* Maintained by C, 0 at first. */
     bool is_driven; /* by a carrier's threads */
-    uint32_t is_requested; /* a thread has called native_drive while another held the lock */
-    /* Guards the queue, its messages and what follows; taken after Python's and before an engine's. */
-    pthread_mutex_t lock;
+    uint32_t is_being_driven; /* one thread is in native_drive */
+    uint32_t is_requested;    /* it has to look once more */
     uint64_t first_queued, last_queued; /* messages that are not enqueued */
+    /* Guards the queue, its messages and what follows. Whoever holds it takes no other lock but a stream's. */
+    pthread_mutex_t lock;
     uint64_t sequence; /* messages begun */
     uint64_t begun;    /* entries of all of them */
     uint64_t count;    /* entries enqueued */
@@ -105,7 +106,8 @@ uint32_t native_progress(struct transfer *transfer, bool by_caller);
 void native_abort(struct flow *flow);
 
 /* Enqueue as many entries as possible, of host memory, without any lock and without blocking; ring the doorbell if
- * a message is then enqueued or refused, or is small and may go on. If another thread is at it, that one does so. */
+ * a message is then enqueued or refused, or is small and may go on. If a thread is at it, maybe this one, that does
+ * so. */
 void native_drive(struct flow *flow);
 
 /* Queue messages of several flows, unless they are, and progress them as native_progress does. Polls the peers for
