@@ -17,6 +17,8 @@
 /* The least that a bandwidth sample covers: the kernel counts its busy time in ticks. */
 #define MIN_SAMPLE_SECONDS 10e-3
 #define MIN_SAMPLE_BYTES (64 << 10)
+/* The least message of which it may be the bandwidth that takes time. */
+#define BULK_BYTES (16 << 10)
 /* A rail above this is bound by the CPUs at its ends, which rails share: treat all such rails as equal, or
  * one would get everything. */
 #define MAX_BYTES_PER_SECOND 1e9
@@ -80,6 +82,7 @@ struct tcp_rail {
     size_t sent; /* bytes, of the first of them */
     /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
     uint64_t acked_at_start, busy_at_start;
+    bool is_measured; /* such a sample is being taken */
     double measured_at;
     double busy_since; /* when it was last idle */
 
@@ -147,6 +150,19 @@ static void start_measurement(struct tcp_rail *rail, const struct tcp_info *info
     rail->acked_at_start = info->tcpi_bytes_acked;
 }
 
+/* Begin to measure once more is under way than the connection takes at once: of less, the time is latency, by
+ * which a rail would seem slow for long. Call when so many bytes have been queued. */
+static void begin_sample(struct tcp_rail *rail, uint64_t nbytes)
+{
+    struct tcp_info info;
+
+    if (rail->is_measured || nbytes < BULK_BYTES || bytes_in_flight(&rail->rail) < TCP_INLINE_BYTES)
+        return;
+    rail->is_measured = get_tcp_info(rail, &info);
+    if (rail->is_measured)
+        start_measurement(rail, &info);
+}
+
 /* Sample the bandwidth: acknowledged bytes, over the time in which something was in flight and the peer's
  * window was open. What the kernel has accepted says nothing about it. */
 static void measure_bandwidth(struct tcp_rail *rail)
@@ -154,7 +170,8 @@ static void measure_bandwidth(struct tcp_rail *rail)
     struct tcp_info info;
     double now = engine_now(), seconds;
 
-    if (now - rail->measured_at < MIN_SAMPLE_SECONDS || !get_tcp_info(rail, &info))
+    if (!rail->is_measured || now - rail->measured_at < MIN_SAMPLE_SECONDS ||
+        !get_tcp_info(rail, &info))
         return;
     rail->measured_at = now;
     uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited - rail->busy_at_start;
@@ -166,6 +183,7 @@ static void measure_bandwidth(struct tcp_rail *rail)
         seconds = (double)acked / MAX_BYTES_PER_SECOND;
     speed_add_sample(&rail->rail, acked, seconds);
     start_measurement(rail, &info);
+    rail->is_measured = bytes_in_flight(&rail->rail) >= TCP_INLINE_BYTES;
 }
 
 /* Sending. */
@@ -175,13 +193,11 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
     struct tcp_rail *rail = rail_of(base);
 
     if (rail->count == 0 && unacked_bytes(rail) == 0) {
-        struct tcp_info info;
-
         rail->busy_since = engine_now();
-        if (get_tcp_info(rail, &info))
-            start_measurement(rail, &info);
+        rail->is_measured = false;
     }
     rail->queued_bytes += sizeof frame + frame.nbytes;
+    begin_sample(rail, frame.nbytes);
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
     rail->count++;
     return 0;

@@ -607,3 +607,24 @@ def test_both_ends_say_from_where_nothing_was_reached() -> None:
     for error in errors:
         assert re.search(r"reach 127.0.0.1:\d+ from 192.0.2.1: Cannot assign", str(error))
     assert "rank 1 says: " in str(errors[0])
+
+
+def test_small_messages_say_nothing_of_what_a_rail_can_carry() -> None:
+    """Their time is latency: rails that seemed slow for it were left idle by large ones."""
+    with Setup(connections=2, ring_bytes=32 << 20, chunk_bytes=4 << 20).links() as links:
+        sent, target = noise(4 << 10), torch.zeros(4 << 10, dtype=torch.uint8)
+        for _ in range(300):
+            for one, other in (links, reversed(links)):
+                sending = one.send(sent)
+                other.recv(target).wait()
+                sending.wait()
+        carrier = rails_of(links[0])._carrier
+        assert [speed.bytes_per_second for speed in carrier.counters(2)[0]] == [0, 0]
+        large, into = noise(64 << 20), torch.zeros(64 << 20, dtype=torch.uint8)
+
+        def is_known() -> bool:
+            links[0].send(large)
+            links[1].recv(into).wait()
+            return all(speed.bytes_per_second > 0 for speed in carrier.counters(2)[0])
+
+        assert wait_for(is_known)
