@@ -46,7 +46,7 @@ class RingExchange:
         self._reserve(2)
 
     def _reserve(self, count: int) -> None:
-        """Have room for so many messages, for which nobody else has a handle."""
+        """Allocate the descriptions of `count` messages; handles keep those given to them."""
         self._capacity = count
         self._new = (Transfer * count)()
         self._addresses = _addresses(self._new)

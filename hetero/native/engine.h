@@ -59,7 +59,8 @@ void engine_destroy(struct engine *engine);
 void engine_lock(struct engine *engine);
 /* Release the lock, then drive the flows if there is anything new for them. */
 void engine_unlock(struct engine *engine);
-/* Have whoever makes progress drive this end's flows too, until engine_leave_flows. Both without the lock. */
+/* Drive this end's flows too whenever the engine makes progress, until engine_leave_flows. Call both without the
+ * lock. */
 void engine_drive_flows(struct engine *engine, struct flow *out, struct flow *in);
 /* Blocks until no thread uses the flows, which then may go, and the engine too. */
 void engine_leave_flows(struct engine *engine);

@@ -99,10 +99,11 @@ static bool is_received_there(const struct flow *flow, const struct transfer *tr
  * ring. */
 static void claim_entries(const struct flow *flow, struct transfer *transfer)
 {
-    uint64_t entries = entries_of(flow, transfer->nbytes), chunk = chunk_of(flow, transfer->nbytes);
-
     if (flow->is_outgoing || !is_zero_copy(flow, transfer->nbytes))
         return;
+
+    uint64_t entries = entries_of(flow, transfer->nbytes), chunk = chunk_of(flow, transfer->nbytes);
+
     /* Their numbers may be in use again. */
     if (transfer->first + transfer->claimed < flow->count)
         transfer->claimed = flow->count - transfer->first;
@@ -371,8 +372,8 @@ static enum progress progress_first(struct flow *flow, bool by_caller, bool *has
     return progress;
 }
 
-/* Wake whoever waits for a message here, and the peer if there is something for it. Without the lock: the peer takes
- * calls of the kernel, and may have this thread drive the flow. */
+/* Wake the threads that wait for a message at this end, and the peer. Call without the lock: waking the peer makes
+ * system calls, and may re-enter native_drive in this thread. */
 static void tell(const struct flow *flow, bool has_news, bool has_moved)
 {
     if (has_news && flow->is_driven)
@@ -459,8 +460,8 @@ static bool is_ready(const struct flow *flow)
                                  reached(ring_load(&direction->produced), flow->count + 1));
 }
 
-/* Call with the lock; `has_news` for whoever waits here. A small message is left to that thread, which is faster: a
- * carrier's has to tell the peer before it can receive again. */
+/* Call with the lock; sets `has_news` if waiting threads have to be woken. A small message is left to the thread that
+ * waits for it, which is faster: a carrier's thread has to wake the peer before it receives again. */
 static void drive(struct flow *flow, bool *has_moved, bool *has_news)
 {
     enum progress progress = ENQUEUED;

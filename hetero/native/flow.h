@@ -33,7 +33,7 @@ struct flow {
     /* A function and its argument, called when entries have been enqueued: it wakes the peer. */
     uint64_t wake_peer;
     uint64_t wake_argument;
-    /* This end's doorbell: whoever moves a driven flow rings it. */
+    /* Address of this end's doorbell, rung when a message of a driven flow is enqueued. */
     uint64_t doorbell;
     /* A message of bytes; its numbers are filled in for each. */
     struct message_header bytes_header;
@@ -111,8 +111,8 @@ void native_abort(struct flow *flow);
 void native_drive(struct flow *flow);
 
 /* Queue messages of several flows, unless they are, and progress them as native_progress does. Polls the peers for
- * so many microseconds. All have one `caller_stream`, the calling thread's. ENQUEUED when all are and that stream
- * waits for the first `waited`; else each has its progress. */
+ * up to `microseconds`. All have one `caller_stream`, the calling thread's. Returns ENQUEUED once all messages are
+ * enqueued and that stream waits for the first `waited`; otherwise see the progress of each. */
 uint32_t native_exchange(struct transfer *const *transfers, uint32_t count, uint32_t microseconds,
                          uint32_t waited);
 

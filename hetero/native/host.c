@@ -247,13 +247,10 @@ static bool await_step(struct host_stream *stream)
 }
 
 /* Call with the lock. */
-static struct copy_step take_step(struct host_stream *stream)
+static void remove_first(struct host_stream *stream)
 {
-    struct copy_step step = stream->steps[stream->first];
-
     stream->first = (stream->first + 1) % stream->capacity;
     stream->count--;
-    return step;
 }
 
 static void complete_step(struct host_stream *stream)
@@ -279,8 +276,9 @@ static void *run(void *argument)
         atomic_store(&stream->failure, HOST_GPU_FAILED);
     pthread_mutex_lock(&stream->lock);
     while (await_step(stream)) {
-        struct copy_step step = take_step(stream);
+        struct copy_step step = stream->steps[stream->first];
 
+        remove_first(stream);
         pthread_mutex_unlock(&stream->lock);
         if (atomic_load(&stream->failure) == HOST_OK)
             atomic_store(&stream->failure, wait_and_execute(stream, &step));
@@ -322,7 +320,7 @@ static bool execute_first(struct host_stream *stream)
     pthread_mutex_lock(&stream->lock);
     if (!is_due)
         return false;
-    take_step(stream);
+    remove_first(stream);
     complete_step(stream);
     pool_has_moved(stream->pool);
     return true;

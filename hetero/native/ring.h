@@ -65,7 +65,7 @@ struct ring_direction {
 };
 
 /* Where one end has an entry's bytes: undecided, in its slot, or else at this address in a caller's
- * tensor (zero-copy), which has so many bytes for them. */
+ * tensor (zero-copy), in a range of `nbytes`. */
 enum { RING_UNDECIDED, RING_SLOT };
 
 struct user_buffer {

@@ -150,8 +150,8 @@ static void start_measurement(struct tcp_rail *rail, const struct tcp_info *info
     rail->acked_at_start = info->tcpi_bytes_acked;
 }
 
-/* Begin to measure once more is under way than the connection takes at once: of less, the time is latency, by
- * which a rail would seem slow for long. Call when so many bytes have been queued. */
+/* Start a bandwidth sample once more is in flight than the connection takes at once: of less, the time is latency,
+ * and the rail would be estimated far too slow. Call after a frame of `nbytes` is queued. */
 static void begin_sample(struct tcp_rail *rail, uint64_t nbytes)
 {
     struct tcp_info info;

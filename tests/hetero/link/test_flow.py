@@ -330,7 +330,7 @@ def test_a_message_waits_for_the_one_before_it_in_the_same_direction() -> None:
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_an_exception_while_a_message_begins_loses_neither_its_memory_nor_those_behind_it(
+def test_an_exception_while_a_message_begins_loses_no_message(
     is_begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the handler of a signal raises it, before C has begun the message or after."""

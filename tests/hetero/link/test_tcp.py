@@ -482,7 +482,7 @@ def test_a_message_posted_before_it_comes_is_received_into_its_tensor(is_early: 
     ],
     ids=["larger", "smaller", "tag"],
 )
-def test_a_message_that_is_refused_is_written_no_further_than_its_chunks_are_the_expected_ones(
+def test_a_refused_message_is_written_up_to_its_first_unexpected_chunk(
     nbytes: int, tag: int, told: str, written: int
 ) -> None:
     memory = torch.full((64 << 10,), 7, dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,17 +16,14 @@ from tests.hetero.link.joined import threads_named, wait_for
 def test_threads_that_need_it_at_once_get_one_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "_proxies", {})
     before = len(threads_named("hetero-proxy"))
-    barrier, found = threading.Barrier(8), []
+    barrier = threading.Barrier(8)
 
-    def get() -> None:
+    def get(_: int) -> int:
         barrier.wait(60)
-        found.append(proxy())
+        return proxy()
 
-    threads = [threading.Thread(target=get) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(get, range(8)))
     assert len(found) == 8
     assert len(set(found)) == 1
     assert wait_for(lambda: len(threads_named("hetero-proxy")) == before + 1)
