@@ -223,7 +223,8 @@ def test_a_gpu_casts_swiglu_and_its_gradient_in_one_pass(form: str, rows: int) -
     exact = swiglu(*inputs) if form == SWIGLU else swiglu_gradient(*inputs)
     on_gpu = [x.to(device) for x in inputs]
     amax = magnitude(*on_gpu, form=form)
-    assert torch.allclose(amax.cpu(), exact.abs().max(), rtol=1e-5)
+    # A GPU's sigmoid may round to the neighbour in bf16.
+    assert torch.allclose(amax.cpu(), exact.abs().max().float(), rtol=2**-7)
     seen = torch.zeros((), device=device)
     scale = scale_of(amax, dtype)
     values, turned = cast_both_ways(
