@@ -517,8 +517,9 @@ bool engine_needs_polling(struct engine *engine)
     }
     if (!has_rail || engine->options.device_notifies)
         return false;
-    return ring_load(&engine->out->posted) != ring_load(&engine->out->produced) ||
-           ring_load(&engine->in->retired) != ring_load(&engine->in->consumed);
+    /* What is left to send, not what the device has left to write: that may have been written since the last pass. */
+    return ring_load(&engine->out->posted) != engine->outgoing.data.next ||
+           ring_load(&engine->in->retired) != engine->incoming.credited;
 }
 
 bool engine_is_drained(struct engine *engine)
