@@ -25,6 +25,7 @@ from hetero.link.nics import Nics
 from hetero.link.open import ChannelOptions, PeerCapabilities, open_path
 from hetero.link.ring import RingOptions
 from hetero.link.shared_memory import open_shared_memory
+from hetero.link.tcp import open_tcp
 from hetero.link.verbs import open_verbs
 from hetero.pipeline.vendor_link import VendorLink
 from hetero.startup.store import BoundedStore
@@ -110,10 +111,11 @@ def open_emulated(
     transport: str, description: LinkDescription, store: dist.Store, device: torch.device
 ) -> Link:
     """Streams of a CPU that plays a GPU: it has three for each direction, and callers' own."""
-    return open_shared_memory(
-        _rendezvous(description, store),
-        RingOptions(transport, 1 << 20, 64 << 10, EmulatedDevice()),
-    )
+    rendezvous = _rendezvous(description, store)
+    options = RingOptions(transport, 1 << 20, 64 << 10, EmulatedDevice())
+    if transport == "tcp":
+        return open_tcp(rendezvous, options, addresses=["127.0.0.1"], rails=2)
+    return open_shared_memory(rendezvous, options)
 
 
 def open_rdma(
@@ -185,6 +187,7 @@ TRANSPORTS = (
     Transport("shm-hip", functools.partial(open_over_hip, "shm"), device="cuda"),
     Transport("tcp", functools.partial(open_channel, "tcp")),
     Transport("tcp", functools.partial(open_channel, "tcp"), device="cuda"),
+    Transport("tcp-emulated", functools.partial(open_emulated, "tcp")),
     Transport("tcp-checksum", functools.partial(open_checked, "tcp")),
     *_real_verbs(),
 )
