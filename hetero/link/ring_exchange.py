@@ -101,9 +101,11 @@ class RingExchange:
     ) -> Sequence[Work]:
         links = dict.fromkeys([message[0] for message in messages])
         locked: list[RingLink] = []
+        begun: Any = None
         try:
             if (stream := self._lock(links, locked)) is not None:
                 self._fill(messages, tag, stream.key)
+                begun = self._new
                 count, is_over, works = len(messages), False, []
                 try:
                     is_over = self._exchange(
@@ -116,6 +118,13 @@ class RingExchange:
                         works = self._add_transfers(messages, first)
                     self._end(locked, works, caller_waits=waited > 0)
                 return works
+        except BaseException:
+            # A signal handler's may have come before all that C has queued got handles, which keep
+            # the memory: that goes with the process then.
+            if begun is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object((messages, begun)))
+                self._reserve(self._capacity)
+            raise
         finally:
             for link in locked:
                 link.unlock()

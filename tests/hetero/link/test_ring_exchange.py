@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -221,6 +223,26 @@ def test_an_exception_that_hides_what_c_did_does_not_lose_the_tensors() -> None:
         with pair.sender._lock:
             pair.sender._out.abort()
         assert [number_of(transfer) for transfer in pair.sender._out.aborted] == [0]
+
+
+def test_an_exception_before_there_are_handles_does_not_free_what_c_has_queued() -> None:
+    with opened() as pair:
+        exchange = RingExchange()
+        tensor = torch.ones(20 * LARGE)  # more than the ring holds
+        states, kept = weakref.ref(exchange._new), weakref.ref(tensor)
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        exchange._add_transfers = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            exchange.order([whole(pair.sender, tensor, False)], tag=0, microseconds=0)
+        del tensor, exchange
+        gc.collect()
+        assert states() is not None
+        assert kept() is not None
+        with pair.sender._lock:
+            pair.sender._out.abort()
 
 
 def test_a_peer_that_has_failed_meanwhile_is_not_believed() -> None:
