@@ -10,7 +10,7 @@ from hetero.tools.benchmark.record import FILE
 from tests.hosts.network import Network
 from tests.hosts.runs import Run, go_file, rendezvous_flags
 
-PARTS = 3
+PARTS = 2
 
 
 def test_random_calls_go_on_when_a_rail_is_lost(network: Network, tmp_path: Path) -> None:
