@@ -28,10 +28,11 @@ from hetero.observe.collect import Seen
 from hetero.observe.record import Phase
 from hetero.pipeline.groups import create_group
 from hetero.startup.liveness import Liveness, LivenessClient, LivenessServer, ServerAddress
+from tests.distributed.harness import free_port
 from tests.forked_ranks import values
 from tests.hetero.collectives.ranks import Side, open_group, run_ranks
 from tests.hetero.collectives.test_process_group import _cpu_as_accelerator
-from tests.live_views import state_of, unused_port
+from tests.live_views import state_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 60.0
@@ -517,7 +518,7 @@ def leave_rank_0_first(side: Side) -> float:
 
 
 def test_rank_0_serves_the_live_view_until_the_group_ends() -> None:
-    port = unused_port()
+    port = free_port()
     outcomes = run_ranks(serve, ("nvidia", "amd"), backend=None, port=str(port))
     state, later = outcomes[0].value
     assert state["is_simulated"]
