@@ -144,7 +144,7 @@ def analysed(folder: Path) -> str:
     return done.stderr
 
 
-def wait_for_files(folder: Path, names: set[str], *, seconds: float = 30) -> None:
+def wait_for_files(folder: Path, names: set[str], *, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while not (folder.exists() and names <= {path.name for path in folder.iterdir()}):
         assert time.monotonic() < deadline, sorted(folder.glob("*"))
