@@ -616,10 +616,12 @@ Does = Callable[[Liveness, threading.Event], Any]
 """What a rank does while it opens something; the event is set when somebody was told of an end."""
 
 
-def _together(monkeypatch: pytest.MonkeyPatch, *does: Does) -> tuple[list[Any], list[HeteroError]]:
+def _together(
+    monkeypatch: pytest.MonkeyPatch, *does: Does, cause_seconds: float = 1.0
+) -> tuple[list[Any], list[HeteroError]]:
     """What each rank's side raised, and what was told to those who were held by a library."""
     _impatient(monkeypatch)
-    monkeypatch.setattr("hetero.startup.exchange._CAUSE_SECONDS", 1.0)
+    monkeypatch.setattr("hetero.startup.exchange._CAUSE_SECONDS", cause_seconds)
     lost: list[HeteroError] = []
     told = threading.Event()
 
@@ -671,7 +673,7 @@ def test_a_failure_that_another_ranks_death_caused_names_the_dead(
     def fails(*_: Any) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    (_, error, _), _ = _together(monkeypatch, _held, fails, _dies)
+    (_, error, _), _ = _together(monkeypatch, _held, fails, _dies, cause_seconds=60.0)
     assert isinstance(error, ExchangeError)
     assert "rank 2 on" in str(error)
     assert "Connection reset" not in str(error)
