@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import shutil
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,9 +66,3 @@ def page_text(port: int, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -125,8 +125,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "64 samples again and again": lambda: sample_order(lambda number: number % 64),
     "two samples of eight, four times": lambda: sample_order(lambda n: n - n % 8 + n % 2),
     "data of rank 0 stalled": lambda: stalled_data(0, 64),
-    "rank 0 slow": lambda: slow_forward(0, 0.05),
-    "rank 1 slow": lambda: slow_forward(1, 0.05),
+    "rank 0 slow": lambda: slow_forward(0, 0.15),
+    "rank 1 slow": lambda: slow_forward(1, 0.15),
     "late update": lambda: late_update(0.5),
 }
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench.faults import tracer
 from hetero.tools.runs import SIMULATED
-from tests.distributed.harness import MIXED, TINY_LLAMA, Started, changed_entry, finish, start
+from tests.distributed.harness import (
+    MIXED,
+    TINY_LLAMA,
+    Started,
+    changed_entry,
+    finish,
+    start,
+    wait_for,
+    wait_for_steps,
+)
 
 WARN_AFTER = 2.0
 PATIENCE = 90.0
-"""Seconds until a warning has come, with the start of the run."""
 STALL = "if recorder().iteration == 12 and os.environ['RANK'] == '1': "
 
 LOADER = f"""
@@ -97,31 +104,35 @@ def blamed(
     words += ["--lr-decay-iters", "1000", "--hetero-stall-warning", str(WARN_AFTER)]
     words += ["--hetero-flight-recorder", str(folder / "dumps"), "--metrics-file", str(metrics)]
     scripts = {1: changed_entry(folder, fault)} if fault else {}
-    # What rank 0 says is read while it runs.
-    said = folder / "said"
+    # What rank 0 says is read while it runs, and whether it has a record of each rank's steps.
+    said, known = folder / "said", folder / "known"
     tell = f"""
 import json
 import hetero.observe.watch as watch
-warn = watch.StallWatch._warn
+look, warn = watch.StallWatch._look, watch.StallWatch._warn
+def looked(self):
+    look(self)
+    found = [one.snapshot.iteration for one in self._collector.seen().values()]
+    if len(found) == 2 and min(found) > 4:
+        open({str(known)!r}, "w").close()
 def told(self, still):
     warn(self, still)
     with open({str(said)!r}, "a") as file:
         stalls = [i for i in self._collector.incidents() if i["kind"] == "stall"]
         file.write(json.dumps(stalls[-1]) + "\\n")
-watch.StallWatch._warn = told
+watch.StallWatch._look, watch.StallWatch._warn = looked, told
 """
     scripts[0] = changed_entry(folder, fault * (0 in ranks) + tell, name="rank_0.py")
     processes = start(words, 2, environ=SIMULATED, scripts=scripts)
     try:
-        deadline = time.monotonic() + PATIENCE
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 8):
-            assert time.monotonic() < deadline, "the run did not begin"
-            time.sleep(0.1)
-        time.sleep(3.0)  # for a record of each rank to arrive: one a second
+        wait_for_steps(metrics, 8)
+        wait_for(known.exists, seconds=PATIENCE, what="a record of each rank")
         act(processes)
-        while not (said.exists() and said.read_text().count("\n") >= warnings):
-            assert time.monotonic() < deadline + 30, "no warning came"
-            time.sleep(0.1)
+        wait_for(
+            lambda: said.exists() and said.read_text().count("\n") >= warnings,
+            seconds=PATIENCE,
+            what="a warning",
+        )
     finally:
         for process in processes:
             process.send_signal(signal.SIGKILL)

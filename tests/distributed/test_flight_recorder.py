@@ -19,16 +19,19 @@ from tests.distributed.harness import (
     wait_for_steps,
 )
 
-SLEEPS = """
+COMES_LATE = """
 import os, time
 from hetero.observe.record import Recorder
 begin = Recorder.begin_iteration
 def begin_late(self, iteration):
     begin(self, iteration)
-    if iteration == 3 and os.environ["RANK"] == "1":
-        time.sleep(6)
+    if iteration == 3:
+        while not all(map(os.path.exists, {files})):
+            time.sleep(0.05)
+        time.sleep(2)  # what comes to a third a second later is dumped again
 Recorder.begin_iteration = begin_late
 """
+"""Once there are these files."""
 
 
 def test_a_rank_that_does_not_come_has_all_ranks_dump_at_a_third_of_the_timeout(
@@ -36,14 +39,15 @@ def test_a_rank_that_does_not_come_has_all_ranks_dump_at_a_third_of_the_timeout(
 ) -> None:
     folder = tmp_path / "dumps"
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--hetero-flight-recorder", str(folder)]
-    flags += ["--hetero-timeout", "12"]
-    script = changed_entry(tmp_path, SLEEPS)
+    flags += ["--hetero-timeout", "15"]
+    dumps = [str(folder / f"rank{rank}.txt") for rank in (0, 1)]
+    script = changed_entry(tmp_path, COMES_LATE.format(files=dumps))
     outcomes = launch(flags, 2, environ=SIMULATED, scripts={1: script})
-    # It came after half of the timeout.
+    # It came long before the timeout.
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[1].stderr
     assert f"the last calls are in {folder}" in outcomes[0].stderr
-    waiting, sleeping = ((folder / f"rank{rank}.txt").read_text() for rank in (0, 1))
-    assert "s of its timeout of 12 s" in waiting
+    waiting, sleeping = (Path(name).read_text() for name in dumps)
+    assert "s of its timeout of 15 s" in waiting
     assert "phase: wait next for " in waiting
     assert "why: rank 0 wrote a dump" in sleeping
     assert f"{script}:" in sleeping

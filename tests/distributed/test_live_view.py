@@ -19,8 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.commands import ended, printed
-from tests.distributed.harness import TINY_LLAMA, launch, start
-from tests.live_views import asked, awaited, page_text, program, state_of, unused_port
+from tests.distributed.harness import TINY_LLAMA, free_port, launch, start
+from tests.live_views import asked, awaited, page_text, program, state_of
 
 FLAGS = [
     *TINY_LLAMA,
@@ -47,7 +47,7 @@ class Run:
 
 @contextlib.contextmanager
 def running(flags: list[str], nproc: int, **how: Any) -> Iterator[Run]:
-    port = unused_port()
+    port = free_port()
     ranks = start([*flags, "--hetero-metrics-port", str(port)], nproc, **how)
 
     def training() -> bool:
@@ -141,7 +141,7 @@ def test_prometheus_scrapes_it(named: Run, tmp_path: Path) -> None:
         "scrape_configs: [{job_name: hetero, static_configs: "
         f"[{{targets: ['localhost:{named.port}']}}]}}]\n"
     )
-    port = unused_port()
+    port = free_port()
     log = (tmp_path / "log").open("w")
     process = subprocess.Popen(
         [
@@ -252,7 +252,7 @@ def test_any_free_port_is_printed_and_closed_at_the_end(
 
 def test_another_address_of_the_host_is_listened_on_alone() -> None:
     address = ["--hetero-metrics-address", "127.0.0.2"]
-    port = unused_port()
+    port = free_port()
     (rank,) = start([*FLAGS, *address, "--hetero-metrics-port", str(port)], 1)
     try:
 

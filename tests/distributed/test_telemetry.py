@@ -192,7 +192,7 @@ def test_flags_that_mean_nothing_are_refused(corpus, flags: list[str], said: str
 
 def test_stragglers_are_logged_every_interval_with_the_slow_rank_named(corpus) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--log-straggler", "--log-interval", "2"]
-    environ = {**SIMULATED, "HETERO_SLOWDOWN": "nvidia=8"}
+    environ = {**SIMULATED, "HETERO_SLOWDOWN": "nvidia=20"}
     said = launch_well([*flags, "--straggler-ctrlr-port", "0"], 2, environ=environ)
     lines = [line for line in said[0].splitlines() if "MnRtt/Rnk" in line]
     assert len(lines) == 2

@@ -38,8 +38,9 @@ class Run:
         return [row["loss"] for row in self.rows]
 
     def stages(self) -> list[dict[str, Any]]:
-        """Of the last iteration: the first also warms up."""
-        stages: list[dict[str, Any]] = self.rows[-1]["timing"]["stages"]
+        """Of the shortest iteration: the first also warms up, and a busy machine holds ranks up."""
+        shortest = min(self.rows[1:], key=lambda row: row["elapsed_ms"])
+        stages: list[dict[str, Any]] = shortest["timing"]["stages"]
         return stages
 
 

@@ -21,7 +21,7 @@ from hetero import run
 from hetero.run import main
 from tests import preloaded
 from tests.distributed.harness import ENTRY, TINY_LLAMA, free_port
-from tests.live_views import awaited, state_of, unused_port
+from tests.live_views import awaited, state_of
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -677,7 +677,7 @@ dist.destroy_process_group()
 
 def test_metrics_port_shows_a_script_s_ranks_and_their_calls(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SHOWN)
-    port = unused_port()
+    port = free_port()
     process = start(
         *("--nproc-per-node=2", "--metrics-port", str(port)),
         *("--metrics-address", "127.0.0.1", str(tmp_path / "script.py"), str(tmp_path / "end")),

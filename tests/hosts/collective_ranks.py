@@ -1,7 +1,7 @@
 """One rank of a script that says backend="nccl": random calls over random groups, part by part.
 
 Says when each part is done, and in the end the digest of what every rank has alike, and of how many
-ranks rank 0 has a record.
+ranks rank 0 has a record. After the first part it waits for a file, if one is named.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from tests.hetero.collectives.test_sequences import walk
 LARGE = 1 << 20
 
 
-def main(parts: int, seconds: int = 60) -> None:
+def main(parts: int, seconds: int = 60, go: Path | None = None) -> None:
     dist.init_process_group("nccl", timeout=timedelta(seconds=seconds))
     rank, size = dist.get_rank(), dist.get_world_size()
     digest = hashlib.sha256()
@@ -33,6 +34,8 @@ def main(parts: int, seconds: int = 60) -> None:
         digest.update(large.numpy().tobytes())
         if rank == 0:
             print(f"part {part} is done", flush=True)
+        while go is not None and not go.exists():
+            time.sleep(0.05)
     print(f"rank {rank} ends with {digest.hexdigest()}", flush=True)
     if rank == 0:
         print(f"rank 0 has records of {records(size)} ranks", flush=True)
@@ -52,4 +55,4 @@ def records(size: int) -> int:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:3]), *map(Path, sys.argv[3:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.harness import Numbers, Training
+from tests.distributed.harness import Numbers, Training, changed_entry
 from tests.hosts.network import Host
 
 SECONDS = 150
@@ -32,6 +32,16 @@ MODEL = [
     *("--hetero-chunk-kib", "16"),
 ]
 """Two stages, whose tensors are cut into chunks enough for several rails."""
+_HELD = """
+import os, time
+from megatron.hetero.trainer import Trainer
+step = Trainer.train_step
+def step_once_told(self, batches):
+    while self.iteration == {iteration} and not os.path.exists({go!r}):
+        time.sleep(0.02)
+    step(self, batches)
+Trainer.train_step = step_once_told
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Run:
         environs: Sequence[Mapping[str, str]] | None = None,
     ) -> None:
         self._hosts = hosts
+        self._go = go_file(folder)
         self._metrics, self._report = _written_in(folder)
         self._processes = [
             host.start(words, environ={"PYTHONUNBUFFERED": "1"} | dict(environ))
@@ -87,6 +98,10 @@ class Run:
             if re.search(pattern, line):
                 return line
         raise AssertionError(f"nobody said {pattern!r}:\n{self._said()}")
+
+    def go_on(self) -> None:
+        """Tell what waits for that, after a fault was put into it, to go on."""
+        self._go.touch()
 
     def kill(self, rank: int) -> None:
         """The process of one rank, wherever it runs."""
@@ -142,6 +157,11 @@ def _written_in(folder: Path) -> tuple[Path, Path]:
     return folder / "metrics.jsonl", folder / "report.json"
 
 
+def go_file(folder: Path) -> Path:
+    """What a run waits for that is held."""
+    return folder / "go"
+
+
 def rendezvous_flags(nodes: int, node: int, master: str, *, ranks: int = 1) -> list[str]:
     """A launcher's flags for so many processes on each node."""
     return [
@@ -159,20 +179,28 @@ def launch(
     launcher: str = "hetero.run",
     rails: int | Sequence[int] = 0,
     ranks: int = 1,
+    held_after: int | None = None,
 ) -> Run:
     """Start so many ranks on each host; they meet at the first, unless a name is given.
 
-    Links take so many of a host's interfaces, or these; with none they choose by themselves.
+    Links take so many of a host's interfaces, or these; with none they choose by themselves. A run
+    that is held after an iteration goes on when `Run.go_on` is called: by itself it might end, on a
+    busy machine, before the fault of a test is there.
     """
     taken = range(rails) if isinstance(rails, int) else rails
     folder.mkdir()
     metrics, report = _written_in(folder)
     written = ["--metrics-file", str(metrics), "--hetero-report", str(report)]
     master = master or hosts[0].address()
+    script = "pretrain_gpt.py"
+    if held_after is not None:
+        held = _HELD.format(iteration=held_after, go=str(go_file(folder)))
+        # Processes of training are found by the end of its name.
+        script = str(changed_entry(folder, held, name=f"held_{script}"))
     commands = [
         [
             *("-m", launcher, *rendezvous_flags(len(hosts), node, master, ranks=ranks)),
-            *("pretrain_gpt.py", *flags, *written),
+            *(script, *flags, *written),
             *(("--hetero-nics", *(host.interfaces[rail] for rail in taken)) if taken else ()),
         ]
         for node, host in enumerate(hosts)

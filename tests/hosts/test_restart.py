@@ -15,7 +15,7 @@ from tests.hosts.network import Host, Network
 from tests.hosts.runs import MODEL, rendezvous_flags
 
 PATIENCE = 120.0
-STEPS = 300
+STEPS = 150
 
 
 def started(host: Host, node: int, master: str, folder: Path) -> subprocess.Popen[str]:

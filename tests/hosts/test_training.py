@@ -47,9 +47,11 @@ def test_a_run_survives_its_hosts_names_and_the_loss_of_rails_to_the_last_bit(
         tmp_path / "ipv4",
         master="hosta",
         rails=3,
+        held_after=3,
     )
     run.wait_for("iteration +3/")
     with network.cut(pair[0], rail=1), network.down(pair[1], rail=2):
+        run.go_on()
         lost = [run.wait_for(rf"is lost: .*; {left} of 3 rails go on") for left in (2, 1)]
         named = [re.search(r"rail (\d) \(10.77.\1.[12] to 10.77.\1.[12]\)", line) for line in lost]
         assert {rail and rail[1] for rail in named} == {"1", "2"}
@@ -76,9 +78,10 @@ def test_links_whose_connections_are_reset_and_whose_rail_comes_back_change_no_b
     flags = [*MODEL, "--train-iters", "400", "--hetero-transport", "tcp"]
     flags += ["--hetero-tcp-connections", "2"]
     expected = launch(pair, flags, tmp_path / "whole", rails=(1, 2)).numbers()
-    run = launch(pair, flags, tmp_path / "reset", rails=(1, 2))
+    run = launch(pair, flags, tmp_path / "reset", rails=(1, 2), held_after=3)
     run.wait_for("iteration +3/")
     with network.resets(pair[0], rails=(1, 2)):
+        run.go_on()
         run.wait_for(r"; 0 of 2 rails go on")
     for _ in pair:
         run.wait_for(r"is open again; 2 of 2 rails go on")
@@ -111,10 +114,12 @@ def test_replicas_on_two_hosts_compute_the_bits_of_one_host(
         flags,
         tmp_path / "two",
         rails=2,
+        held_after=3,
     )
     run.wait_for("gradients cross vendors over tcp")
     run.wait_for("iteration +3/")
     with network.cut(pair[0], rail=1):
+        run.go_on()
         ends = r"\(10.77.1.[12] to 10.77.1.[12]\)"
         run.wait_for(rf"connection [12] of the 2 of rail 1 {ends} is lost: ")
         assert run.numbers() == expected
@@ -137,10 +142,12 @@ def test_slabs_between_meshes_of_two_shapes_share_the_rails_and_one_may_be_lost(
             tmp_path / name,
             rails=2,
             ranks=2,
+            held_after=3 if name == "lost" else None,
         )
         run.wait_for("iteration +3/")
         if name == "lost":
             with network.cut(pair[0], rail=1):
+                run.go_on()
                 run.wait_for(r"rail 1 \(10.77.1.[12] to 10.77.1.[12]\) is lost: .*; 1 of 2 rails")
                 numbers.append(run.numbers())
             continue

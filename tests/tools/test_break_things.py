@@ -68,10 +68,10 @@ def test_ranks_and_nodes_that_it_kills_are_started_again(tmp_path: Path) -> None
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     launcher = subprocess.Popen([sys.executable, "-m", "hetero.run", *words], env=environ)
 
-    def starts() -> set[str]:
-        return set(log.read_text().splitlines()) if log.exists() else set()
+    def starts() -> list[str]:
+        return log.read_text().splitlines() if log.exists() else []
 
-    wait_for(lambda: {"0 0", "1 0"} <= starts(), seconds=PATIENCE, what="ranks")
+    wait_for(lambda: {"0 0", "1 0"} <= set(starts()), seconds=PATIENCE, what="ranks")
     told = tmp_path / "faults.jsonl"
     breaking = subprocess.Popen(
         command(

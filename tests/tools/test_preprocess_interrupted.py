@@ -146,12 +146,13 @@ def test_bad_input_leaves_nothing(tmp_path, inputs, capsys):
 
 def test_a_killed_run_is_begun_again_and_two_at_once_are_refused(tmp_path, capsys):
     text = tmp_path / "long.txt"
-    text.write_text("1 2 3 4\n\n" * 20_000)
+    text.write_text("1 2 3 4\n\n" * 40_000)
     assert main(flags_for(tmp_path / "whole", [str(text)])) == 0
     flags = flags_for(tmp_path, [str(text)], workers=2)
     process = preloaded.start(TOOL, [*flags, "--log-interval", "1"], environ=os.environ)
     for line in process.stderr:
         if line.startswith("processed"):
+            process.send_signal(signal.SIGSTOP)  # or it might be through by now
             break
     capsys.readouterr()
     assert main(flags) == 2

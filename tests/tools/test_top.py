@@ -15,8 +15,8 @@ from hetero.observe.collect import Seen
 from hetero.observe.record import CallState, Phase, Snapshot, Wait
 from hetero.observe.state import Rates, RunDescription, build_state
 from hetero.tools.top import alarms, main, picture
+from tests.distributed.harness import free_port
 from tests.hetero.observe.test_state import PLAN, busy, seen, snapshot
-from tests.live_views import unused_port
 
 
 def drawn(state: dict, width: int = 120) -> str:
@@ -79,7 +79,7 @@ def test_a_narrow_terminal_cuts_the_last_column_alone() -> None:
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    port = unused_port()
+    port = free_port()
     assert main([f"localhost:{port}", "--once"]) == 1
     said = capsys.readouterr().err
     assert f"no run answers at localhost, port {port} (Connection refused)" in said

@@ -6,15 +6,16 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import sentencepiece
 
 from hetero.tools.train_tokenizer import SENTENCE_BYTES, cut_sentences, main
 from tests.commands import ROOT
+from tests.distributed.harness import wait_for
 
 TOOL = ROOT / "tools" / "train_tokenizer.py"
 
@@ -140,9 +141,11 @@ def test_ctrl_c_ends_it_while_sentencepiece_is_working(tmp_path):
         # A shell that runs the tests in the background has them, and so this, ignore SIGINT.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    time.sleep(1.5)
+    # Once it has started threads of its own, Python has long been waiting for it.
+    threads = psutil.Process(process.pid).num_threads
+    wait_for(lambda: threads() > 8, seconds=120, what="SentencePiece's work")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said == b"error: interrupted; nothing was written\n"
     assert files_beside(tmp_path) == ["long.txt"]

@@ -85,12 +85,16 @@ def make_the_default_group_twice(side: Side) -> tuple[list[float], list[float], 
         side.options["end"]()
         del whole
         sums.append(number.item())
-    gc.collect()
-    # One that is left may be in PyTorch's C++ when the process ends, and abort it.
-    left = [
-        thread.name for thread in threading.enumerate() if {"calls", "p2p"} & {*thread.name.split()}
-    ]
-    return sums, deadlines, left
+
+    def left() -> list[str]:
+        """Threads. One may be in PyTorch's C++ when the process ends, and abort it."""
+        gc.collect()
+        names = (thread.name for thread in threading.enumerate())
+        return [name for name in names if {"calls", "p2p"} & {*name.split()}]
+
+    # Not at once where an aborted group's thread looks at its store: it ends after that.
+    wait_for(lambda: not left())
+    return sums, deadlines, left()
 
 
 @pytest.mark.parametrize("end", [dist.destroy_process_group, c10d._abort_process_group])

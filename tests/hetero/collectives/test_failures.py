@@ -33,7 +33,13 @@ from hetero.collectives.layout import Layout, Member
 from hetero.collectives.work import Call, CollectiveError
 from hetero.errors import LinkError
 from tests.forked_ranks import Outcome, values
-from tests.hetero.collectives.ranks import THREE_AND_ONE, TWO_AND_TWO, Side, run_ranks
+from tests.hetero.collectives.ranks import (
+    THREE_AND_ONE,
+    TIMEOUT,
+    TWO_AND_TWO,
+    Side,
+    run_ranks,
+)
 
 SHORT = timedelta(seconds=3)
 
@@ -60,8 +66,10 @@ def fail_in_every_way(side: Side) -> dict[str, str]:
     )
     told = {}
     for case in cases:
-        group = dist.new_group(timeout=SHORT)
+        group = dist.new_group()
         dist.all_reduce(torch.ones(3), group=group)
+        # Only now: a busy machine may take longer to build a group and its links.
+        group.set_timeout(SHORT)
         try:
             case(side, group)
             told[case.__name__] = "nothing"
@@ -123,13 +131,11 @@ def late_to_the_next_call(side, group):
         try:
             dist.all_reduce(torch.ones(8), group=group)
         except Exception:
-            began = time.monotonic()
+            # Both would wait for rank 0, which comes once rank 1 has been told.
+            group.set_timeout(timedelta(seconds=TIMEOUT))
             with pytest.raises(CollectiveError):
                 dist.recv(torch.ones(8), 0, group=group)
-            try:
-                dist.barrier(group=group)
-            finally:
-                assert time.monotonic() - began < SHORT.total_seconds()
+            dist.barrier(group=group)
     else:
         side.hear("late_to_the_next_call/1")
         dist.barrier(group=group)
@@ -331,19 +337,20 @@ def wait_for_one_that_leaves_a_group(side: Side) -> tuple[str, float]:
     ("go", "words"),
     [
         (dist.destroy_process_group, "has exited or left the group"),
-        (partial(os._exit, 0), "was not done within 5 s"),
+        (partial(os._exit, 0), "was not done within 3 s"),
     ],
     ids=["leaves", "exits"],
 )
 def test_who_goes_after_rank_0_has_ended_is_named_at_once_or_at_the_timeout(go, words):
     """As a rank 0 of a job whose launcher hosts the store, and ends no other rank."""
-    outcomes = run_ranks(outlive_rank_0, ("nvidia", "amd", "nvidia"), timeout=5.0, go=go)
+    outcomes = run_ranks(outlive_rank_0, ("nvidia", "amd", "nvidia"), go=go)
     assert not outcomes[1].hung
     assert re.search(f"rank 2 on .*{words}", outcomes[1].value), outcomes[1].value
     assert "rank 0" not in outcomes[1].value
 
 
 def outlive_rank_0(side: Side) -> str:
+    dist.group.WORLD.set_timeout(SHORT)
     if side.rank == 0:
         side.say("end/0")
         side.say("gone/0")
@@ -367,6 +374,7 @@ def test_a_stopped_rank_that_hosts_the_store_is_a_failure_and_not_a_wait(ended):
 def call_a_stopped_host(side: Side) -> tuple[str, str]:
     open_group_whose_store_rank_0_hosts(side)
     dist.all_reduce(torch.ones(8))
+    dist.group.WORLD.set_timeout(SHORT)
     if side.rank == 0:
         side.store.set("process", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -387,9 +395,7 @@ def open_group_whose_store_rank_0_hosts(side: Side) -> None:
         side.store.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(side.store.get("port")), is_master=False)
-    dist.init_process_group(
-        "hetero", store=store, rank=side.rank, world_size=side.size, timeout=SHORT
-    )
+    dist.init_process_group("hetero", store=store, rank=side.rank, world_size=side.size)
 
 
 def end_of_a_call() -> str:
@@ -419,6 +425,7 @@ def test_who_dies_with_the_store_is_named_and_the_others_are_not(ended):
 def die_with_the_store(side: Side) -> dict[str, str]:
     open_group_whose_store_rank_0_hosts(side)
     dist.all_reduce(torch.ones(8))
+    dist.group.WORLD.set_timeout(SHORT)
     if side.rank == 0:
         side.say("end/0")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -156,11 +156,14 @@ def is_broken(link: RingLink) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether it has come true, even if only for a moment."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.005)
-    return condition()
+    return True
 
 
 def threads_named(name: str) -> list[Path]:

@@ -190,7 +190,7 @@ def test_who_awaits_a_large_send_sees_what_has_come_before_the_peer_can_take_it(
         def answer() -> None:
             assert wait_for(lambda: bool(one._waiters or one._blocked))
             other.send(torch.ones(10))
-            has_come.wait(5.0)
+            has_come.wait(60.0)
             other.recv(torch.zeros(NBYTES, dtype=torch.uint8)).wait()
 
         with meanwhile(answer):

@@ -10,7 +10,6 @@ import gc
 import os
 import time
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from hetero.tools.verification.contract import CONTRACT, blank, make, same_bits
 from tests.forked_ranks import values
 from tests.hetero.link.contract import Pair, Scenario, Side
 from tests.hetero.link.joined import wait_for
-from tests.hetero.link.transports import SLOWNESS, Transport, of_this_machine, why_absent
+from tests.hetero.link.transports import Transport, of_this_machine, why_absent
 
 ARRIVALS = [
     *("in order and once", "every dtype", "every size", "strides and gradients", "lazy views"),
@@ -92,7 +91,7 @@ def test_many_messages_fly_both_ways_at_once(transport: Transport, pair: Pair) -
 # Whose memory it is, and when.
 
 
-def returns_at_once(side: Side) -> dict[str, Any]:
+def returns_at_once(side: Side) -> bool:
     tensor = torch.ones(1 << 20, device=side.device)
     if not side.transport.has_header:
         # A vendor library connects in the first call.
@@ -101,19 +100,16 @@ def returns_at_once(side: Side) -> dict[str, Any]:
     if side.rank == 1:
         side.hear("posted")
         side.link.recv(tensor).wait()
-        return {}
-    begin = time.perf_counter()
+        return True
     work = side.link.send(tensor)
-    seconds = time.perf_counter() - begin
+    # Only now does the peer ask.
     side.say("posted")
     work.wait()
-    return {"seconds": seconds, "is_done": wait_for(work.is_completed, seconds=120)}
+    return wait_for(work.is_completed, seconds=120)
 
 
 def test_send_returns_before_the_peer_asks_and_done_follows(pair: Pair) -> None:
-    sender, _ = values(pair.run(returns_at_once))
-    assert sender["seconds"] < 1.0 * SLOWNESS
-    assert sender["is_done"]
+    assert values(pair.run(returns_at_once)) == [True, True]
 
 
 def a_sender_may_drop_its_tensor_at_once(side: Side) -> bool:

@@ -88,13 +88,22 @@ def test_watches_share_a_thread_that_ends_with_the_last(bells: Callable[..., Bel
 
 
 def test_the_soonest_time_of_a_check_counts_once(bells: Callable[..., Bell]) -> None:
-    bell, other = bells(), bells()
+    is_running, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        is_running.set()
+        assert leave.wait(LONG)
+
+    bell, other, busy = bells(), bells(), bells(stay)
+    # Until all times are known, none is over.
+    busy.ring()
+    assert is_running.wait(LONG)
     now = time.monotonic()
     for later in (LONG, 0.1, 0.01, 0.1):
         bell.watch.check_at(now + later)
-    assert wait_for(lambda: bell.checked == 1)
     # Whatever was to be called until now has been, once a later check of another has.
     other.watch.check_at(now + 0.2)
+    leave.set()
     assert wait_for(lambda: other.checked == 1)
     assert bell.checked == 1
     assert time.monotonic() - now >= 0.2

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -196,11 +197,11 @@ def test_a_rank_without_a_heartbeat_is_named_when_the_cause_is_asked_for(
     for side in (server, one):
         said = side.cause(0.0)
         assert said is not None
-        assert said.startswith("rank 1 on host1 (stage 1) was last heard 0 s ago")
+        assert re.match(r"rank 1 on host1 \(stage 1\) was last heard \d+ s ago", said)
     monkeypatch.setattr(one, "_shortest_timeout", -1.0)
     said = one.cause(0.0)
     assert said is not None
-    assert said.startswith("rank 0 on host0 (stage 0) was last heard 0 s ago")
+    assert re.match(r"rank 0 on host0 \(stage 0\) was last heard \d+ s ago", said)
     one.leave()
 
 
