@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ SENTENCE_BYTES = 4000
 _MOST_TRIES = 4
 _MOST = 2**31 - 1
 """The largest number that SentencePiece reads."""
+_WAIT_SECONDS = 1.0
 
 LLAMA_OPTIONS: dict[str, Any] = {
     "byte_fallback": True,
@@ -183,8 +184,12 @@ def _train_model(args: argparse.Namespace, files: Sequence[InputFile], size: int
 
     try:
         # In a thread, as Python answers ctrl-C only between steps of its own: here, in the wait.
-        with interrupts_leave(), ThreadPoolExecutor(1) as pool:
-            pool.submit(work).result()
+        with interrupts_leave(), futures.ThreadPoolExecutor(1) as pool:
+            trained = pool.submit(work)
+            # In slices, since a signal that comes right before a wait is answered after it.
+            while not futures.wait([trained], _WAIT_SECONDS).done:
+                pass
+            trained.result()
     except (RuntimeError, OSError) as error:
         # SentencePiece turns an error in reading the text into its own; tell the first one.
         raise sentences.error or _explained(error, args, size, sentences.count) from error
