@@ -35,6 +35,9 @@ TEST_WORKERS ?= $(if $(GPU_DRIVER),0,$(shell echo $$(( 2 * $$(nproc) ))))
 # A file's tests stay together, because they share runs. The longest come first in the order of their names.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# Images that set it would have every process that a test starts compile this checkout anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-all test-gpu test-rdma test-versions lint docs wheel clean
 
 setup: $(STAMP)

@@ -48,6 +48,9 @@ dist.destroy_process_group()
 """
 
 
+pytestmark = pytest.mark.usefixtures("preloaded_ranks")
+
+
 def start(folder: Path, node: int, port: int, *, pause: float) -> subprocess.Popen[bytes]:
     script = folder / "script.py"
     script.write_text(SCRIPT)

@@ -57,21 +57,24 @@ time.sleep(120)
 """
 
 HOLDS = """
-import importlib.abc, pathlib, sys, time
+import importlib.abc, importlib.util, pathlib, sys, time
 
-class Hold(importlib.abc.MetaPathFinder):
+class Hold(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path, target=None):
+        return importlib.util.spec_from_loader(name, self) if name == "torch" else None
+
+    def exec_module(self, module):
+        print("here", flush=True)
         deadline = time.monotonic() + 60
-        if name == "torch":
-            print("here", flush=True)
-        while name == "torch" and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             if pathlib.Path(__file__).with_name("go on").exists():
                 sys.exit("held")
             time.sleep(0.05)
 
 sys.meta_path.insert(0, Hold())
 """
-"""Has the import of torch wait for a file, and end the process then."""
+"""Has the import of torch, but not the look whether there is one, wait for a file, and end the
+process then."""
 
 SOON = """
 import sys
@@ -108,11 +111,12 @@ def environment() -> dict[str, str]:
 def start(
     *words: str,
     launcher: tuple[str, ...] = ("-m", "hetero.run"),
-    python: str = sys.executable,
+    python: str | None = None,
     environ: Mapping[str, str] = {"OMP_NUM_THREADS": "1"},
 ) -> subprocess.Popen[str]:
+    """`python`: instead of one that has imported torch."""
     return subprocess.Popen(
-        [python, *launcher, *words],
+        [python or sys.executable, *launcher, *words],
         env=environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -456,12 +460,14 @@ def start_nodes(
     launcher: tuple[str, ...],
     sizes: Sequence[str] = ("2", "2"),
     processes: int = 1,
+    python: str | None = None,
 ) -> list[subprocess.Popen[str]]:
     """A launcher a node; `sizes` is how many nodes each is told that there are."""
     place = ["--nproc-per-node", str(processes)]
     place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    place += [script, how]
     return [
-        start(*place, "--nnodes", size, "--node-rank", str(node), script, how, launcher=launcher)
+        start("--nnodes", size, "--node-rank", str(node), *place, launcher=launcher, python=python)
         for node, size in enumerate(sizes)
     ]
 
@@ -581,7 +587,9 @@ def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(
 
 
 def test_finished_node_can_be_interrupted_while_another_runs(script: str, soon: tuple[str]) -> None:
-    first, other = start_nodes(script, "first", launcher=soon)
+    # As processes of their own, whose children are seen.
+    python = preloaded.INTERPRETER
+    first, other = start_nodes(script, "first", launcher=soon, python=python)
     assert first.stdout is not None
     assert first.stdout.readline() == "ends\n"
     while psutil.Process(first.pid).children():

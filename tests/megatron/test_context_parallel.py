@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hetero.plan.plan import context_chunks
 from megatron.hetero import context_parallel
 from megatron.hetero.context_parallel import COMM_TYPES, attend, block_kernel, slice_batch
-from tests.forked_ranks import run_forked
+from tests.forked_ranks import run_forked, values
 
 BATCH, WIDTH, GROUPS = 2, 16, 4
 ROWS_A_RANK = 16
@@ -98,19 +99,29 @@ def differences(
     ]
 
 
-def all_differences(rank: int, size: int, folder: str, device: str, end: Connection) -> None:
+Differences = dict[tuple[Any, ...], list[float]]
+
+
+def differences_of_sizes(
+    rank: int, sizes: Sequence[int], folder: str, device: str, end: Connection
+) -> None:
+    """Sends what a rank has in each of the groups of the first so many ranks."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
+    end.send(([all_differences(rank, size, folder, device) for size in sizes if rank < size], None))
+
+
+def all_differences(rank: int, size: int, folder: str, device: str) -> Differences:
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(f"{folder}/store", size),
+        store=dist.FileStore(f"{folder}/store of {size}", size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
     )
     of = partial(differences, device=device)
-    found: dict[tuple[Any, ...], list[float]] = {}
+    found: Differences = {}
     for kind in COMM_TYPES:
         for heads in (GROUPS, 2 * GROUPS):
             for dtype in (torch.float32, torch.bfloat16):
@@ -119,17 +130,17 @@ def all_differences(rank: int, size: int, folder: str, device: str, end: Connect
                         key = (kind, heads, dtype, masked, blocks)
                         found[key] = of(kind, heads, dtype, masked=masked, blocks=blocks)
     dist.destroy_process_group()
-    end.send((found, None))
+    return found
 
 
-def run_ranks(size: int, folder: Path, device: str) -> list[dict[tuple[Any, ...], list[float]]]:
-    arguments = [(rank, size, str(folder), device) for rank in range(size)]
-    outcomes = run_forked(all_differences, arguments, patience=PATIENCE)
-    assert all(outcome.exit_code == 0 for outcome in outcomes), outcomes
-    return [outcome.value for outcome in outcomes]
+def run_ranks(sizes: Sequence[int], folder: Path, device: str) -> dict[int, list[Differences]]:
+    """Of every rank, by the size of the group. The largest comes last."""
+    arguments = [(rank, sizes, str(folder), device) for rank in range(sizes[-1])]
+    ranks = values(run_forked(differences_of_sizes, arguments, patience=PATIENCE))
+    return {size: [own.pop(0) for own in ranks[:size]] for size in sizes}
 
 
-def judge(found: list[dict[tuple[Any, ...], list[float]]], *, rounding: float = 1e-6) -> None:
+def judge(found: list[Differences], *, rounding: float = 1e-6) -> None:
     for rank in found:
         assert len(rank) >= 3 * 2 * 2 * 2 * 2
         for key, measured in rank.items():
@@ -137,9 +148,16 @@ def judge(found: list[dict[tuple[Any, ...], list[float]]], *, rounding: float = 
             assert max(measured) < limit, key
 
 
+@pytest.fixture(scope="module")
+def of_cpus(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Differences]]:
+    return run_ranks([2, 4], tmp_path_factory.mktemp("ranks"), "cpu")
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_type_computes_what_one_rank_does(size: int, tmp_path: Path) -> None:
-    found = run_ranks(size, tmp_path, "cpu")
+def test_every_type_computes_what_one_rank_does(
+    size: int, of_cpus: dict[int, list[Differences]]
+) -> None:
+    found = of_cpus[size]
     judge(found)
     for rank in found:
         assert all(len(measured) == 4 for measured in rank.values())
@@ -152,7 +170,7 @@ def test_every_type_computes_what_one_rank_does(size: int, tmp_path: Path) -> No
 def test_every_type_computes_what_one_gpu_does_with_every_kernel(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    judge(run_ranks(2, tmp_path, "cuda"), rounding=1e-5)
+    judge(run_ranks([2], tmp_path, "cuda")[2], rounding=1e-5)
 
 
 def test_a_rank_takes_its_chunks_of_a_batch_and_counts_the_tokens_of_all() -> None:

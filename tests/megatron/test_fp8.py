@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron.hetero.fp8_operands import (
 )
 from megatron.hetero.fp8_scaling import LayerScaling
 from megatron.hetero.kernels import AccumulatingWgrad, DelayedWgrad
-from tests.forked_ranks import run_forked, values
+from tests.forked_ranks import ForkedRanks, values
 from tests.gpus import NEEDS_A_GPU
 from tests.megatron.fp8_cases import (
     CPU,
@@ -267,11 +267,28 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
+def answer(rank: int, asked: Connection) -> None:
+    """One of two ranks, which import megatron-core once for all that they are asked to run."""
+    with suppress(EOFError):
+        while True:
+            function, *arguments = asked.recv()
+            try:
+                asked.send((function(rank, *arguments), None))
+            except Exception as error:
+                asked.send((None, f"{type(error).__name__}: {error}"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[ForkedRanks]:
+    with closing(ForkedRanks(answer, [(0,), (1,)])) as ranks:
+        yield ranks
+
+
 def shared_sequences(
-    rank: int, size: int, folder: str, backend: str, own: Recipe, steps: int, end: Connection
-) -> None:
-    """Sends what the ranks compute of parts of a sequence, the same of the gathered one, and the
-    bytes that each of them gathered."""
+    rank: int, size: int, folder: str, backend: str, own: Recipe, steps: int
+) -> tuple[list[str], list[int]]:
+    """Where the parts of a sequence that a rank computes differ from the same of the gathered one,
+    and the bytes that it gathered."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else CPU
     if device.type == "cuda":
@@ -331,7 +348,7 @@ def shared_sequences(
             assert alone._histories is not None
             if not torch.equal(layers._histories.maxima, alone._histories.maxima):
                 found.append("maxima")
-    end.send(((found, gathered), None))
+    return found, gathered
 
 
 GATHERED = [
@@ -346,7 +363,7 @@ GATHERED = [
 
 @pytest.mark.parametrize(("scaling", "backend", "name"), GATHERED)
 def test_ranks_gather_what_they_cast_and_compute_what_one_does_of_the_whole(
-    scaling: str, backend: str, name: str, tmp_path: Path
+    scaling: str, backend: str, name: str, two_ranks: ForkedRanks, tmp_path: Path
 ) -> None:
     """Half the bytes of bf16, forward and backward; with rows that are scaled, all of them. The
     last step has an element that is infinite, on one of the ranks."""
@@ -354,10 +371,11 @@ def test_ranks_gather_what_they_cast_and_compute_what_one_does_of_the_whole(
     if backend == "nccl" and torch.cuda.device_count() < size:
         pytest.skip("needs two GPUs")
     own = recipe(TYPES[name], scaling, history=2)
-    arguments = [(rank, size, str(tmp_path), backend, own, steps) for rank in range(size)]
+    two_ranks.ask(shared_sequences, size, str(tmp_path), backend, own, steps)
     part = TOKENS // size * WIDTH
     expected = [part * (2 if scaling == ROWWISE else 1)] * 2 * steps
-    for differing, gathered in values(run_forked(shared_sequences, arguments, patience=PATIENCE)):
+    outcomes = two_ranks.outcomes(patience=PATIENCE, until_end=False)
+    for differing, gathered in values(outcomes):
         assert differing == []
         assert gathered == expected
 
@@ -553,8 +571,8 @@ def test_experts_stay_in_bf16_where_torch_has_no_grouped_product() -> None:
     assert {name.rsplit(".", 1)[1] for name in names} == {"linear_proj", "linear_qkv"}
 
 
-def install_on_a_rank(rank: int, folder: str, end: Connection) -> None:
-    """Of which the first alone has a GPU with grouped products."""
+def install_on_a_rank(rank: int, folder: str) -> str:
+    """What the layers say of a rank; the first alone has a GPU with grouped products."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{folder}/store", 2),
@@ -576,16 +594,16 @@ def install_on_a_rank(rank: int, folder: str, end: Connection) -> None:
             device=CPU,
         )
     dist.destroy_process_group()
-    end.send((layers.describe(), None))
+    return layers.describe()
 
 
-def test_all_ranks_of_a_stage_leave_experts_in_bf16_if_one_has_to(tmp_path: Path) -> None:
+def test_all_ranks_of_a_stage_leave_experts_in_bf16_if_one_has_to(
+    two_ranks: ForkedRanks, tmp_path: Path
+) -> None:
     """Delayed maxima are agreed layer by layer."""
-    arguments = [(rank, str(tmp_path)) for rank in range(2)]
-    outcomes = run_forked(install_on_a_rank, arguments, patience=120)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
-    for outcome in outcomes:
-        assert "1 grouped linear layer of experts in bf16, for lack of" in outcome.value
+    two_ranks.ask(install_on_a_rank, str(tmp_path))
+    for said in values(two_ranks.outcomes(patience=PATIENCE, until_end=False)):
+        assert "1 grouped linear layer of experts in bf16, for lack of" in said
 
 
 def test_sizes_of_experts_that_gpus_do_not_take_are_refused() -> None:

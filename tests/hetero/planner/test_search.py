@@ -183,7 +183,7 @@ def every_pipeline(problem: Problem) -> Iterator[float]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 220))]
+    "seed", [*range(40), *(pytest.param(n, marks=pytest.mark.slow) for n in range(40, 220))]
 )
 def test_no_other_pipeline_is_shorter(seed: int) -> None:
     problem = random_problem(seed)
