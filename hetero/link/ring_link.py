@@ -402,11 +402,19 @@ class RingLink(Link):
     def end_exchange(self, *, caller_waits: bool) -> None:
         """Have the rest of an exchange enqueued. Call with the lock.
 
-        `caller_waits`: the caller will wait, and make progress.
+        `caller_waits`: the caller will wait, and make progress on one link at a time. Meanwhile a
+        peer may wait for another: for what waits for room here, or for room in its own ring.
         """
-        waiting = [flow for flow in (self._out, self._in) if flow.waiting]
-        is_left = [flow.take_enqueued() is not None for flow in waiting]
-        if self._is_asleep or (not caller_waits and any(is_left)):
+        for flow in (self._out, self._in):
+            if flow.waiting:
+                flow.take_enqueued()
+        receives = self._in.waiting
+        has_receives = bool(receives)
+        if has_receives and caller_waits:
+            # As after `recv`.
+            nbytes = sum(transfer.state.nbytes for transfer in receives)
+            has_receives = nbytes > self._ring_bytes // 2
+        if self._is_asleep or self._out.waiting or has_receives:
             self._request()
         self._release_completed()
 

@@ -502,9 +502,10 @@ static void *run(void *argument)
             last_checked = now;
         if (pass == POLLS)
             back_off(now - last_moved);
-        else
-            last_moved = now;
         wait_for_events(proxy, pass != RESTS ? 0 : checks ? CHECK_MILLISECONDS : -1);
+        /* After a rest too: what has ended it is followed by more. */
+        if (pass != POLLS)
+            last_moved = engine_now();
     }
     return NULL;
 }

@@ -14,11 +14,12 @@ import torch
 
 from hetero.device.host import HostDevice
 from hetero.errors import LinkError
+from hetero.link import ring_link as link_module
 from hetero.link.base import Link, as_bytes
 from hetero.link.ring_exchange import Message, RingExchange, begin
 from hetero.native.binding import Step
 from tests.emulated_streams import EmulatedDevice
-from tests.hetero.link.joined import CPU, is_broken
+from tests.hetero.link.joined import CPU, is_broken, wait_for
 from tests.hetero.link.ring.pair import LARGE, Pair, number_of, opened
 from tests.hetero.link.test_handshake import both_well
 
@@ -165,6 +166,24 @@ def test_one_call_serves_several_links() -> None:
             assert all((target == number).all() for target in got)
             for pair in (one, other):
                 pair.sender.recv(as_bytes(torch.zeros(3))).wait()
+
+
+@DEVICES
+def test_a_link_goes_on_while_its_caller_waits_for_another(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the two ends could wait for each other until the monitor's next look at its links."""
+    monkeypatch.setattr(link_module, "WATCH_SECONDS", 60.0)
+    with opened(device=device) as one, opened(device=device) as other:
+        sent, awaited = torch.ones(20 * LARGE), torch.zeros(10)
+        messages = whole(one.sender, awaited, True), whole(other.sender, sent, False)
+        works = RingExchange().order(messages, tag=0, microseconds=0)
+        taken = other.receiver.recv(as_bytes(torch.zeros_like(sent)))
+        assert wait_for(taken.is_completed)
+        one.receiver.send(as_bytes(torch.ones(10)))
+        for work in works:
+            work.wait()
+        assert (awaited == 1).all()
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["told to C together", "by itself"])

@@ -1,7 +1,8 @@
 /* Two ends of a carried link in one process, without Python. They exchange messages as ring_link.py does, by flows
  * that the carriers' threads drive; the rails are TCP connections or emulated NICs, and some are cut on the way. Every
- * byte is compared. Built with sanitizers by test_sanitized.py.
- * Usage: carriers tcp|verbs SEED MESSAGES RAILS ABANDON LIVES. Prints how many messages were compared. With ABANDON
+ * byte is compared. With `gpu` one end or both have streams that act as a GPU's: nobody is told what they write, and
+ * callers enqueue alone. Built with sanitizers by test_sanitized.py.
+ * Usage: carriers tcp|verbs host|gpu SEED MESSAGES RAILS ABANDON LIVES. Prints how many messages were compared. With ABANDON
  * both ends are given up after so many, in the middle of everything. Rails are cut where there is one life: of many,
  * each ends right after its last message. */
 #include "carrier.h"
@@ -34,6 +35,8 @@
 #define FIRST (UINT32_MAX - 100)
 /* The most messages of a direction that are queued at once. */
 #define BATCH 4
+/* More than an emulated GPU records before the first of them is reached. */
+#define RECORDINGS 16384
 
 struct work {
     struct transfer transfer;
@@ -42,12 +45,20 @@ struct work {
     struct work *next;
 };
 
+/* What an emulated GPU records on its streams, each time in another word. */
+struct event {
+    uint32_t recorded;
+    struct ring_word reached[RECORDINGS];
+};
+
 /* A direction of an end, and its messages that are not complete. */
 struct line {
     struct end *end;
     int direction; /* the side that sends */
     struct flow flow;
     struct host_stream *stream;
+    struct host_stream *sides[2]; /* of a GPU, for waits and writes */
+    struct event *event;
     uint32_t begun; /* messages */
     uint64_t nbytes; /* of those that are not complete */
     struct work *first, *last;
@@ -60,6 +71,7 @@ struct end {
     struct ring_control *control;
     uint8_t *rings;
     struct carrier *carrier;
+    bool is_gpu;
     struct line lines[2]; /* out and in */
     int fds[ENGINE_RAILS];
     struct verbs_end rails[ENGINE_RAILS];
@@ -71,6 +83,7 @@ struct caller {
     struct line *lines[2];
     int count;
     unsigned chance;
+    struct host_stream *stream; /* on a GPU */
 };
 
 static const char *const nics[2][2] = {{"a0", "a1"}, {"b0", "b1"}};
@@ -83,7 +96,7 @@ static struct shape {
     uint32_t ring_bytes, chunk_bytes, least_chunk_bytes;
 } shape;
 static const struct shape shapes[2] = {{16 * CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES / 4}, {1 << 20, 1 << 18, 1 << 18}};
-static bool is_verbs, is_cut;
+static bool is_verbs, is_cut, with_gpu;
 /* Behind each entry in the ring; where there is none, TCP may pass the ring by. */
 static uint64_t check_bytes;
 /* Of the emulated NICs. */
@@ -130,6 +143,40 @@ static uint32_t size_of_message(int direction, uint32_t number)
 static const uint8_t *bytes_of_message(int direction, uint32_t number)
 {
     return noise + (number * 31u + (uint32_t)direction * 113u) % 4099;
+}
+
+/* An emulated GPU's driver. */
+
+static int gpu_copy(uint64_t target, uint64_t source, size_t nbytes, void *stream)
+{
+    return host_enqueue(stream, &(struct copy_step){.target = target, .source = source, .nbytes = nbytes});
+}
+
+static int gpu_wait(void *stream, uint64_t word, uint32_t value, unsigned flags)
+{
+    (void)flags;
+    return host_enqueue(stream, &(struct copy_step){.wait = {word, value}});
+}
+
+static int gpu_write(void *stream, uint64_t word, uint32_t value, unsigned flags)
+{
+    (void)flags;
+    return host_enqueue(stream, &(struct copy_step){.write = {word, value}});
+}
+
+static int gpu_record(void *handle, void *stream)
+{
+    struct event *event = handle;
+    uint32_t number = ++event->recorded;
+
+    return gpu_write(stream, address(&event->reached[number % RECORDINGS]), number, 0);
+}
+
+static int gpu_wait_event(void *stream, void *handle, unsigned flags)
+{
+    const struct event *event = handle;
+
+    return gpu_wait(stream, address(&event->reached[event->recorded % RECORDINGS]), event->recorded, flags);
 }
 
 /* Messages. */
@@ -215,7 +262,8 @@ static void queue_messages(struct caller *caller)
     struct line *lines[2 * BATCH];
     uint32_t count = 0, microseconds = (uint32_t)rand_r(&caller->chance) % 50;
     /* At times none: as of a GPU's memory, which streams of the host alone copy. */
-    uint64_t stream = rand_r(&caller->chance) % 4 ? address(HOST_CALLING_THREAD) : 0;
+    uint64_t own = address(caller->stream != NULL ? (void *)caller->stream : HOST_CALLING_THREAD);
+    uint64_t stream = rand_r(&caller->chance) % 4 ? own : 0;
 
     /* As many of each: were both ends to wait for more than the other has queued, neither would go on. */
     for (int left = 1 + rand_r(&caller->chance) % BATCH; left > 0; left--)
@@ -372,20 +420,68 @@ static void notified(void *carrier)
     carrier_progress(carrier);
 }
 
+/* The streams of a line, which tell the carrier what they write unless they are a GPU's. */
+static struct streams open_streams(struct line *line, struct end *end)
+{
+    uint64_t sides[2];
+
+    if (!end->is_gpu) {
+        line->stream = host_stream_create(proxy, NULL, notified, end->carrier);
+        return (struct streams){.driver = {.vendor = HOST, .copy = (uint64_t)(uintptr_t)host_enqueue},
+                                .copies = address(line->stream)};
+    }
+    line->stream = host_stream_create(proxy, NULL, NULL, NULL);
+    for (int index = 0; index < 2; index++) {
+        line->sides[index] = host_stream_create(proxy, NULL, NULL, NULL);
+        sides[index] = address(line->sides[index]);
+    }
+    line->event = calloc(1, sizeof *line->event);
+    return (struct streams){
+        .driver = {.vendor = CUDA,
+                   .counter_limit = 1ull << 32,
+                   .copy = (uint64_t)(uintptr_t)gpu_copy,
+                   .wait_value = (uint64_t)(uintptr_t)gpu_wait,
+                   .write_value = (uint64_t)(uintptr_t)gpu_write,
+                   .record_event = (uint64_t)(uintptr_t)gpu_record,
+                   .wait_event = (uint64_t)(uintptr_t)gpu_wait_event},
+        .copies = address(line->stream),
+        .waits = sides[0],
+        .writes = sides[1],
+        .join_event = address(line->event),
+    };
+}
+
+/* Wait for what its streams were given, until the end of a wait for the peer if they have to. */
+static void synchronize(struct line *line)
+{
+    /* Twice: those of a GPU give each other work. */
+    for (int round = 0; round < 2; round++) {
+        REQUIRE(host_stream_synchronize(line->stream, PATIENCE_MS));
+        for (int index = 0; index < 2 && line->sides[index] != NULL; index++)
+            REQUIRE(host_stream_synchronize(line->sides[index], PATIENCE_MS));
+    }
+}
+
+static void close_streams(struct line *line)
+{
+    host_stream_destroy(line->stream);
+    for (int index = 0; index < 2 && line->sides[index] != NULL; index++)
+        host_stream_destroy(line->sides[index]);
+    free(line->event);
+}
+
 static void open_line(struct line *line, struct end *end, bool is_outgoing)
 {
     struct ring_control *control = end->control;
     int direction = is_outgoing ? end->side : 1 - end->side;
     struct ring_direction *words = &control->directions[direction];
     /* Each end decides alone. */
-    bool zero_copy = !is_verbs && check_bytes == 0 && (seed + (unsigned)end->side) % 3 > 0;
+    bool zero_copy = !is_verbs && !end->is_gpu && check_bytes == 0 && (seed + (unsigned)end->side) % 3 > 0;
 
     line->end = end;
     line->direction = direction;
-    line->stream = host_stream_create(proxy, NULL, notified, end->carrier);
     line->flow = (struct flow){
-        .streams = {.driver = {.vendor = HOST, .copy = (uint64_t)(uintptr_t)host_enqueue},
-                    .copies = address(line->stream)},
+        .streams = open_streams(line, end),
         .direction = address(words),
         .produced_word = address(&words->produced),
         .consumed_word = address(&words->consumed),
@@ -413,6 +509,7 @@ static void open_end(struct end *end, int side)
     char error[RAIL_TEXT_BYTES];
 
     end->side = side;
+    end->is_gpu = with_gpu && (side == 0 || seed % 3 > 0);
     pthread_mutex_init(&end->lock, NULL);
     end->control = aligned_alloc(64, sizeof *end->control);
     memset(end->control, 0, sizeof *end->control);
@@ -432,7 +529,7 @@ static void open_end(struct end *end, int side)
         .stall_seconds = STALL_SECONDS,
         .reads_back = is_verbs && seed % 2,
         .dmabuf = -1,
-        .device_notifies = true,
+        .device_notifies = !end->is_gpu,
     };
     end->carrier = carrier_new(proxy, &options, error);
     REQUIRE(end->carrier != NULL);
@@ -449,7 +546,8 @@ static void start_end(struct end *end)
     for (int rail = 0; is_verbs && rail < rails; rail++)
         connect_verbs(end, rail);
     REQUIRE(carrier_start(end->carrier, error));
-    carrier_drive_flows(end->carrier, &end->lines[0].flow, &end->lines[1].flow);
+    if (!end->is_gpu)
+        carrier_drive_flows(end->carrier, &end->lines[0].flow, &end->lines[1].flow);
 }
 
 /* What an end has counted, beside what it has sent. What a lost rail had in flight may have arrived, and is
@@ -479,7 +577,7 @@ static void unblock(struct end *end, const struct line *line)
 }
 
 /* As ring_link.py closes a link. */
-static void close_end(struct end *end)
+static void close_end(struct end *end, const struct caller *callers, int count)
 {
     pthread_mutex_lock(&end->lock);
     for (int index = 0; index < 2; index++)
@@ -488,7 +586,11 @@ static void close_end(struct end *end)
         unblock(end, &end->lines[index]);
     pthread_mutex_unlock(&end->lock);
     for (int index = 0; index < 2; index++)
-        REQUIRE(host_stream_synchronize(end->lines[index].stream, PATIENCE_MS));
+        synchronize(&end->lines[index]);
+    for (int index = 0; index < count && end->is_gpu; index++) {
+        REQUIRE(host_stream_synchronize(callers[index].stream, PATIENCE_MS));
+        host_stream_destroy(callers[index].stream);
+    }
     if (!IS_ABANDONED) {
         REQUIRE(carrier_flush_credits(end->carrier, 5.0));
         check_counters(end);
@@ -498,7 +600,7 @@ static void close_end(struct end *end)
     for (int index = 0; index < 2; index++) {
         while (end->lines[index].first != NULL)
             free_first(&end->lines[index]);
-        host_stream_destroy(end->lines[index].stream);
+        close_streams(&end->lines[index]);
         memset(&end->lines[index], 0, sizeof end->lines[index]);
     }
     pthread_mutex_destroy(&end->lock);
@@ -510,22 +612,25 @@ static void *live(void *argument)
     struct end *end = argument;
     unsigned chance = seed * 2 + (unsigned)end->side;
     struct caller callers[2] = {
-        {end, {&end->lines[0], &end->lines[1]}, 1 + (seed + (unsigned)end->side) / 2 % 2, chance},
-        {end, {&end->lines[1]}, 1, ~chance},
+        {end, {&end->lines[0], &end->lines[1]}, 1 + (seed + (unsigned)end->side) / 2 % 2, chance, NULL},
+        {end, {&end->lines[1]}, 1, ~chance, NULL},
     };
     struct ring_word *consumed = &end->control->directions[end->side].consumed;
     int count = 3 - callers[0].count;
     pthread_t threads[2];
 
-    for (int index = 0; index < count; index++)
+    for (int index = 0; index < count; index++) {
+        if (end->is_gpu)
+            callers[index].stream = host_stream_create(proxy, NULL, NULL, NULL);
         pthread_create(&threads[index], NULL, call, &callers[index]);
+    }
     for (int index = 0; index < count; index++)
         pthread_join(threads[index], NULL);
     if (!IS_ABANDONED)
         await_word(&callers[0], consumed, (uint32_t)end->lines[0].flow.count);
     if (is_cut)
         pthread_barrier_wait(&over);
-    close_end(end);
+    close_end(end, callers, count);
     return NULL;
 }
 
@@ -618,13 +723,14 @@ int main(int count, char **arguments)
     char error[RAIL_TEXT_BYTES];
     unsigned all = 0, chance, lives;
 
-    REQUIRE(count == 7);
+    REQUIRE(count == 8);
     is_verbs = strcmp(arguments[1], "verbs") == 0;
-    seed = chance = (unsigned)atoi(arguments[2]);
-    messages = (uint32_t)atoi(arguments[3]);
-    rails = atoi(arguments[4]);
-    abandon = atoi(arguments[5]) ? (unsigned)atoi(arguments[5]) : UINT32_MAX;
-    lives = (unsigned)atoi(arguments[6]);
+    with_gpu = strcmp(arguments[2], "gpu") == 0;
+    seed = chance = (unsigned)atoi(arguments[3]);
+    messages = (uint32_t)atoi(arguments[4]);
+    rails = atoi(arguments[5]);
+    abandon = atoi(arguments[6]) ? (unsigned)atoi(arguments[6]) : UINT32_MAX;
+    lives = (unsigned)atoi(arguments[7]);
     is_cut = lives == 1;
     for (size_t index = 0; index < sizeof noise; index++)
         noise[index] = (uint8_t)rand_r(&chance);
@@ -636,7 +742,8 @@ int main(int count, char **arguments)
     pthread_barrier_init(&over, NULL, 3);
     for (; lives > 0; lives--, seed++) {
         shape = shapes[seed / 2 % 2];
-        check_bytes = seed % 2 ? HOST_CHECKSUM_BYTES : 0;
+        /* A GPU computes none. */
+        check_bytes = seed % 2 && !with_gpu ? HOST_CHECKSUM_BYTES : 0;
         live_once();
         all += atomic_load(&compared);
     }
