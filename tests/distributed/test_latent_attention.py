@@ -145,7 +145,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(corpus, tmp_path: Path) 
     loaded: list[str] = []
     for name, (nproc, own) in layouts.items():
         saved = tmp_path / name
-        more = f"{V3} {own} --train-iters 2 --save"
+        more = f"{V3} {own} --save"
         words = [*flags(corpus, more), str(saved), *loaded]
         run = train(words, nproc, tmp_path / f"run {name}", environ=SIMULATED)
         loaded = ["--load", str(saved)]
@@ -169,10 +169,10 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Pa
     words = flags(corpus, f"{V3} {TP2} --bf16 {DISTRIBUTED}")
     saved = tmp_path / "saved"
     straight = train(
-        [*words, "--save", str(saved), "--save-interval", "2"], 2, tmp_path / "straight"
+        [*words, "--save", str(saved), "--save-interval", "1"], 2, tmp_path / "straight"
     )
-    resumed = train([*words, "--load", str(saved), "--ckpt-step", "2"], 2, tmp_path / "resumed")
-    assert resumed.numbers() == straight.numbers(since=2)
+    resumed = train([*words, "--load", str(saved), "--ckpt-step", "1"], 2, tmp_path / "resumed")
+    assert resumed.numbers() == straight.numbers(since=1)
 
 
 def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:
