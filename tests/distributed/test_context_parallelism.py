@@ -11,7 +11,7 @@ import torch
 from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
 from megatron.hetero.checkpoint.reader import CheckpointReader
-from tests.distributed.harness import TINY_LLAMA, train
+from tests.distributed.harness import TINY_LLAMA, TWO_STEPS, train
 from tests.distributed.test_meshes import ranks, write_plan
 
 STEP, GLOBAL_BATCH = 2, 8
@@ -127,12 +127,10 @@ CASES = [
 
 
 def flags(corpus, more: str) -> list[str]:
-    """Of two steps at the full learning rate: the second's loss shows what the first has learnt."""
-    steps = "--train-iters 2 --lr-warmup-iters 0"
     sizes = f"--micro-batch-size {STEP} --global-batch-size {GLOBAL_BATCH}"
     # Enough rows for any tensor-parallel size, so that all have the same model.
     vocabulary = "--make-vocab-size-divisible-by 256"
-    return [*TINY_LLAMA, *corpus.flags, *f"{steps} {sizes} {vocabulary}".split(), *more.split()]
+    return [*TINY_LLAMA, *corpus.flags, *f"{TWO_STEPS} {sizes} {vocabulary}".split(), *more.split()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
