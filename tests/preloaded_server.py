@@ -196,8 +196,8 @@ def serve(listening: socket.socket) -> None:
         importlib.import_module(name)
     # Every rank reads all files for it, which do not change.
     version.sources()
-    # At exit, PyTorch takes its operators out of its dispatcher one by one, and so copies the memory
-    # it is in: nearly half of what a child of a tiny run would copy.
+    # At exit, PyTorch takes its operators out of its dispatcher one by one, and so copies that
+    # memory: nearly half of what a child of a tiny run would copy.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
     # Else each child would look through all of this for garbage, and so copy the memory it is in.

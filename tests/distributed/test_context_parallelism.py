@@ -14,7 +14,9 @@ from megatron.hetero.checkpoint.reader import CheckpointReader
 from tests.distributed.harness import TINY_LLAMA, TWO_STEPS, train
 from tests.distributed.test_meshes import ranks, write_plan
 
-STEP, GLOBAL_BATCH = 2, 8
+STEP, GLOBAL_BATCH = 2, 4
+EIGHT = "--global-batch-size 8"
+"""Where two micro-batches are too few: for the shares of replicas, and for interleaving."""
 DISTRIBUTED = "--use-distributed-optimizer"
 MASKED_LOSS = "--eod-mask-loss"
 OWN_DOCUMENTS = "--reset-attention-mask --reset-position-ids"
@@ -81,7 +83,7 @@ CASES = [
         4,
         "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1 --micro-batch-size 1 "
         f"--context-parallel-size 2 {DISTRIBUTED}",
-        f"--micro-batch-size 1 {MASKED_LOSS}",
+        f"--micro-batch-size 1 {EIGHT} {MASKED_LOSS}",
     ),
     Case("documents-of-their-own-on-a-ring", 2, "--context-parallel-size 2", OWN_DOCUMENTS),
     Case(
@@ -121,7 +123,7 @@ CASES = [
         mesh(2, context=2),
         mesh(2, data=2),
         own="--num-virtual-stages-per-pipeline-rank 2",
-        shared=f"{MASKED_LOSS} --calculate-per-token-loss {OWN_DOCUMENTS}",
+        shared=f"{MASKED_LOSS} --calculate-per-token-loss {OWN_DOCUMENTS} {EIGHT}",
     ),
 ]
 

@@ -15,10 +15,9 @@ from hetero.tools.runs import SIMULATED
 from megatron.hetero.arguments import read_command_line
 from tests.distributed.harness import MIXED, changed_entry, read_rows, train
 from tests.distributed.plan_cases import Case, across
-from tests.distributed.test_context_parallelism import flags, mesh, stored
+from tests.distributed.test_context_parallelism import EIGHT, flags, mesh, stored
 from tests.distributed.test_meshes import ranks, write_plan
 
-STEP, GLOBAL_BATCH = 2, 8
 DISTRIBUTED = "--use-distributed-optimizer"
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 EP2 = "--expert-model-parallel-size 2"
@@ -97,7 +96,7 @@ CASES = [
     Case(
         "whole-replicas-with-shares",
         4,
-        f"{QWEN} --micro-batch-size 1",
+        f"{QWEN} --micro-batch-size 1 {EIGHT}",
         "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,1 "
         f"{EP2} {ALLTOALL} {DISTRIBUTED}",
     ),
@@ -279,7 +278,7 @@ def require_counted_to_the_byte(shape: list[str], tmp_path: Path) -> None:
         micro_batch_size=1, sequence_parallel=False, recompute="none", distributed_optimizer=True
     )
     for row in run.report["stages"]:
-        found = stage_memory(plan, row["stage"], model, micro_batches=4, options=options)
+        found = stage_memory(plan, row["stage"], model, micro_batches=2, options=options)
         assert found.states == row["state_bytes_per_rank"]
     # The first and the last stage have a copy of the tied embedding each.
     counted = model.parameters + model.vocabulary * model.hidden

@@ -11,8 +11,8 @@ from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import MIXED, train
 from tests.distributed.plan_cases import Case, across
+from tests.distributed.test_context_parallelism import EIGHT, mesh, stored
 from tests.distributed.test_context_parallelism import flags as grouped_flags
-from tests.distributed.test_context_parallelism import mesh, stored
 from tests.distributed.test_experts import DEEPSEEK, require_counted_to_the_byte
 from tests.distributed.test_meshes import write_plan
 
@@ -68,7 +68,7 @@ CASES = [
     Case(
         "whole-replicas-with-shares",
         2,
-        f"{V3} --micro-batch-size 1",
+        f"{V3} --micro-batch-size 1 {EIGHT}",
         "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1",
     ),
     Case("a-ring", 2, V3, CP2),

@@ -158,8 +158,8 @@ def test_a_checkpoint_of_one_plan_goes_on_under_any_other(corpus, tmp_path: Path
         ],
         None,
     ]
-    words_of_all = flags(corpus, f"{DISTRIBUTED} --train-iters 3")
-    straight = train(words_of_all, 1, tmp_path / "straight")
+    trained = flags(corpus, f"{DISTRIBUTED} --train-iters 3")
+    straight = train(trained, 1, tmp_path / "straight")
     losses: list[float] = []
     norms: list[float | None] = []
     for number, (meshes, last) in enumerate(zip(plans, (1, 2, 3), strict=True)):
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_any_other(corpus, tmp_path: Path
         if meshes is not None:
             words += write_plan(meshes, tmp_path / f"plan{number}")
         part = train(
-            [*words_of_all, *words],
+            [*trained, *words],
             1 if meshes is None else ranks(meshes),
             tmp_path / f"run{number}",
             environ=SIMULATED if meshes is not None else None,

@@ -14,7 +14,7 @@ from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.generation import whole_model
 from tests.distributed.harness import MIXED, read_rows, train
 from tests.distributed.plan_cases import Case, across
-from tests.distributed.test_context_parallelism import flags, mesh, stored
+from tests.distributed.test_context_parallelism import EIGHT, flags, mesh, stored
 from tests.distributed.test_experts import DEEPSEEK
 from tests.distributed.test_meshes import write_plan
 
@@ -48,7 +48,7 @@ CASES = [
     ),
     across(
         "interleaved-per-token-loss",
-        f"{TWO} {PER_TOKEN}",
+        f"{TWO} {PER_TOKEN} {EIGHT}",
         mesh(2, data=2),
         mesh(2),
         own="--num-virtual-stages-per-pipeline-rank 2",
@@ -77,7 +77,7 @@ CASES = [
     Case(
         "whole-replicas-of-two-stages-with-shares",
         4,
-        f"{TWO} {MASKED_LOSS} --micro-batch-size 1",
+        f"{TWO} {MASKED_LOSS} --micro-batch-size 1 {EIGHT}",
         f"--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1 {PP2} {DISTRIBUTED}",
     ),
 ]
