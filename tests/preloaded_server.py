@@ -16,10 +16,16 @@ from pathlib import Path
 from tests.preloaded import LARGEST_REQUEST, ROOT, STDIN
 
 IMPORTED = (
+    "encodings.idna",
+    "hetero.cli",
+    "hetero.observe.throttling",
+    "megatron.core.tokenizers.text.models",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "megatron.hetero.checkpoint.save_folder",
     "megatron.hetero.cpu_shim",
+    "megatron.hetero.initialize",
     "megatron.hetero.pretrain",
     "megatron.hetero.trainer",
-    "megatron.core.tokenizers.text.text_tokenizer",
 )
 MOST_FILES = 200
 UNUSED = 1 << 9
@@ -180,12 +186,20 @@ def _at_exit() -> None:
 def serve(listening: socket.socket) -> None:
     import gc
     import importlib
+    import weakref
 
+    from hetero import version
     from megatron.hetero.import_core import import_megatron_core
 
     import_megatron_core()
     for name in IMPORTED:
         importlib.import_module(name)
+    # Every rank reads all files for it, which do not change.
+    version.sources()
+    # At exit, PyTorch takes its operators out of its dispatcher one by one, and so copies that
+    # memory: nearly half of what a child of a tiny run would copy.
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
     # Else each child would look through all of this for garbage, and so copy the memory it is in.
     gc.collect()
     gc.freeze()

@@ -37,6 +37,9 @@ TINY_LLAMA = (
     "--train-iters 4 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 1 "
     "--weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
+TWO_STEPS = "--train-iters 2 --lr-warmup-iters 0"
+"""At the full learning rate from the first on: the second's loss shows what the first has learnt,
+and weights after both have the moments of two gradients."""
 MIXED = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes 1 1".split()
 
 

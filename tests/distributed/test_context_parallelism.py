@@ -11,14 +11,16 @@ import torch
 from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
 from megatron.hetero.checkpoint.reader import CheckpointReader
-from tests.distributed.harness import TINY_LLAMA, train
+from tests.distributed.harness import TINY_LLAMA, TWO_STEPS, train
 from tests.distributed.test_meshes import ranks, write_plan
 
-STEP, GLOBAL_BATCH = 2, 8
+STEP, GLOBAL_BATCH = 2, 4
+EIGHT = "--global-batch-size 8"
+"""Where two micro-batches are too few: for the shares of replicas, and for interleaving."""
 DISTRIBUTED = "--use-distributed-optimizer"
 MASKED_LOSS = "--eod-mask-loss"
 OWN_DOCUMENTS = "--reset-attention-mask --reset-position-ids"
-EVALUATED = "--eval-iters 2 --eval-interval 3"
+EVALUATED = "--eval-iters 2 --eval-interval 1"
 
 Mesh = dict[str, object]
 
@@ -81,7 +83,7 @@ CASES = [
         4,
         "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1 --micro-batch-size 1 "
         f"--context-parallel-size 2 {DISTRIBUTED}",
-        f"--micro-batch-size 1 {MASKED_LOSS}",
+        f"--micro-batch-size 1 {EIGHT} {MASKED_LOSS}",
     ),
     Case("documents-of-their-own-on-a-ring", 2, "--context-parallel-size 2", OWN_DOCUMENTS),
     Case(
@@ -121,7 +123,7 @@ CASES = [
         mesh(2, context=2),
         mesh(2, data=2),
         own="--num-virtual-stages-per-pipeline-rank 2",
-        shared=f"{MASKED_LOSS} --calculate-per-token-loss {OWN_DOCUMENTS}",
+        shared=f"{MASKED_LOSS} --calculate-per-token-loss {OWN_DOCUMENTS} {EIGHT}",
     ),
 ]
 
@@ -130,7 +132,7 @@ def flags(corpus, more: str) -> list[str]:
     sizes = f"--micro-batch-size {STEP} --global-batch-size {GLOBAL_BATCH}"
     # Enough rows for any tensor-parallel size, so that all have the same model.
     vocabulary = "--make-vocab-size-divisible-by 256"
-    return [*TINY_LLAMA, *corpus.flags, *f"{sizes} {vocabulary}".split(), *more.split()]
+    return [*TINY_LLAMA, *corpus.flags, *f"{TWO_STEPS} {sizes} {vocabulary}".split(), *more.split()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -180,10 +182,10 @@ def test_a_resumed_run_drops_what_an_uninterrupted_one_does(corpus, tmp_path: Pa
     words = flags(corpus, dropout)
     saved = tmp_path / "saved"
     straight = train(
-        [*words, "--save", str(saved), "--save-interval", "2"], 2, tmp_path / "straight"
+        [*words, "--save", str(saved), "--save-interval", "1"], 2, tmp_path / "straight"
     )
-    resumed = train([*words, "--load", str(saved), "--ckpt-step", "2"], 2, tmp_path / "resumed")
-    assert resumed.numbers() == straight.numbers(since=2)
+    resumed = train([*words, "--load", str(saved), "--ckpt-step", "1"], 2, tmp_path / "resumed")
+    assert resumed.numbers() == straight.numbers(since=1)
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -206,7 +208,7 @@ def test_a_checkpoint_moves_between_context_parallel_sizes_bit_for_bit(
     loaded: list[str] = []
     for name, (nproc, own) in layouts.items():
         saved = tmp_path / name
-        words = [*flags(corpus, own), "--train-iters", "2", "--save", str(saved), *loaded]
+        words = [*flags(corpus, own), "--save", str(saved), *loaded]
         train(words, nproc, tmp_path / f"run {name}", environ=SIMULATED)
         loaded = ["--load", str(saved)]
         found.append(stored(saved))

@@ -17,6 +17,7 @@ import pytest
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
     TINY_LLAMA,
+    TWO_STEPS,
     Training,
     finish,
     start,
@@ -24,12 +25,13 @@ from tests.distributed.harness import (
     wait_for_steps,
 )
 
+TINY = [*TINY_LLAMA, *TWO_STEPS.split()]
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 ONE_AND_ONE = ["--hetero-data-parallel", "nvidia:1,amd:1"]
 TWO_AND_TWO = ["--hetero-data-parallel", "nvidia:2,amd:2"]
 THREE_TO_ONE = ["--hetero-data-shares", "3,1"]
-HALFWAY = 2
-"""Of the four iterations of each run."""
+HALFWAY = 1
+"""Of the two iterations of each run."""
 ROUNDING = 1e-5
 
 
@@ -62,7 +64,7 @@ def _saving(folder: Path) -> list[str]:
 def homogeneous(corpus, tmp_path_factory) -> Saved:
     folder = tmp_path_factory.mktemp("homogeneous")
     checkpoints = folder / "checkpoints"
-    flags = [*TINY_LLAMA, *corpus.flags, *_saving(checkpoints)]
+    flags = [*TINY, *corpus.flags, *_saving(checkpoints)]
     return Saved(train(flags, 2, folder), checkpoints)
 
 
@@ -71,8 +73,8 @@ def unequal(corpus, tmp_path_factory) -> Saved:
     """With the distributed optimizer, three micro-batches on one vendor for one on the other."""
     folder = tmp_path_factory.mktemp("unequal")
     checkpoints = folder / "checkpoints"
-    flags = [*TINY_LLAMA, *corpus.flags, *_saving(checkpoints), *ONE_AND_ONE, *THREE_TO_ONE]
-    flags += ["--check-weight-hash-across-dp-replicas-interval", "2"]
+    flags = [*TINY, *corpus.flags, *_saving(checkpoints), *ONE_AND_ONE, *THREE_TO_ONE]
+    flags += ["--check-weight-hash-across-dp-replicas-interval", "1"]
     return Saved(_across([*flags, *SHARDED], 2, folder), checkpoints)
 
 
@@ -85,7 +87,7 @@ def _require_same_to_rounding(run: Training, other: Training, *, since: int = 0)
 
 
 def test_equal_shares_give_the_bits_of_a_homogeneous_run(corpus, homogeneous, tmp_path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE]
+    flags = [*TINY, *corpus.flags, *ONE_AND_ONE]
     run = _across(flags, 2, tmp_path, HETERO_SLOWDOWN="amd=1.5")
 
     assert run.numbers() == homogeneous.run.numbers()
@@ -100,13 +102,13 @@ def test_equal_shares_give_the_bits_of_a_homogeneous_run(corpus, homogeneous, tm
         ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDED],
         [
             *("--pipeline-model-parallel-size", "2", "--overlap-grad-reduce"),
-            *("--eval-iters", "2", "--eval-interval", "3", "--timing-log-level", "2"),
+            *("--eval-iters", "2", "--eval-interval", "1", "--timing-log-level", "2"),
         ],
     ],
     ids=["tp2-sharded", "pp2-tied-evaluation"],
 )
 def test_replicas_may_be_spread_over_ranks_of_their_vendor(corpus, shared, tmp_path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *shared]
+    flags = [*TINY, *corpus.flags, *shared]
     run = _across([*flags, *ONE_AND_ONE], 4, tmp_path / "mixed")
 
     assert run.numbers() == train(flags, 4, tmp_path / "homogeneous").numbers()
@@ -122,8 +124,8 @@ def test_unequal_shares_with_the_distributed_optimizer(homogeneous, unequal) -> 
 
 
 def test_unequal_shares_of_two_and_two_replicas(corpus, tmp_path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, "--global-batch-size", "8"]
-    across = [*TWO_AND_TWO, *THREE_TO_ONE, "--check-weight-hash-across-dp-replicas-interval", "2"]
+    flags = [*TINY, *corpus.flags, "--global-batch-size", "8"]
+    across = [*TWO_AND_TWO, *THREE_TO_ONE, "--check-weight-hash-across-dp-replicas-interval", "1"]
     run = _across([*flags, *across], 4, tmp_path / "mixed")
 
     _require_same_to_rounding(run, train(flags, 1, tmp_path / "one"))
@@ -131,7 +133,7 @@ def test_unequal_shares_of_two_and_two_replicas(corpus, tmp_path) -> None:
 
 def test_unequal_shares_of_pipelines_whose_loss_is_divided_by_tokens(corpus, tmp_path) -> None:
     """Micro-batches hold different numbers of tokens that count."""
-    flags = [*TINY_LLAMA, *corpus.flags, "--calculate-per-token-loss", "--eod-mask-loss"]
+    flags = [*TINY, *corpus.flags, "--calculate-per-token-loss", "--eod-mask-loss"]
     across = [*ONE_AND_ONE, *THREE_TO_ONE, "--pipeline-model-parallel-size", "2"]
     run = _across([*flags, *across], 4, tmp_path / "mixed")
 
@@ -143,7 +145,7 @@ def test_measured_shares_change_neither_the_samples_nor_the_loss(
     corpus, homogeneous, stages, tmp_path
 ) -> None:
     """Dropout is off: its masks follow the shares."""
-    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE, "--hetero-data-shares", "auto"]
+    flags = [*TINY, *corpus.flags, *ONE_AND_ONE, "--hetero-data-shares", "auto"]
     flags += ["--pipeline-model-parallel-size", stages, "--overlap-grad-reduce"]
     run = _across(flags, 2 * int(stages), tmp_path, HETERO_SLOWDOWN="amd=12")
 
@@ -164,7 +166,7 @@ def test_shares_are_measured_with_experts_and_without_a_trace_of_it(corpus, tmp_
         "--moe-router-load-balancing-type seq_aux_loss --calculate-per-token-loss "
         "--moe-token-dispatcher-type alltoall"
     )
-    flags = [*TINY_LLAMA, *corpus.flags, *experts.split(), *ONE_AND_ONE, "--hetero-data-shares"]
+    flags = [*TINY, *corpus.flags, *experts.split(), *ONE_AND_ONE, "--hetero-data-shares"]
     measured = _across([*flags, "auto"], 2, tmp_path / "auto", HETERO_SLOWDOWN="amd=12")
 
     shares = ",".join(str(mesh["share"]) for mesh in measured.report["plan"]["meshes"])
@@ -179,21 +181,21 @@ def test_shares_are_measured_with_experts_and_without_a_trace_of_it(corpus, tmp_
 def test_a_run_with_unequal_shares_resumes_as_if_it_had_not_stopped(
     corpus, unequal, tmp_path
 ) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *ONE_AND_ONE, *THREE_TO_ONE, *SHARDED]
+    flags = [*TINY, *corpus.flags, *ONE_AND_ONE, *THREE_TO_ONE, *SHARDED]
     resumed = _across([*flags, *unequal.flags_to_resume(tmp_path / "saved")], 2, tmp_path)
 
     assert resumed.numbers() == unequal.run.numbers(since=HALFWAY)
 
 
 def test_a_homogeneous_run_goes_on_from_such_a_run(corpus, homogeneous, unequal, tmp_path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *unequal.flags_to_resume(tmp_path / "saved")]
+    flags = [*TINY, *corpus.flags, *unequal.flags_to_resume(tmp_path / "saved")]
 
     resumed = train(flags, 1, tmp_path)
     _require_same_to_rounding(resumed, homogeneous.run, since=HALFWAY)
 
 
 def test_such_a_run_goes_on_from_a_homogeneous_run(corpus, homogeneous, tmp_path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *homogeneous.flags_to_resume(tmp_path / "saved")]
+    flags = [*TINY, *corpus.flags, *homogeneous.flags_to_resume(tmp_path / "saved")]
 
     resumed = _across([*flags, *ONE_AND_ONE, "--use-distributed-optimizer"], 2, tmp_path)
     assert resumed.losses == homogeneous.run.losses[HALFWAY:]

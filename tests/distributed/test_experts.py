@@ -15,10 +15,9 @@ from hetero.tools.runs import SIMULATED
 from megatron.hetero.arguments import read_command_line
 from tests.distributed.harness import MIXED, changed_entry, read_rows, train
 from tests.distributed.plan_cases import Case, across
-from tests.distributed.test_context_parallelism import flags, mesh, stored
+from tests.distributed.test_context_parallelism import EIGHT, flags, mesh, stored
 from tests.distributed.test_meshes import ranks, write_plan
 
-STEP, GLOBAL_BATCH = 2, 8
 DISTRIBUTED = "--use-distributed-optimizer"
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 EP2 = "--expert-model-parallel-size 2"
@@ -97,7 +96,7 @@ CASES = [
     Case(
         "whole-replicas-with-shares",
         4,
-        f"{QWEN} --micro-batch-size 1",
+        f"{QWEN} --micro-batch-size 1 {EIGHT}",
         "--hetero-data-parallel nvidia:2,amd:2 --hetero-data-shares 3,1 "
         f"{EP2} {ALLTOALL} {DISTRIBUTED}",
     ),
@@ -188,7 +187,7 @@ def test_loads_and_dropped_tokens_of_a_biased_router_are_told_under_any_layout(
         environ=SIMULATED,
         scripts=dict.fromkeys(range(nproc), script),
     )
-    assert loads(tmp_path / "run", "dropped_token_fraction") == [2.0, 2.0, 0.75] * 4
+    assert loads(tmp_path / "run", "dropped_token_fraction") == [2.0, 2.0, 0.75] * 2
     assert "| expert_load_max: 2.000000E+00 |" in run.stdout
 
 
@@ -220,11 +219,11 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Pa
     words = flags(corpus, f"{DEEPSEEK} {EP2} --bf16 --moe-router-bias-update-rate {rate}")
     saved = tmp_path / "saved"
     straight = train(
-        [*words, "--save", str(saved), "--save-interval", "3"], 2, tmp_path / "straight"
+        [*words, "--save", str(saved), "--save-interval", "1"], 2, tmp_path / "straight"
     )
-    resumed = train([*words, "--load", str(saved), "--ckpt-step", "3"], 2, tmp_path / "resumed")
-    assert resumed.numbers() == straight.numbers(since=3)
-    tensors = stored(saved / "iter_0000003")
+    resumed = train([*words, "--load", str(saved), "--ckpt-step", "1"], 2, tmp_path / "resumed")
+    assert resumed.numbers() == straight.numbers(since=1)
+    tensors = stored(saved / "iter_0000001")
     biases = [value for name, value in tensors.items() if name.endswith("router.expert_bias")]
     updates = torch.stack(biases) / rate
     assert updates.abs().min() > 0
@@ -245,7 +244,7 @@ def test_a_checkpoint_moves_between_expert_parallel_sizes_bit_for_bit(
     loaded: list[str] = []
     for name, (nproc, own) in layouts.items():
         saved = tmp_path / name
-        more = f"{DEEPSEEK} {own} --train-iters 2 --save"
+        more = f"{DEEPSEEK} {own} --save"
         words = [*flags(corpus, more), str(saved), *loaded]
         run = train(words, nproc, tmp_path / f"run {name}", environ=SIMULATED)
         loaded = ["--load", str(saved)]
@@ -270,7 +269,7 @@ def require_counted_to_the_byte(shape: list[str], tmp_path: Path) -> None:
     """Of a run of a model with experts, and 512 rows of vocabulary, on three meshes."""
     meshes = [mesh(1, data=2, experts=2), mesh(1, data=2), mesh(2)]
     words = [*shape, *write_plan(meshes, tmp_path)]
-    run = train([*words, "--train-iters", "2"], ranks(meshes), tmp_path, environ=SIMULATED)
+    run = train(words, ranks(meshes), tmp_path, environ=SIMULATED)
 
     configuration = read_command_line(words, world_size=ranks(meshes))
     model = model_shape(configuration.args, vocabulary=512)
@@ -279,7 +278,7 @@ def require_counted_to_the_byte(shape: list[str], tmp_path: Path) -> None:
         micro_batch_size=1, sequence_parallel=False, recompute="none", distributed_optimizer=True
     )
     for row in run.report["stages"]:
-        found = stage_memory(plan, row["stage"], model, micro_batches=4, options=options)
+        found = stage_memory(plan, row["stage"], model, micro_batches=2, options=options)
         assert found.states == row["state_bytes_per_rank"]
     # The first and the last stage have a copy of the tied embedding each.
     counted = model.parameters + model.vocabulary * model.hidden

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from hetero.tools.runs import SIMULATED
-from tests.distributed.harness import MIXED, TINY_LLAMA, Training, launch, read_rows, train
+from tests.distributed.harness import (
+    MIXED,
+    TINY_LLAMA,
+    TWO_STEPS,
+    Training,
+    launch,
+    read_rows,
+    train,
+)
 from tests.distributed.test_context_parallelism import stored
 
 HYBRID = "--fp8-format hybrid"
@@ -79,12 +87,12 @@ def test_twelve_steps_have_the_losses_of_bf16(
 
 
 def test_products_are_counted_in_every_step_and_in_the_report(corpus, tmp_path: Path) -> None:
-    run = train(flags(corpus, f"{DELAYED} {ACROSS}"), 2, tmp_path, environ=SIMULATED)
+    run = train(flags(corpus, f"{DELAYED} {ACROSS} {TWO_STEPS}"), 2, tmp_path, environ=SIMULATED)
     rows = read_rows(tmp_path / "metrics.jsonl")
-    assert [row["fp8_products"] for row in rows] == [EVERY_STEP] * 4
+    assert [row["fp8_products"] for row in rows] == [EVERY_STEP] * 2
     assert all(row["fp8_clipped_tensors"] >= 0 for row in rows)
     for kind in ("forward", "input_gradient", "weight_gradient"):
-        assert counted(run, kind) == [4 * EVERY_STEP // 3 // 2] * 2
+        assert counted(run, kind) == [2 * EVERY_STEP // 3 // 2] * 2
     assert [stage["fp8"] for stage in run.report["stages"]] == [
         "e4m3fnuz and e5m2fnuz in 8 linear layers",
         "e4m3fn and e5m2 in 8 linear layers",
@@ -108,9 +116,9 @@ def test_a_mesh_of_the_plan_can_stay_in_bf16(corpus, tmp_path: Path) -> None:
     plan.write_text(
         "meshes:\n- {vendor: amd, layers: [2], fp8: none}\n- {vendor: nvidia, layers: [2]}\n"
     )
-    words = flags(corpus, f"{TENSORWISE} --hetero-pipeline --hetero-plan {plan}")
+    words = flags(corpus, f"{TENSORWISE} {TWO_STEPS} --hetero-pipeline --hetero-plan {plan}")
     run = train(words, 2, tmp_path, environ=SIMULATED)
-    assert counted(run, "forward") == [0, 4 * EVERY_STEP // 3 // 2]
+    assert counted(run, "forward") == [0, 2 * EVERY_STEP // 3 // 2]
     assert run.report["stages"][0]["fp8"] == ""
 
 
@@ -119,7 +127,7 @@ def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run(
     recipe: str, corpus, tmp_path: Path
 ) -> None:
     """The types of NVIDIA's GPUs and of a CPU are the same."""
-    words = flags(corpus, recipe)
+    words = flags(corpus, f"{recipe} {TWO_STEPS}")
     homogeneous = train([*words, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "one")
     across = "--hetero-pipeline --hetero-vendors cpu nvidia --hetero-pipeline-sizes 1 1".split()
     mixed = train([*words, *across], 2, tmp_path / "mixed", environ=SIMULATED)
@@ -128,7 +136,7 @@ def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run(
 
 def test_weight_gradients_can_wait_for_the_input_gradient(corpus, tmp_path: Path) -> None:
     """With buffers in bf16, to which a CPU adds products; the sums are the same."""
-    words = flags(corpus, f"{DELAYED} {ACROSS} --grad-reduce-in-bf16")
+    words = flags(corpus, f"{DELAYED} {ACROSS} {TWO_STEPS} --grad-reduce-in-bf16")
     at_once = train(words, 2, tmp_path / "at once", environ=SIMULATED)
     later = train([*words, "--delay-wgrad-compute"], 2, tmp_path / "later", environ=SIMULATED)
     assert later.losses == pytest.approx(at_once.losses, rel=1e-3)
@@ -149,13 +157,13 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
 ) -> None:
     """Also after an evaluation, which casts weights and leaves no maxima of what it computes."""
     nproc, more = LAYOUTS[name]
-    words = flags(corpus, f"{DELAYED} {more} --train-iters 6 --eval-iters 1 --eval-interval 3")
+    words = flags(corpus, f"{DELAYED} {more} --train-iters 4 --eval-iters 1 --eval-interval 2")
     saved = tmp_path / "saved"
-    saving = ["--save", str(saved), "--save-interval", "3"]
+    saving = ["--save", str(saved), "--save-interval", "2"]
     straight = train([*words, *saving], nproc, tmp_path / "straight", environ=SIMULATED)
-    loading = ["--load", str(saved), "--ckpt-step", "3"]
+    loading = ["--load", str(saved), "--ckpt-step", "2"]
     resumed = train([*words, *loading], nproc, tmp_path / "resumed", environ=SIMULATED)
-    assert resumed.numbers() == straight.numbers(since=3)
+    assert resumed.numbers() == straight.numbers(since=2)
 
 
 def test_maxima_move_between_layouts_bit_for_bit(corpus, tmp_path: Path) -> None:
@@ -187,14 +195,14 @@ def test_a_run_continues_under_another_pipeline_as_if_nothing_had_happened(
     corpus, tmp_path: Path
 ) -> None:
     """Untied: the gradients of a tied embedding are added in another order across stages."""
-    words = flags(corpus, f"{DELAYED} --train-iters 6 --untie-embeddings-and-output-weights")
+    words = flags(corpus, f"{DELAYED} --train-iters 4 --untie-embeddings-and-output-weights")
     saved = tmp_path / "saved"
     straight = train(
-        [*words, "--save", str(saved), "--save-interval", "3"], 1, tmp_path / "straight"
+        [*words, "--save", str(saved), "--save-interval", "2"], 1, tmp_path / "straight"
     )
-    moved = [*words, "--load", str(saved), "--ckpt-step", "3"]
+    moved = [*words, "--load", str(saved), "--ckpt-step", "2"]
     resumed = train([*moved, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "resumed")
-    assert resumed.losses == straight.losses[3:]
+    assert resumed.losses == straight.losses[2:]
     assert resumed.weights == straight.weights
 
 
@@ -231,7 +239,7 @@ LATENT = (
 def test_latent_attention_experts_and_mtp_layers_train(corpus, tmp_path: Path) -> None:
     """Of tensor-parallel ranks; weight gradients of experts stay in bf16, and it is said."""
     without = {"--group-query-attention", "--num-query-groups"}
-    words = flags(corpus, f"{LATENT} {SEQUENCES}")
+    words = flags(corpus, f"{LATENT} {SEQUENCES} {TWO_STEPS}")
     at = words.index("--num-query-groups")
     words = [word for word in (*words[:at], *words[at + 2 :]) if word not in without]
     plain = train(words, 2, tmp_path / "bf16")
@@ -239,8 +247,8 @@ def test_latent_attention_experts_and_mtp_layers_train(corpus, tmp_path: Path) -
     assert run.losses == pytest.approx(plain.losses, rel=0.01)
     attention, mlp, experts = 5, 2, 4 * 2
     linear = 5 * (attention + mlp) + 1
-    assert counted(run, "forward") == [4 * MICRO_BATCHES * (linear + experts)] * 2
-    assert counted(run, "weight_gradient") == [4 * MICRO_BATCHES * linear] * 2
+    assert counted(run, "forward") == [2 * MICRO_BATCHES * (linear + experts)] * 2
+    assert counted(run, "weight_gradient") == [2 * MICRO_BATCHES * linear] * 2
     assert "36 linear layers and e4m3fn in 8 grouped linear layers of experts" in run.stdout
     assert "weight gradients of experts" in run.stdout
 
@@ -299,7 +307,7 @@ def test_twelve_steps_of_a_mixture_have_the_losses_of_bf16(
 def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run_with_experts(
     recipe: str, corpus, tmp_path: Path
 ) -> None:
-    words = flags(corpus, f"{MIXTURE} {recipe}")
+    words = flags(corpus, f"{MIXTURE} {recipe} {TWO_STEPS}")
     homogeneous = train([*words, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "one")
     across = "--hetero-pipeline --hetero-vendors cpu nvidia --hetero-pipeline-sizes 1 1".split()
     mixed = train([*words, *across], 2, tmp_path / "mixed", environ=SIMULATED)
@@ -308,7 +316,7 @@ def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run_with_experts(
 
 def test_sharing_experts_changes_rounding_alone(corpus, tmp_path: Path) -> None:
     """Rows have the same factors wherever they are computed; only sums of gradients differ."""
-    words = flags(corpus, f"{MIXTURE} {ROWWISE} {DISTRIBUTED}")
+    words = flags(corpus, f"{MIXTURE} {ROWWISE} {DISTRIBUTED} {TWO_STEPS}")
     apart = train(words, 2, tmp_path / "apart")
     shared = train([*words, *EP2.split()], 2, tmp_path / "shared")
     assert shared.losses[0] == apart.losses[0]
@@ -320,13 +328,13 @@ def test_a_resumed_run_with_experts_has_the_bits_of_an_uninterrupted_one(
     layout: tuple[int, str], corpus, tmp_path: Path
 ) -> None:
     nproc, more = layout
-    words = flags(corpus, f"{MIXTURE} {DELAYED} {more} --train-iters 6")
+    words = flags(corpus, f"{MIXTURE} {DELAYED} {more} --train-iters 4")
     saved = tmp_path / "saved"
-    saving = ["--save", str(saved), "--save-interval", "3"]
+    saving = ["--save", str(saved), "--save-interval", "2"]
     straight = train([*words, *saving], nproc, tmp_path / "straight")
-    loading = ["--load", str(saved), "--ckpt-step", "3"]
+    loading = ["--load", str(saved), "--ckpt-step", "2"]
     resumed = train([*words, *loading], nproc, tmp_path / "resumed")
-    assert resumed.numbers() == straight.numbers(since=3)
+    assert resumed.numbers() == straight.numbers(since=2)
 
 
 def test_maxima_of_experts_move_between_layouts_bit_for_bit(corpus, tmp_path: Path) -> None:

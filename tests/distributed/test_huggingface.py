@@ -31,7 +31,7 @@ from tests.megatron.huggingface.tiny_huggingface import (
 from tests.sentences import without_time
 
 HETERO = [*MIXED, *"--hetero-pipeline-layers 1 3 --hetero-transport cpu-forward".split()]
-STEPS, BATCH = 20, 4
+STEPS, BATCH = 10, 4
 ROWS = 509
 """More than the tokenizer has tokens, and not what its size would be padded to."""
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
@@ -88,7 +88,7 @@ def _losses_of_transformers(model: Any, batches: list[list[dict[str, Any]]]) -> 
 
 
 HOMOGENEOUS = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL".split()
-SHORT = [*RECIPE, "--train-iters", "3"]
+SHORT = [*RECIPE, "--train-iters", "2"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -104,7 +104,7 @@ def test_every_family_trains_mixed_as_in_transformers_and_homogeneously(
 
     mixed = train([*flags, *HETERO], 2, tmp_path / "mixed", environ=SIMULATED)
     homogeneous = train([*flags, *HOMOGENEOUS], 2, tmp_path / "homogeneous")
-    expected = _losses_of_transformers(theirs, steps_of_samples(flags, steps=3, batch=BATCH))
+    expected = _losses_of_transformers(theirs, steps_of_samples(flags, steps=2, batch=BATCH))
 
     assert mixed.numbers() == homogeneous.numbers()
     assert mixed.losses == pytest.approx(expected, rel=1e-4)

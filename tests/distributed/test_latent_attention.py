@@ -11,8 +11,8 @@ from bench.mesh_matrix.comparison import gradient_differences
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import MIXED, train
 from tests.distributed.plan_cases import Case, across
+from tests.distributed.test_context_parallelism import EIGHT, mesh, stored
 from tests.distributed.test_context_parallelism import flags as grouped_flags
-from tests.distributed.test_context_parallelism import mesh, stored
 from tests.distributed.test_experts import DEEPSEEK, require_counted_to_the_byte
 from tests.distributed.test_meshes import write_plan
 
@@ -68,7 +68,7 @@ CASES = [
     Case(
         "whole-replicas-with-shares",
         2,
-        f"{V3} --micro-batch-size 1",
+        f"{V3} --micro-batch-size 1 {EIGHT}",
         "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1",
     ),
     Case("a-ring", 2, V3, CP2),
@@ -145,7 +145,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(corpus, tmp_path: Path) 
     loaded: list[str] = []
     for name, (nproc, own) in layouts.items():
         saved = tmp_path / name
-        more = f"{V3} {own} --train-iters 2 --save"
+        more = f"{V3} {own} --save"
         words = [*flags(corpus, more), str(saved), *loaded]
         run = train(words, nproc, tmp_path / f"run {name}", environ=SIMULATED)
         loaded = ["--load", str(saved)]
@@ -169,10 +169,10 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Pa
     words = flags(corpus, f"{V3} {TP2} --bf16 {DISTRIBUTED}")
     saved = tmp_path / "saved"
     straight = train(
-        [*words, "--save", str(saved), "--save-interval", "2"], 2, tmp_path / "straight"
+        [*words, "--save", str(saved), "--save-interval", "1"], 2, tmp_path / "straight"
     )
-    resumed = train([*words, "--load", str(saved), "--ckpt-step", "2"], 2, tmp_path / "resumed")
-    assert resumed.numbers() == straight.numbers(since=2)
+    resumed = train([*words, "--load", str(saved), "--ckpt-step", "1"], 2, tmp_path / "resumed")
+    assert resumed.numbers() == straight.numbers(since=1)
 
 
 def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:

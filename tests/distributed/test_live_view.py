@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hetero.tools.runs import SIMULATED
 from tests.commands import ended, printed
-from tests.distributed.harness import TINY_LLAMA, free_port, launch, start
+from tests.distributed.harness import TINY_LLAMA, changed_entry, free_port, launch, start
 from tests.live_views import asked, awaited, page_text, program, state_of
 
 FLAGS = [
@@ -33,6 +34,16 @@ MIXED = (
 ).split()
 SLOW = 1
 """The rank that is slowed."""
+RESTS = """
+import time
+from megatron.hetero import trainer
+train_step = trainer.Trainer.train_step
+def rested(self, batches):
+    time.sleep(0.1)
+    train_step(self, batches)
+trainer.Trainer.train_step = rested
+"""
+"""Between steps, which nobody waits for while a run is looked at."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def running(flags: list[str], nproc: int, **how: Any) -> Iterator[Run]:
+def running(flags: list[str], nproc: int, folder: Path, **how: Any) -> Iterator[Run]:
     port = free_port()
-    ranks = start([*flags, "--hetero-metrics-port", str(port)], nproc, **how)
+    scripts = dict.fromkeys(range(nproc), changed_entry(folder, RESTS))
+    words = [*flags, "--hetero-metrics-port", str(port)]
+    ranks = start(words, nproc, scripts=scripts, **how)
 
     def training() -> bool:
         for rank in ranks:
@@ -69,10 +82,11 @@ def running(flags: list[str], nproc: int, **how: Any) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def mixed() -> Iterator[Run]:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Four ranks of two simulated vendors; one computes several times as long as its peer."""
     slowed = {SLOW: {"HETERO_SLOWDOWN": "amd=5"}}
-    with running([*FLAGS, *MIXED], 4, environ={"HETERO_VENDOR": "plan"}, by_rank=slowed) as run:
+    folder = tmp_path_factory.mktemp("mixed")
+    with running([*FLAGS, *MIXED], 4, folder, environ=SIMULATED, by_rank=slowed) as run:
         yield run
 
 
@@ -205,8 +219,8 @@ def test_top_shows_the_same_in_a_terminal(named: Run) -> None:
         assert re.search(rf"^{rank} .* {rank // 2} ", said, re.M)
 
 
-def test_a_single_rank_is_shown_too() -> None:
-    with running(FLAGS, 1) as run:
+def test_a_single_rank_is_shown_too(tmp_path: Path) -> None:
+    with running(FLAGS, 1, tmp_path) as run:
         state = run.state()
         assert state["world_size"] == 1
         assert [stage["layers"] for stage in state["stages"]] == [4]
@@ -218,7 +232,7 @@ def test_a_port_that_is_taken_ends_all_ranks_with_2() -> None:
         outcomes = launch(
             [*FLAGS, *MIXED[:-3], "--hetero-metrics-port", str(port)],
             2,
-            environ={"HETERO_VENDOR": "plan"},
+            environ=SIMULATED,
         )
     assert [outcome.code for outcome in outcomes] == [2, 2], outcomes
     said = outcomes[0].stderr
@@ -271,9 +285,9 @@ def test_another_address_of_the_host_is_listened_on_alone() -> None:
 
 
 @pytest.mark.parametrize("reader", ["slow", "gone"])
-def test_readers_that_misbehave_end_no_run(reader: str) -> None:
+def test_readers_that_misbehave_end_no_run(reader: str, tmp_path: Path) -> None:
     """While it trains, some ask and never read, or hang up at once."""
-    with running([*FLAGS], 1) as run:
+    with running(FLAGS, 1, tmp_path) as run:
         sockets = []
         for _ in range(40):
             with contextlib.suppress(OSError):

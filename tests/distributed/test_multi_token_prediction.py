@@ -14,7 +14,7 @@ from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.generation import whole_model
 from tests.distributed.harness import MIXED, read_rows, train
 from tests.distributed.plan_cases import Case, across
-from tests.distributed.test_context_parallelism import flags, mesh, stored
+from tests.distributed.test_context_parallelism import EIGHT, flags, mesh, stored
 from tests.distributed.test_experts import DEEPSEEK
 from tests.distributed.test_meshes import write_plan
 
@@ -48,7 +48,7 @@ CASES = [
     ),
     across(
         "interleaved-per-token-loss",
-        f"{TWO} {PER_TOKEN}",
+        f"{TWO} {PER_TOKEN} {EIGHT}",
         mesh(2, data=2),
         mesh(2),
         own="--num-virtual-stages-per-pipeline-rank 2",
@@ -77,7 +77,7 @@ CASES = [
     Case(
         "whole-replicas-of-two-stages-with-shares",
         4,
-        f"{TWO} {MASKED_LOSS} --micro-batch-size 1",
+        f"{TWO} {MASKED_LOSS} --micro-batch-size 1 {EIGHT}",
         f"--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1 {PP2} {DISTRIBUTED}",
     ),
 ]
@@ -106,7 +106,7 @@ def test_mtp_layers_compute_what_they_do_in_one_process(
     )
     assert shared.losses == pytest.approx(one.losses, rel=1e-5)
     assert shared.grad_norms == pytest.approx(one.grad_norms, rel=2e-6)
-    assert len(losses_ahead(reference)) in (4, 8)
+    assert len(losses_ahead(reference)) in (2, 4)
     assert losses_ahead(tmp_path / "shared") == pytest.approx(losses_ahead(reference), rel=1e-5)
     first = "iter_0000001"
     differences = gradient_differences(tmp_path / "saved" / first, reference / "saved" / first)
@@ -140,7 +140,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(corpus, tmp_path: Path) 
     loaded: list[str] = []
     for name, (nproc, own) in layouts.items():
         saved = tmp_path / name
-        words = [*flags(corpus, f"{TWO} {DEEPSEEK} {own} --train-iters 2 --save"), str(saved)]
+        words = [*flags(corpus, f"{TWO} {DEEPSEEK} {own} --save"), str(saved)]
         run = train([*words, *loaded], nproc, tmp_path / f"run {name}", environ=SIMULATED)
         loaded = ["--load", str(saved)]
         found.append(stored(saved))
@@ -159,7 +159,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(corpus, tmp_path: Path) 
 def test_without_weight_the_layers_change_nothing_nor_does_an_evaluation_see_them(
     corpus, tmp_path: Path
 ) -> None:
-    evaluated = "--eval-iters 2 --eval-interval 2"
+    evaluated = "--eval-iters 2 --eval-interval 1"
     without = train(flags(corpus, evaluated), 1, tmp_path / "without")
     saved = tmp_path / "saved"
     more = f"{evaluated} --mtp-num-layers 2 --mtp-loss-scaling-factor 0 --save"
@@ -174,7 +174,7 @@ def test_without_weight_the_layers_change_nothing_nor_does_an_evaluation_see_the
     assert len(told[0]) == 3
     assert "| mtp_1 loss: " in beside.stdout
     with (
-        CheckpointReader.open(saved / "iter_0000004") as reader,
+        CheckpointReader.open(saved / "iter_0000002") as reader,
         whole_model(reader) as model,
     ):
         assert not hasattr(model, "mtp")
