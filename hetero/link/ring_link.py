@@ -409,11 +409,11 @@ class RingLink(Link):
             if flow.waiting:
                 flow.take_enqueued()
         receives = self._in.waiting
-        has_receives = bool(receives)
-        if has_receives and caller_waits:
-            # As after `recv`.
-            nbytes = sum(transfer.state.nbytes for transfer in receives)
-            has_receives = nbytes > self._ring_bytes // 2
+        # While the caller waits, as after `recv`.
+        has_receives = bool(receives) and (
+            not caller_waits
+            or sum(transfer.state.nbytes for transfer in receives) > self._ring_bytes // 2
+        )
         if self._is_asleep or self._out.waiting or has_receives:
             self._request()
         self._release_completed()

@@ -184,6 +184,26 @@ def changed_entry(folder: Path, before: str, *, name: str = "changed.py") -> Pat
     return script
 
 
+HELD = """
+import os, time
+from megatron.hetero.trainer import Trainer
+
+step = Trainer.train_step
+
+def step_once_told(self, batches):
+    while self.iteration == {after} and not os.path.exists({until!r}):
+        time.sleep(0.02)
+    step(self, batches)
+
+Trainer.train_step = step_once_told
+"""
+
+
+def held_entry(folder: Path, *, after: int, until: Path, name: str = "held.py") -> Path:
+    """A pretrain_gpt.py that waits for a file after an iteration."""
+    return changed_entry(folder, HELD.format(after=after, until=str(until)), name=name)
+
+
 def steps_of_samples(flags: Sequence[str], *, steps: int, batch: int) -> list[list[dict[str, Any]]]:
     """The samples of every step, as a run with these flags reads them."""
     from megatron.hetero.arguments import parse_args

@@ -26,6 +26,7 @@ from tests.distributed.harness import (
     TINY_LLAMA,
     changed_entry,
     free_port,
+    held_entry,
     read_rows,
     train,
     wait_for,
@@ -200,28 +201,13 @@ def test_a_node_that_crashed_comes_back(corpus, tmp_path: Path, undisturbed, nod
     assert job.losses() == undisturbed
 
 
-WAITS = """
-import os, time
-from megatron.hetero.trainer import Trainer
-
-step = Trainer.train_step
-
-def step_once_told(self, batches):
-    while self.iteration == 30 and not os.path.exists({go!r}):
-        time.sleep(0.05)
-    step(self, batches)
-
-Trainer.train_step = step_once_told
-"""
-
-
 def test_state_in_memory_survives_a_node_without_a_save(
     corpus, tmp_path: Path, undisturbed
 ) -> None:
     """The other node's launcher has a copy."""
     flags = ["--hetero-memory-checkpoint-interval", "10"]
     # Or it would be through before there is a copy.
-    waits = changed_entry(tmp_path, WAITS.format(go=str(tmp_path / "go")))
+    waits = held_entry(tmp_path, after=30, until=tmp_path / "go")
     job = Job(tmp_path, corpus, saves=False, flags=flags, scripts=dict.fromkeys((0, 1), waits))
     wait_for(lambda: job.copies_of_node_1(), seconds=PATIENCE, what="a copy")
     job.kill_node(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.harness import Numbers, Training, changed_entry
+from tests.distributed.harness import Numbers, Training, held_entry
 from tests.hosts.network import Host
 
 SECONDS = 150
@@ -32,16 +32,6 @@ MODEL = [
     *("--hetero-chunk-kib", "16"),
 ]
 """Two stages, whose tensors are cut into chunks enough for several rails."""
-_HELD = """
-import os, time
-from megatron.hetero.trainer import Trainer
-step = Trainer.train_step
-def step_once_told(self, batches):
-    while self.iteration == {iteration} and not os.path.exists({go!r}):
-        time.sleep(0.02)
-    step(self, batches)
-Trainer.train_step = step_once_told
-"""
 
 
 @dataclass(frozen=True)
@@ -181,11 +171,13 @@ def launch(
     ranks: int = 1,
     held_after: int | None = None,
 ) -> Run:
-    """Start so many ranks on each host; they meet at the first, unless a name is given.
+    """Start ranks on each host; they meet at the first, unless a name is given.
 
-    Links take so many of a host's interfaces, or these; with none they choose by themselves. A run
-    that is held after an iteration goes on when `Run.go_on` is called: by itself it might end, on a
-    busy machine, before the fault of a test is there.
+    Args:
+        rails: the number of a host's interfaces that links take, or which; with 0 they choose.
+        ranks: the number of ranks on each host.
+        held_after: the iteration after which the run waits for `Run.go_on`: on a busy machine it
+            might end before the fault of a test is there.
     """
     taken = range(rails) if isinstance(rails, int) else rails
     folder.mkdir()
@@ -194,9 +186,9 @@ def launch(
     master = master or hosts[0].address()
     script = "pretrain_gpt.py"
     if held_after is not None:
-        held = _HELD.format(iteration=held_after, go=str(go_file(folder)))
         # Processes of training are found by the end of its name.
-        script = str(changed_entry(folder, held, name=f"held_{script}"))
+        name = f"held_{script}"
+        script = str(held_entry(folder, after=held_after, until=go_file(folder), name=name))
     commands = [
         [
             *("-m", launcher, *rendezvous_flags(len(hosts), node, master, ranks=ranks)),

@@ -105,7 +105,7 @@ Differences = dict[tuple[Any, ...], list[float]]
 def differences_of_sizes(
     rank: int, sizes: Sequence[int], folder: str, device: str, end: Connection
 ) -> None:
-    """Sends what a rank has in each of the groups of the first so many ranks."""
+    """Sends the differences of a rank in each group of the first `size` ranks that it is in."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@
  * each ends right after its last message. */
 #include "carrier.h"
 #include "host.h"
+#include "require.h"
 
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -107,14 +108,6 @@ static atomic_uint compared;
 static pthread_barrier_t over;
 /* What messages consist of. */
 static uint8_t noise[LARGEST + 4099];
-
-#define REQUIRE(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                        \
-            abort();                                                                               \
-        }                                                                                          \
-    } while (0)
 
 #define IS_ABANDONED (atomic_load(&compared) >= abandon)
 

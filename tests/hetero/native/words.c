@@ -1,18 +1,9 @@
 /* An engine whose device writes words without telling anybody, at the worst moment: when a pass has already looked at
  * them. Built with sanitizers by test_sanitized.py. */
 #include "engine.h"
+#include "require.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/eventfd.h>
-
-#define REQUIRE(condition)                                                                         \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                        \
-            abort();                                                                               \
-        }                                                                                          \
-    } while (0)
 
 static struct ring_control control;
 static struct engine engine;

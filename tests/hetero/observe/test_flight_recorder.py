@@ -219,7 +219,7 @@ class Lines:
         return len(self._lines)
 
     def since(self, count: int) -> str:
-        """All but the first so many lines."""
+        """The lines after the first `count`."""
         return "".join(self._lines[count:])
 
     def __enter__(self) -> Self:
