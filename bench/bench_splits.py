@@ -6,15 +6,16 @@
 
 Every point is a run of pretrain_gpt.py, and so is each vendor alone on as many GPUs: where a mixed
 run is below the slower of them, its split is a bad one. One machine plays both vendors (simulated)
-and HETERO_SLOWDOWN slows the second. The folder holds splits.json, splits.md and splits.png,
-written anew after every run; --resume goes on from them. What follows `--` goes to all runs.
+and HETERO_SLOWDOWN slows the second. --predict draws the planner's curves too, from a profile of
+one device. The folder holds splits.json, splits.md and splits.png, written anew after every run;
+--resume goes on from them. What follows `--` goes to all runs.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from bench.reproduction.run_options import (
     without_false_comparison,
 )
 from bench.reproduction.settings import VENDORS
+from bench.reproduction.split_prediction import predictions
 from bench.reproduction.split_sweep import SweepOptions, planned_runs
 from bench.reproduction.training_runs import device_of, record_of, run_all
 from hetero.errors import UserError
@@ -64,8 +66,8 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
         type=int,
         nargs="+",
         metavar="LAYERS",
-        help="layers of the first stage, a number for each split; left out: "
-        f"{', '.join(map(str, SHARES))} of each 32",
+        help="layers of the first stage, a number for each split (default: "
+        f"{', '.join(map(str, SHARES))} of each 32)",
     )
     parser.add_argument(
         "--factors",
@@ -78,6 +80,11 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
     parser.add_argument(
         "--transport", choices=TRANSPORTS, default=fastest_transport(), help="between the stages"
     )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="profile a device and draw what the planner predicts of every split",
+    )
     add_run_flags(parser, iterations=5, warmup=2)
     given, shared = parse_words(parser, argv)
     if min(given.factors) < 1:
@@ -89,8 +96,15 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
         splits=(),
         factors=tuple(sorted(set(given.factors))),
         transport=given.transport,
+        predict=given.predict,
     )
-    total = parsed(options, planned_runs(options)[0].flags, nproc=given.nproc).num_layers
+    args = parsed(options, planned_runs(options)[0].flags, nproc=given.nproc)
+    if options.predict and args.padded_vocab_size is None:
+        raise UserError(
+            f"--predict needs the rows of the embedding, which {options.setting.name} leaves to "
+            "the tokenizer; add -- --padded-vocab-size ROWS, a flag of pretrain_gpt.py"
+        )
+    total = args.num_layers
     first = given.first_layers or [round(total * share / 32) for share in SHARES]
     if not all(0 < count < total for count in first):
         raise UserError(
@@ -105,11 +119,15 @@ def parse_options(argv: Sequence[str]) -> SweepOptions:
 
 
 def write_results(
-    options: SweepOptions, attempts: Sequence[Attempt], command: Sequence[str]
+    options: SweepOptions,
+    attempts: Sequence[Attempt],
+    *,
+    predicted: Mapping[str, float],
+    command: Sequence[str],
 ) -> str:
     """Write the three files anew. Returns the text of splits.md."""
     runs = planned_runs(options)
-    found = split_sweep.curves(options, attempts)
+    found = split_sweep.curves(options, attempts, predicted)
     lines = split_sweep.notes(options, found, attempts)
     args = parsed(options, runs[0].flags, nproc=options.nproc)
     title = (
@@ -137,11 +155,17 @@ def sweep(argv: Sequence[str]) -> str:
     """Make all runs. Returns the line for the end."""
     options = parse_options(argv)
     command = ("bench/bench_splits.py", *argv)
+    predicted: Mapping[str, float] = {}
+    if options.predict:
+        every = planned_runs(replace(options, splits=split_sweep.all_splits(options)))
+        predicted = predictions(options, every, nproc=options.nproc)
     run_all(
         options,
         planned_runs(options),
         results=options.out / "splits.json",
-        write=lambda attempts: write_results(options, attempts, command),
+        write=lambda attempts: write_results(
+            options, attempts, predicted=predicted, command=command
+        ),
     )
     return f"written: splits.json, splits.md and splits.png in {options.out}"
 

@@ -57,7 +57,7 @@ class Options:
     @property
     def model_name(self) -> str:
         name = self.setting.name
-        return f"a model changed from {name}" if self.is_changed_model else name
+        return f"{name} (modified)" if self.is_changed_model else name
 
     @property
     def tokens(self) -> int:
@@ -132,30 +132,28 @@ def _parser(description: str) -> tool_command_line.Parser:
     parser.add_argument(
         "--iterations",
         type=integer(1),
-        help="of every run; left out: the model's",
+        help="of every run; default: the model's",
     )
     parser.add_argument(
-        "--processes", type=int, help="GPUs to use, in pairs; left out: all, or 2 on CPU"
+        "--processes", type=int, help="GPUs to use, in pairs; default: all, or 2 on CPU"
     )
     parser.add_argument(
         "--per-pair",
         type=integer(1),
-        help="runs that share a pair of GPUs at the same time; left out: the model's",
+        help="runs that share a pair of GPUs at the same time; default: the model's",
     )
-    parser.add_argument(
-        "--kernels", nargs="+", choices=tuple(KERNELS), help="left out: the model's"
-    )
+    parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), help="default: the model's")
     parser.add_argument(
         "--transports",
         nargs="+",
         choices=TRANSPORTS,
         metavar="TRANSPORT",
-        help=f"of the mixed runs, of {', '.join(TRANSPORTS)}; left out: the model's",
+        help=f"of the mixed runs, of {', '.join(TRANSPORTS)}; default: the model's",
     )
     parser.add_argument(
         "--deadline",
         type=number(above=0),
-        help="seconds of one run, start-up included; left out: the model's",
+        help="seconds of one run, start-up included; default: the model's",
     )
     parser.add_argument(
         "--minutes",

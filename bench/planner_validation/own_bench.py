@@ -161,37 +161,15 @@ class OwnBench:
     @cached_property
     def link(self) -> dict[str, float]:
         """Of the path that `auto` takes, by the link benchmark, as a cluster file says it."""
-        file = self.folder / "link.json"
-        if not file.exists():
-            auto = measure_alone(only_chosen=True)[0]
-            if auto.error:
-                raise HeteroError(f"the link benchmark measured nothing: {auto.error}")
-            file.write_text(json.dumps(vars(auto)))
-        return PathResult(**json.loads(file.read_text())).rail_figures()
+        return measured_link(self.folder / "link.json")
 
     def cluster_file(self, factor: float) -> Path:
         """Two nodes of one device each, joined by what was measured here."""
         names = {FAST: _accelerator(FAST, 1.0), SLOW: _accelerator(SLOW, factor)}
-        # Only the vendor and the memory are read of what has a profile and a measured link.
-        figures = {"memory": self._memory_gib(), "tflops": 1, "memory_bandwidth": 1}
-        wires = {"link": self.link["rail_gbits"] / 8, "nic": self.link["rail_gbits"]}
-        data = {
-            "nodes": [
-                {"name": vendor, "accelerator": name, "gpus_per_node": 1, **self.link}
-                for vendor, name in names.items()
-            ],
-            "accelerators": {
-                name: {"vendor": vendor, **figures, **wires} for vendor, name in names.items()
-            },
-        }
+        data = cluster_mapping(names, self.link, gpus_per_node=1)
         file = self.folder / f"cluster_x{factor:g}.yaml"
         file.write_text(yaml.safe_dump(data, sort_keys=False))
         return file
-
-    def _memory_gib(self) -> float:
-        if self.gpus:
-            return torch.cuda.get_device_properties(0).total_memory / 2**30
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**31
 
     @cached_property
     def clusters(self) -> dict[float, Cluster]:
@@ -322,6 +300,47 @@ class OwnBench:
             environ=environ,
             deadline=_DEADLINE,
         )
+
+
+def measured_link(file: Path) -> dict[str, float]:
+    """Of the path that `auto` takes, by the link benchmark, as a cluster file says it.
+
+    It is measured once and kept in `file`. Raises HeteroError.
+    """
+    if not file.exists():
+        auto = measure_alone(only_chosen=True)[0]
+        if auto.error:
+            raise HeteroError(f"the link benchmark measured nothing: {auto.error}")
+        file.write_text(json.dumps(vars(auto)))
+    return PathResult(**json.loads(file.read_text())).rail_figures()
+
+
+def cluster_mapping(
+    accelerators: Mapping[str, str], link: Mapping[str, float], *, gpus_per_node: int
+) -> dict[str, Any]:
+    """A cluster file's content: for each vendor a node of this machine's devices, called as it.
+
+    `accelerators` has the name of each vendor's in the profile, and `link` joins all devices.
+    """
+    # Only the vendor and the memory are read of what has a profile and a measured link.
+    figures = {"memory": _memory_gib(), "tflops": 1, "memory_bandwidth": 1}
+    wires = {"link": link["rail_gbits"] / 8, "nic": link["rail_gbits"]}
+    return {
+        "nodes": [
+            {"name": vendor, "accelerator": name, "gpus_per_node": gpus_per_node, **link}
+            for vendor, name in accelerators.items()
+        ],
+        "accelerators": {
+            name: {"vendor": vendor, **figures, **wires} for vendor, name in accelerators.items()
+        },
+    }
+
+
+def _memory_gib() -> float:
+    """Of one of two devices of this machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**31
 
 
 def _base_model() -> ModelShape:

@@ -67,24 +67,25 @@ def add_run_flags(parser: tool_command_line.Parser, *, iterations: int, warmup: 
         "--warmup",
         type=integer(1),
         default=warmup,
-        help="iterations left away at its start: at least the first, which pays for start-up",
+        help="iterations at the start that are not measured: at least the first, which pays for "
+        "start-up",
     )
     add(
         "--layers",
         type=integer(1),
         nargs=2,
-        help="of each stage; left out: the model's, or halves",
+        help="layers of each stage (default: the model's, or halves)",
     )
     for flag in ("--seq-length", "--micro-batch-size", "--global-batch-size"):
-        add(flag, type=integer(1), help="left out: the model's")
-    add("--data-path", nargs="+", help=f"as of pretrain_gpt.py; left out: {TEXT_NAME}")
+        add(flag, type=integer(1), help="default: the model's")
+    add("--data-path", nargs="+", help=f"as for pretrain_gpt.py (default: {TEXT_NAME})")
     add(
         "--deadline",
         type=number(above=0),
         default=600.0,
-        help="seconds for one run, start-up included",
+        help="timeout of one run in seconds, start-up included",
     )
-    add("--resume", action="store_true", help="keep the runs that --out holds, make the others")
+    add("--resume", action="store_true", help="reuse the runs that --out holds")
     add("--out", required=True, help="folder for the results")
 
 
@@ -189,5 +190,5 @@ def without_false_comparison(options: OptionsT) -> OptionsT:
 
     if sizes(options, options.layers) == sizes(replace(options, extra=()), setting.layers):
         return options
-    changed = replace(setting, name=f"a model changed from {setting.name}", published={})
+    changed = replace(setting, name=f"{setting.name} (modified)", published={})
     return replace(options, setting=changed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -32,6 +32,8 @@ class SweepOptions(RunOptions):
     splits: tuple[tuple[int, int], ...]
     factors: tuple[float, ...]
     transport: str
+    predict: bool
+    """Whether the planner's predictions stand beside what is measured."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,26 @@ class Curve:
     points: tuple[Point, ...]
     alone: float | None
     """Tokens/s of the slowed vendor alone, on as many GPUs."""
+    predicted: tuple[tuple[int, float], ...] = ()
+    """Layers of the first stage and tokens/s, of every split; empty where nothing is predicted."""
+    predicted_alone: float | None = None
 
     @property
     def best(self) -> Point:
         return max(self.points, key=lambda point: point.tokens_per_s)
+
+    @property
+    def errors(self) -> list[float]:
+        """Of the predictions, relative to what was measured: each point's, and `alone`'s."""
+        tokens = dict(self.predicted)
+        found = [
+            tokens[point.split[0]] / point.tokens_per_s - 1
+            for point in self.points
+            if point.split[0] in tokens
+        ]
+        if self.alone and self.predicted_alone:
+            found.append(self.predicted_alone / self.alone - 1)
+        return found
 
     def below(self, level: float | None) -> list[tuple[int, int]]:
         """Splits that are slower than a level."""
@@ -107,8 +125,19 @@ def _run(
     return PlannedRun(row=row, flags=tuple(flags), nproc=options.nproc, environ=environ)
 
 
-def curves(options: SweepOptions, attempts: Sequence[Attempt]) -> list[Curve]:
-    """What the runs made so far come to, a curve for each factor that has a point."""
+def all_splits(options: SweepOptions) -> tuple[tuple[int, int], ...]:
+    """Every way to divide the layers of the model between two stages."""
+    total = sum(options.splits[0])
+    return tuple((first, total - first) for first in range(1, total))
+
+
+def curves(
+    options: SweepOptions, attempts: Sequence[Attempt], predicted: Mapping[str, float]
+) -> list[Curve]:
+    """What the runs made so far come to, a curve for each factor that has a point.
+
+    `predicted` has tokens/s by the name of a run, of `all_splits`; it may be empty.
+    """
     tokens = {one.row: one.measurement.tokens_per_s for one in attempts if one.measurement}
     found = [
         Curve(
@@ -119,6 +148,12 @@ def curves(options: SweepOptions, attempts: Sequence[Attempt]) -> list[Curve]:
                 if (values := tokens.get(split_name(split, factor)))
             ),
             alone=_median(tokens, alone_name(factor)),
+            predicted=tuple(
+                (split[0], predicted[split_name(split, factor)])
+                for split in all_splits(options)
+                if split_name(split, factor) in predicted
+            ),
+            predicted_alone=predicted.get(alone_name(factor)),
         )
         for factor in options.factors
     ]
@@ -149,14 +184,22 @@ def require_slowed(options: SweepOptions, attempts: Sequence[Attempt]) -> None:
 
 
 def render(options: SweepOptions, found: Sequence[Curve]) -> str:
-    """The Markdown table: a line for each split, and behind tokens/s what they are of `alone`."""
+    """The Markdown table: a line for each split, with tokens/s, what they are of `alone`, and what
+    was predicted."""
     heads = [f"layers, {FASTER}/{SLOWED}", *(f"{SLOWED} x{curve.factor:g}" for curve in found)]
     rows = [
         (f"{split[0]}/{split[1]}", *(_cell(curve, split) for curve in found))
         for split in options.splits
     ]
-    alone = ("-" if curve.alone is None else f"{curve.alone:,.0f}" for curve in found)
+    alone = (
+        "-" if curve.alone is None else f"{curve.alone:,.0f}{_predicted(curve.predicted_alone)}"
+        for curve in found
+    )
     return markdown(heads, [*rows, ("slower vendor alone", *alone)])
+
+
+def _predicted(tokens: float | None) -> str:
+    return "" if tokens is None else f", predicted {tokens:,.0f}"
 
 
 def _cell(curve: Curve, split: tuple[int, int]) -> str:
@@ -164,7 +207,8 @@ def _cell(curve: Curve, split: tuple[int, int]) -> str:
         if point.split == split:
             share = "" if not curve.alone else f" ({point.tokens_per_s / curve.alone:.2f})"
             best = "**" * (point == curve.best)
-            return f"{best}{point.tokens_per_s:,.0f}{best}{share}"
+            predicted = _predicted(dict(curve.predicted).get(split[0]))
+            return f"{best}{point.tokens_per_s:,.0f}{best}{share}{predicted}"
     return "-"
 
 
@@ -186,6 +230,23 @@ def notes(options: SweepOptions, found: Sequence[Curve], attempts: Sequence[Atte
             f"{_listed(curve.below(level))}; below what the slower vendor's own half of the GPUs "
             f"would do (half of it, calculated), with {_listed(curve.below(level / 2))}"
         )
+    if errors := [abs(error) for curve in found for error in curve.errors]:
+        lines.append(
+            "predicted: by the planner, from one profile of a device and the measured link "
+            f"(profile.json, link.json); of {len(errors)} runs {mean(errors):.1%} off on average, "
+            f"{max(errors):.1%} at most"
+        )
+    for curve in found:
+        if curve.predicted and curve.predicted_alone:
+            best = max(curve.predicted, key=lambda one: one[1])[0]
+            level = curve.predicted_alone
+            below = [
+                split for split in all_splits(options) if dict(curve.predicted)[split[0]] < level
+            ]
+            lines.append(
+                f"{SLOWED} x{curve.factor:g}, predicted: best with {best} layers on {FASTER}, "
+                f"below the slower vendor alone with {_listed(below)}"
+            )
     return lines + [f"{one.row}: {one.problem}" for one in attempts if one.problem]
 
 
@@ -198,7 +259,7 @@ def _text(split: Sequence[int] | None) -> str:
 
 
 def draw(found: Sequence[Curve], *, title: str) -> bytes:
-    """A PNG: a curve for each factor, and dashed in its colour the slower vendor alone."""
+    """A PNG: for each factor what was measured and predicted, dashed the slower vendor alone."""
     figure = Figure(figsize=(8.6, 4.6), layout="constrained", facecolor=LIGHT.paper)
     axes = figure.add_subplot()
     style_axes(axes, LIGHT, x_label=f"layers on {FASTER} / {SLOWED}")
@@ -210,9 +271,12 @@ def draw(found: Sequence[Curve], *, title: str) -> bytes:
             [point.tokens_per_s for point in curve.points],
             marker="o",
             markersize=4,
+            linestyle="none" if curve.predicted else "solid",
             color=colour,
             label=f"mixed, {SLOWED} x{curve.factor:g}",
         )
+        if curve.predicted:
+            axes.plot(*zip(*curve.predicted, strict=True), linewidth=1, color=colour)
         if curve.alone is not None:
             name = SLOWED if curve.factor > 1 else FASTER
             axes.axhline(

@@ -107,7 +107,7 @@ def draw(attempts: Sequence[Attempt], *, title: str) -> bytes:
         speeds.plot(range(first, len(losses_of) + 1), tokens, linewidth=0.8, label=name)
         losses.plot(range(1, len(losses_of) + 1), losses_of, linewidth=0.8, label=name)
     speeds.set_ylim(bottom=0)
-    speeds.set_title(title, fontsize=10, color=LIGHT.ink, loc="left")
+    speeds.set_title(title, fontsize=10, color=LIGHT.ink, loc="left", wrap=True)
     if speeds.lines:
         speeds.legend(frameon=False, labelcolor=LIGHT.ink, fontsize=9, loc="lower right")
     return as_png(figure)

@@ -201,6 +201,35 @@ class MeasuredProfile:
         return {"format": FORMAT, "model": dict(self.model), "accelerators": accelerators}
 
 
+@dataclass(frozen=True)
+class SlowedProfile:
+    """A `Profile` in which every pass on some accelerators takes `factor` times as long.
+
+    Updates and reductions take what they took.
+    """
+
+    profile: Profile
+    accelerators: frozenset[str]
+    factor: float
+
+    def costs(self, accelerator: str, point: Point) -> PartCosts:
+        costs = self.profile.costs(accelerator, point)
+        if accelerator not in self.accelerators:
+            return costs
+        slowed: dict[str, Any] = {
+            name: PassTimes(times.forward * self.factor, times.backward * self.factor)
+            for name, times in vars(costs).items()
+            if isinstance(times, PassTimes)
+        }
+        return replace(costs, **slowed)
+
+    def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
+        return self.profile.optimizer_seconds(accelerator, parameters)
+
+    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
+        return self.profile.reduction_seconds(accelerator, parameters)
+
+
 def _precision_text(fp8_text: str) -> str:
     return f"in {fp8_text.removeprefix(', ')}" if fp8_text else "without fp8"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetero.planner.cluster_shape import NodeKind
-from hetero.planner.layer_profile import PartCosts, PassTimes, Point, Profile
+from hetero.planner.layer_profile import SlowedProfile
 from hetero.planner.layer_split import estimate, evened
 from hetero.planner.placement import Placement
 from hetero.planner.prediction import Prediction, lower_bound_seconds, simulate
@@ -297,7 +297,7 @@ def with_scaled_links(problem: Problem, factor: float) -> Problem:
 def with_slowdown(problem: Problem, vendor: str, factor: float) -> Problem:
     """The problem with a vendor whose passes take `factor` times as long."""
     names = {kind.accelerator.name for kind in problem.cluster.kinds if kind.vendor == vendor}
-    return replace(problem, profile=_SlowedProfile(problem.profile, frozenset(names), factor))
+    return replace(problem, profile=SlowedProfile(problem.profile, frozenset(names), factor))
 
 
 def _with_kinds(problem: Problem, kinds: Sequence[NodeKind]) -> Problem:
@@ -305,30 +305,3 @@ def _with_kinds(problem: Problem, kinds: Sequence[NodeKind]) -> Problem:
     links = {pair: link for pair, link in problem.cluster.inter_kind_links.items() if pair <= names}
     cluster = replace(problem.cluster, kinds=tuple(kinds), inter_kind_links=links)
     return replace(problem, cluster=cluster)
-
-
-@dataclass(frozen=True)
-class _SlowedProfile:
-    profile: Profile
-    names: frozenset[str]
-    factor: float
-
-    def costs(self, accelerator: str, point: Point) -> PartCosts:
-        costs = self.profile.costs(accelerator, point)
-        if accelerator not in self.names:
-            return costs
-        return replace(
-            costs,
-            layer=self._scaled(costs.layer),
-            embedding=self._scaled(costs.embedding),
-            head=self._scaled(costs.head),
-        )
-
-    def _scaled(self, times: PassTimes) -> PassTimes:
-        return PassTimes(times.forward * self.factor, times.backward * self.factor)
-
-    def optimizer_seconds(self, accelerator: str, parameters: float) -> float:
-        return self.profile.optimizer_seconds(accelerator, parameters)
-
-    def reduction_seconds(self, accelerator: str, parameters: float) -> float:
-        return self.profile.reduction_seconds(accelerator, parameters)

@@ -16,6 +16,7 @@ from hetero.planner.layer_profile import (
     PassTimes,
     Point,
     ProfileError,
+    SlowedProfile,
     load_profile,
 )
 
@@ -62,6 +63,21 @@ def test_a_point_between_two_is_taken_where_the_profile_says_so() -> None:
     for beyond in (Point(1, 8, 128), Point(2, 2, 128), Point(1, 2, 128, "full")):
         with pytest.raises(ProfileError, match="lets micro_batch be interpolated"):
             profile("micro_batch").costs("H200", beyond)
+
+
+def test_a_slowed_accelerator_takes_longer_for_every_pass_and_for_nothing_else() -> None:
+    times = PassTimes(1.0, 2.0)
+    measured = replace(costs(1.0), sparse_layer=times, experts_at_least=times)
+    one = replace(profile().accelerators["H200"], points={Point(1, 1, 128): measured})
+    both = MeasuredProfile({"H200": one, "MI300X": one})
+    slowed = SlowedProfile(both, frozenset({"MI300X"}), 3.0)
+    assert slowed.costs("H200", Point(1, 1, 128)) == measured
+    found = slowed.costs("MI300X", Point(1, 1, 128))
+    assert found.layer == found.head == found.sparse_layer == PassTimes(3.0, 6.0)
+    assert found.experts_at_least == PassTimes(3.0, 6.0)
+    assert found.embedding == PassTimes(pytest.approx(0.3), pytest.approx(0.6))
+    assert found.layer_activation_bytes == measured.layer_activation_bytes
+    assert slowed.optimizer_seconds("MI300X", 1e9) == both.optimizer_seconds("MI300X", 1e9)
 
 
 def test_the_optimizer_takes_a_fixed_part_and_one_for_each_parameter() -> None:
