@@ -1,8 +1,9 @@
 """Measure goodput while ranks are killed: state in memory beside checkpoints on disk.
 
-    python bench/goodput.py --json goodput.json [--minutes 30] [--every 120] [--seed 1]
+    python bench/goodput.py --json goodput.json [--minutes 30] [--every 120] [--seed 1] [-- FLAGS]
 
-Real runs of pretrain_gpt.py on CPU: a tiny model on real text, two ranks of *simulated* vendors.
+Runs of pretrain_gpt.py on two GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, on
+two ranks of *simulated* vendors.
 In each interval of --every seconds a rank is killed; which one and when is drawn with the seed, the
 same for all sides. They run one after the other:
 
@@ -53,7 +54,9 @@ def faults(*, seconds: float, every: float, seed: int) -> list[tuple[float, int]
     ]
 
 
-def measure(side: str, data: RealText, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    side: str, data: RealText, args: argparse.Namespace, *, flags: Sequence[str]
+) -> dict[str, Any]:
     """One side's run."""
     seconds, in_memory = 60.0 * args.minutes, side == SIDES[0]
     with tempfile.TemporaryDirectory(prefix="goodput-") as name:
@@ -61,11 +64,14 @@ def measure(side: str, data: RealText, args: argparse.Namespace) -> dict[str, An
             Path(name),
             data,
             launcher=[f"--{side}", str(_RESTARTS)],
-            flags=state_flags(
-                Path(name),
-                in_memory=in_memory,
-                interval=_MEMORY_INTERVAL if in_memory else args.save_interval,
-            ),
+            flags=[
+                *state_flags(
+                    Path(name),
+                    in_memory=in_memory,
+                    interval=_MEMORY_INTERVAL if in_memory else args.save_interval,
+                ),
+                *flags,
+            ],
         ) as job:
             kills = []
             for due, rank in faults(seconds=seconds, every=args.every, seed=args.seed):
@@ -91,13 +97,13 @@ def measure(side: str, data: RealText, args: argparse.Namespace) -> dict[str, An
         }
 
 
-def _measure(args: argparse.Namespace) -> str:
+def _measure(args: argparse.Namespace, flags: Sequence[str]) -> str:
     found: dict[str, Any] = {}
     lines = []
     with tempfile.TemporaryDirectory(prefix="goodput-text-") as name:
         data = build_real_text(Path(name))
         for side in args.only:
-            found[side] = one = measure(side, data, args)
+            found[side] = one = measure(side, data, args, flags=flags)
             target = f"; target {TARGET:g}" if side == SIDES[0] else ""
             lines.append(
                 f"{side}: goodput {one['goodput']:.3f}{target}; {one['steps']} steps kept, "
@@ -132,11 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=", ".join(SIDES)
     )
-    args = parser.parse_args(argv)
+    args, flags = parser.parse_with_run_flags(argv)
     args.typed = list(sys.argv[1:] if argv is None else argv)
     tool_command_line.require_results_file(args.json, "--json")
     return tool_command_line.run(
-        lambda: _measure(args), interrupted=f"the run under way is not in {args.json}"
+        lambda: _measure(args, flags), interrupted=f"the run under way is not in {args.json}"
     )
 
 

@@ -1,9 +1,10 @@
 """Measure how long training stands still after a loss, until a step that was not trained before.
 
-    python bench/restart_times.py --json restart_times.json [--tries 10] [--only rank spare]
+    python bench/restart_times.py --json restart_times.json [--tries 10] [--only rank] [-- FLAGS]
 
-Real runs of pretrain_gpt.py on CPU: a tiny model on real text, two ranks of *simulated* vendors.
-Each try is a run of its own, and the kinds take turns. Tries that the file has already are kept:
+Runs of pretrain_gpt.py on two GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, on
+two ranks of *simulated* vendors. Each try is a run of its own, and the kinds take turns. Tries that
+the file has already are kept:
 
     rank        a rank is killed; --hetero-restarts, state in memory, standby processes
     torchrun    the same with --max-restarts and a checkpoint on disk
@@ -35,12 +36,11 @@ if __name__ == "__main__":
     begin_script(core=False)
 
 from bench.real_text.data_set import RealText, build_real_text
-from bench.restarts.job import VENDORS, TrainingJob, about
+from bench.restarts.job import MODEL, VENDORS, TrainingJob, about
 from hetero.text import integer
 from hetero.tools import tool_command_line
 
 PARTS = ("detection", "teardown", "rendezvous", "start", "load", "first step")
-_STEPS_BEFORE = 60
 _TOLD = re.compile(r"since the loss: (.*)")
 
 
@@ -78,20 +78,29 @@ def state_flags(folder: Path, *, in_memory: bool, interval: int) -> list[str]:
     return ["--save", save, "--load", save, "--save-interval", str(interval), "--keep-last", "2"]
 
 
-def measure(kind: Kind, data: RealText, *, interval: int) -> dict[str, Any]:
+def layers_of(flags: Sequence[str]) -> int:
+    """Of the model that training flags describe, those of the job itself included."""
+    words = [*MODEL, *flags]
+    last = len(words) - 1 - words[::-1].index("--num-layers")
+    return int(words[last + 1])
+
+
+def measure(
+    kind: Kind, data: RealText, *, steps: int, interval: int, flags: Sequence[str]
+) -> dict[str, Any]:
     """One loss: seconds until the first step that was not trained before, and its parts."""
     with tempfile.TemporaryDirectory(prefix="restart-times-") as name:
         folder = Path(name)
-        plan = f"meshes:\n- {{vendor: {VENDORS[0]}, layers: [4]}}\n"
+        plan = f"meshes:\n- {{vendor: {VENDORS[0]}, layers: [{layers_of(flags)}]}}\n"
         (folder / "fallback.yaml").write_text(plan)
         with TrainingJob(
             folder,
             data,
             launcher=kind.launcher.replace("FOLDER", name).split(),
-            flags=state_flags(folder, in_memory=kind.in_memory, interval=interval),
+            flags=[*state_flags(folder, in_memory=kind.in_memory, interval=interval), *flags],
             nodes=kind.nodes,
         ) as job:
-            job.await_steps(_STEPS_BEFORE)
+            job.await_steps(steps)
             if kind.in_memory:
                 job.await_standby()
             job.await_steps(1)
@@ -110,6 +119,7 @@ def measure(kind: Kind, data: RealText, *, interval: int) -> dict[str, Any]:
                 "parts": {part: round(value, 3) for part, value in parts.items()},
                 "repeated_steps": told[0]["repeated_steps"] if told else None,
                 "iteration": iteration,
+                "loss_difference": job.steps.loss_difference,
             }
 
 
@@ -151,7 +161,7 @@ def table(kinds: dict[str, dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _measure(args: argparse.Namespace) -> str:
+def _measure(args: argparse.Namespace, flags: Sequence[str]) -> str:
     chosen = [kind for kind in KINDS if kind.name in args.only]
     found: dict[str, dict[str, Any]] = {}
     if args.json.exists():
@@ -163,7 +173,9 @@ def _measure(args: argparse.Namespace) -> str:
                 one = found.setdefault(kind.name, {"tries": []})
                 if len(one["tries"]) >= number:
                     continue
-                one["tries"].append(measure(kind, data, interval=args.interval))
+                one["tries"].append(
+                    measure(kind, data, steps=args.steps, interval=args.interval, flags=flags)
+                )
                 one["summary"] = summary(one["tries"])
                 print(f"{kind.name} {number}: {one['tries'][-1]}", flush=True)
             record = {**about("restart_times.py", args.typed), "kinds": found}
@@ -180,13 +192,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", choices=names, default=names, metavar="KIND", help=", ".join(names)
     )
     parser.add_argument(
+        "--steps", type=integer(1), default=60, help="steps before the loss, at least"
+    )
+    parser.add_argument(
         "--interval", type=integer(1), default=10, help="steps between two states of training"
     )
-    args = parser.parse_args(argv)
+    args, flags = parser.parse_with_run_flags(argv)
     args.typed = list(sys.argv[1:] if argv is None else argv)
     tool_command_line.require_results_file(args.json, "--json")
     return tool_command_line.run(
-        lambda: _measure(args), interrupted=f"the try under way is not in {args.json}"
+        lambda: _measure(args, flags), interrupted=f"the try under way is not in {args.json}"
     )
 
 

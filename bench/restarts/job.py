@@ -18,6 +18,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import psutil
+import torch
 
 from bench.real_text.data_set import RealText
 from hetero.errors import HeteroError
@@ -25,7 +26,7 @@ from hetero.tools.runs import SIMULATED
 
 ROOT = Path(__file__).resolve().parents[2]
 VENDORS = ("nvidia", "amd")
-_MODEL = (
+MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --ffn-hidden-size 192 --seq-length 64 --max-position-embeddings 64 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -41,10 +42,12 @@ _PATIENCE = 240.0
 
 def about(script: str, typed: Sequence[str]) -> dict[str, Any]:
     """What a record of results says of how they were made."""
+    count = torch.cuda.device_count()
+    gpus = [f"{count} x {torch.cuda.get_device_name()}"] if count else []
     return {
         "command": " ".join([f"python bench/{script}", *typed]),
         "date": date.today().isoformat(),
-        "hardware": f"{os.cpu_count()}-core {platform.machine()} CPU",
+        "hardware": " + ".join([*gpus, f"{os.cpu_count()}-core {platform.machine()} CPU"]),
         "load": [round(load, 1) for load in os.getloadavg()],
         "simulated": True,
     }
@@ -63,6 +66,10 @@ class Steps:
         """The iteration that was seen last: what is above it has been rolled back."""
         self.reached: list[int] = []
         """For each restart: the last iteration that had been seen before."""
+        self.losses: dict[int, float] = {}
+        """By iteration, when it was trained first."""
+        self.loss_difference: float | None = None
+        """The largest of an iteration's losses relative to its first, of those trained again."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="steps", daemon=True)
         self._thread.start()
@@ -96,6 +103,13 @@ class Steps:
                 self.seen.setdefault(row["iteration"], now)
                 self.seconds[row["iteration"]] = row["elapsed_ms"] / 1000
                 self.current = row["iteration"]
+                self._compare(row["iteration"], row["loss"])
+
+    def _compare(self, iteration: int, loss: float) -> None:
+        first = self.losses.setdefault(iteration, loss)
+        if self.reached and iteration <= self.reached[-1]:
+            apart = abs(loss - first) / abs(first)
+            self.loss_difference = max(apart, self.loss_difference or 0.0)
 
 
 class TrainingJob:
@@ -120,7 +134,7 @@ class TrainingJob:
         self._folder, self._nodes = folder, nodes
         metrics = folder / "metrics.jsonl"
         self._port, self._view = _free_port(), _free_port()
-        self._words = [*_MODEL, *_LAYOUT, *data.flags, *flags, "--metrics-file", str(metrics)]
+        self._words = [*MODEL, *_LAYOUT, *data.flags, *flags, "--metrics-file", str(metrics)]
         self._words += ["--hetero-metrics-port", str(self._view)]
         self._launcher = launcher
         self.began = time.monotonic()
@@ -226,6 +240,10 @@ class TrainingJob:
         if self._nodes:
             place += ["--node-rank", str(node)]
             environ["HETERO_VENDOR"] = self._nodes[node]
+            if count := torch.cuda.device_count():
+                # Nodes beyond the last GPU share it.
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+                environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(node, count - 1)]
         log = (self._folder / f"node_{node}.log").open("w")
         entry = str(ROOT / "pretrain_gpt.py")
         return subprocess.Popen(

@@ -7,14 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.goodput import faults
-from bench.restart_times import summary, table
+from bench.restart_times import layers_of, summary, table
 from bench.restarts.job import Steps
 from tests.distributed.harness import wait_for
 
 
-def rows(*iterations: int, ms: float) -> str:
-    return "".join(json.dumps({"iteration": n, "elapsed_ms": ms}) + "\n" for n in iterations)
+def rows(*iterations: int, ms: float, loss: float = 2.0) -> str:
+    records = ({"iteration": n, "elapsed_ms": ms, "loss": loss} for n in iterations)
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def test_steps_that_a_restart_cuts_off_are_not_current_and_count_once_trained_again(
@@ -31,12 +34,20 @@ def test_steps_that_a_restart_cuts_off_are_not_current_and_count_once_trained_ag
         wait_for(lambda: steps.reached == [4], seconds=30, what="a restart")
         wait_for(lambda: steps.current == 2, seconds=30, what="the steps that are left")
         with file.open("a") as more:
-            more.write(rows(3, 4, 5, ms=300.0))
+            more.write(
+                rows(3, ms=300.0) + rows(4, ms=300.0, loss=2.2) + rows(5, ms=300.0, loss=9.0)
+            )
         wait_for(lambda: steps.current == 5, seconds=30, what="new steps")
     finally:
         steps.close()
     assert steps.seconds == {1: 0.1, 2: 0.1, 3: 0.3, 4: 0.3, 5: 0.3}
     assert {n: steps.seen[n] for n in first} == first
+    assert steps.loss_difference == pytest.approx(0.1)
+
+
+def test_the_fallback_has_all_layers_of_the_model_whichever_flags_say_them() -> None:
+    assert layers_of([]) == 4
+    assert layers_of(["--num-layers", "16", "--hidden-size", "2048"]) == 16
 
 
 def test_a_fault_comes_in_each_interval_and_is_the_same_for_the_same_seed() -> None:
