@@ -2,7 +2,7 @@
 
 #include <stddef.h>
 
-/* Of a rail without samples, while no other has any. */
+/* The least that is assumed of a rail without samples: a slow one soon has some. */
 #define ASSUMED_BYTES_PER_SECOND 1e9
 /* The moving average forgets in about so long: a sample weighs as long as it took, or a chunk that took a
  * second would count as little as one that took a millisecond. */
@@ -15,14 +15,19 @@
 /* Leave a rail for small messages once it has less than this part of the fastest one's bandwidth. */
 #define SMALL_RAIL_SHARE 0.5
 
+/* Of the live rails, those without samples included. */
 static double fastest(struct rail *const *rails, int count)
 {
-    double max_speed = 0;
+    double max_speed = 0, least = 0;
 
     for (int index = 0; index < count; index++)
-        if (rails[index]->live && rails[index]->bytes_per_second > max_speed)
-            max_speed = rails[index]->bytes_per_second;
-    return max_speed > 0 ? max_speed : ASSUMED_BYTES_PER_SECOND;
+        if (rails[index]->live) {
+            if (rails[index]->bytes_per_second > max_speed)
+                max_speed = rails[index]->bytes_per_second;
+            if (rails[index]->bytes_per_second == 0)
+                least = ASSUMED_BYTES_PER_SECOND;
+        }
+    return max_speed > least ? max_speed : least;
 }
 
 static uint64_t bytes_in_flight_on(const struct rail *rail)

@@ -17,8 +17,6 @@
 /* The least that a bandwidth sample covers: the kernel counts its busy time in ticks. */
 #define MIN_SAMPLE_SECONDS 10e-3
 #define MIN_SAMPLE_BYTES (64 << 10)
-/* The least message of which it may be the bandwidth that takes time. */
-#define BULK_BYTES (16 << 10)
 /* A rail above this is bound by the CPUs at its ends, which rails share: treat all such rails as equal, or
  * one would get everything. */
 #define MAX_BYTES_PER_SECOND 1e9
@@ -82,7 +80,7 @@ struct tcp_rail {
     size_t sent; /* bytes, of the first of them */
     /* Where the present bandwidth sample began: acknowledged bytes, and busy microseconds. */
     uint64_t acked_at_start, busy_at_start;
-    bool is_measured; /* such a sample is being taken */
+    bool is_full; /* there is one: the kernel has had unsent bytes ever since */
     double measured_at;
     double busy_since; /* when it was last idle */
 
@@ -118,6 +116,14 @@ static uint64_t unacked_bytes(const struct tcp_rail *rail)
     return ioctl(rail->connection.fd, SIOCOUTQ, &nbytes) == 0 ? (uint64_t)nbytes : 0;
 }
 
+/* Of those, the bytes that it has not sent at all. */
+static uint64_t unsent_bytes(const struct tcp_rail *rail)
+{
+    int nbytes = 0;
+
+    return ioctl(rail->connection.fd, SIOCOUTQNSD, &nbytes) == 0 ? (uint64_t)nbytes : 0;
+}
+
 /* Until the call of sendmsg returns, or what it has left is sent, the bytes that the kernel has taken count
  * twice. */
 static uint64_t bytes_in_flight(const struct rail *base)
@@ -144,46 +150,35 @@ static double last_ack(const struct rail *base)
                : 0;
 }
 
-static void start_measurement(struct tcp_rail *rail, const struct tcp_info *info)
-{
-    rail->busy_at_start = info->tcpi_busy_time - info->tcpi_rwnd_limited;
-    rail->acked_at_start = info->tcpi_bytes_acked;
-}
-
-/* Start a bandwidth sample once more is in flight than the connection takes at once: of less, the time is latency,
- * and the rail would be estimated far too slow. Call after a frame of `nbytes` is queued. */
-static void begin_sample(struct tcp_rail *rail, uint64_t nbytes)
-{
-    struct tcp_info info;
-
-    if (rail->is_measured || nbytes < BULK_BYTES || bytes_in_flight(&rail->rail) < TCP_INLINE_BYTES)
-        return;
-    rail->is_measured = get_tcp_info(rail, &info);
-    if (rail->is_measured)
-        start_measurement(rail, &info);
-}
-
-/* Sample the bandwidth: acknowledged bytes, over the time in which something was in flight and the peer's
- * window was open. What the kernel has accepted says nothing about it. */
+/* Sample the bandwidth: acknowledged bytes, over the time in which something was in flight and the peer's window was
+ * open, while the kernel always had more than it could send. What it has accepted says nothing about the bandwidth, nor
+ * does the time of the last bytes that it has: that is latency, and the peer's kernel may acknowledge them only 40 ms
+ * after they came. */
 static void measure_bandwidth(struct tcp_rail *rail)
 {
+    bool was_full = rail->is_full;
+    double now = engine_now();
     struct tcp_info info;
-    double now = engine_now(), seconds;
 
-    if (!rail->is_measured || now - rail->measured_at < MIN_SAMPLE_SECONDS ||
-        !get_tcp_info(rail, &info))
+    if (now - rail->measured_at < MIN_SAMPLE_SECONDS)
         return;
     rail->measured_at = now;
-    uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited - rail->busy_at_start;
-    uint64_t acked = info.tcpi_bytes_acked - rail->acked_at_start;
-    if (1e-6 * (double)busy < MIN_SAMPLE_SECONDS || acked < MIN_SAMPLE_BYTES)
+    rail->is_full = unsent_bytes(rail) > 0 && get_tcp_info(rail, &info);
+    if (!rail->is_full)
         return;
-    seconds = 1e-6 * (double)busy;
-    if (seconds < (double)acked / MAX_BYTES_PER_SECOND)
-        seconds = (double)acked / MAX_BYTES_PER_SECOND;
-    speed_add_sample(&rail->rail, acked, seconds);
-    start_measurement(rail, &info);
-    rail->is_measured = bytes_in_flight(&rail->rail) >= TCP_INLINE_BYTES;
+    uint64_t busy = info.tcpi_busy_time - info.tcpi_rwnd_limited;
+    if (was_full) {
+        uint64_t acked = info.tcpi_bytes_acked - rail->acked_at_start;
+        double seconds = 1e-6 * (double)(busy - rail->busy_at_start);
+
+        if (seconds < MIN_SAMPLE_SECONDS || acked < MIN_SAMPLE_BYTES)
+            return;
+        if (seconds < (double)acked / MAX_BYTES_PER_SECOND)
+            seconds = (double)acked / MAX_BYTES_PER_SECOND;
+        speed_add_sample(&rail->rail, acked, seconds);
+    }
+    rail->busy_at_start = busy;
+    rail->acked_at_start = info.tcpi_bytes_acked;
 }
 
 /* Sending. */
@@ -192,12 +187,9 @@ static int queue_message(struct rail *base, struct frame frame, const void *byte
 {
     struct tcp_rail *rail = rail_of(base);
 
-    if (rail->count == 0 && unacked_bytes(rail) == 0) {
+    if (rail->count == 0 && unacked_bytes(rail) == 0)
         rail->busy_since = engine_now();
-        rail->is_measured = false;
-    }
     rail->queued_bytes += sizeof frame + frame.nbytes;
-    begin_sample(rail, frame.nbytes);
     rail->queue[(rail->first + rail->count) % TCP_ROOM] = (struct queued_message){frame, bytes};
     rail->count++;
     return 0;
@@ -259,11 +251,13 @@ static void add_part(struct gathered *gathered, const void *bytes, size_t nbytes
     gathered->nbytes += nbytes - skip;
 }
 
-/* Gather what is queued, without what was sent of it before. Call with the lock. */
-static void gather(const struct tcp_rail *rail, struct gathered *gathered)
+/* Gather what is to be sent now: what is queued, without what was sent of it before. Call with the lock. */
+static void gather(struct tcp_rail *rail, struct gathered *gathered)
 {
     size_t skipped = rail->sent;
 
+    /* It may have run dry, which a sample must not span. */
+    rail->is_full = rail->is_full && unsent_bytes(rail) > 0;
     gathered->count = gathered->messages = 0;
     gathered->nbytes = 0;
     while (gathered->messages < rail->count) {

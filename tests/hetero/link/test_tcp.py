@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -628,8 +629,13 @@ def test_both_ends_say_from_where_nothing_was_reached() -> None:
     assert "rank 1 says: " in str(errors[0])
 
 
-def test_small_messages_say_nothing_of_what_a_rail_can_carry() -> None:
-    """Their time is latency: rails that seemed slow for it were left idle by large ones."""
+def estimates(link: RingLink, count: int) -> list[float]:
+    """The bandwidth of its rails, as measured; 0 while unknown."""
+    return [rail.bytes_per_second for rail in rails_of(link)._carrier.counters(count)[0]]
+
+
+def test_a_rails_bandwidth_is_known_once_it_is_what_takes_time(network: Network) -> None:
+    """Rails that seemed slow for the latency of small messages were left idle by large ones."""
     with Setup(connections=2, ring_bytes=32 << 20, chunk_bytes=4 << 20).links() as links:
         sent, target = noise(4 << 10), torch.zeros(4 << 10, dtype=torch.uint8)
         for _ in range(300):
@@ -637,13 +643,38 @@ def test_small_messages_say_nothing_of_what_a_rail_can_carry() -> None:
                 sending = one.send(sent)
                 other.recv(target).wait()
                 sending.wait()
-        carrier = rails_of(links[0])._carrier
-        assert [speed.bytes_per_second for speed in carrier.counters(2)[0]] == [0, 0]
-        large, into = noise(64 << 20), torch.zeros(64 << 20, dtype=torch.uint8)
+        assert [estimates(link, 2) for link in links] == [[0, 0], [0, 0]]
+        speed = 40 << 20
+        for rail in network.rails:
+            rail.slow_to(speed)
+        large, into = noise(32 << 20), torch.zeros(32 << 20, dtype=torch.uint8)
 
         def is_known() -> bool:
             links[0].send(large)
             links[1].recv(into).wait()
-            return all(speed.bytes_per_second > 0 for speed in carrier.counters(2)[0])
+            return all(estimates(links[0], 2))
 
         assert wait_for(is_known)
+        assert all(speed / 2 < estimate < 2 * speed for estimate in estimates(links[0], 2))
+
+
+def test_how_late_the_last_bytes_of_messages_are_acknowledged_says_nothing_of_it(
+    network: Network,
+) -> None:
+    """Once data go both ways a kernel acknowledges them up to 40 ms after they came."""
+    speed = 40 << 20
+    with Setup(connections=2, ring_bytes=32 << 20, chunk_bytes=4 << 20).links() as links:
+        for rail in network.rails:
+            rail.slow_to(speed)
+        sent = noise(64 << 10)
+        targets = [torch.zeros(64 << 10, dtype=torch.uint8) for _ in range(12)]
+        for _ in range(20):
+            for one, other in (links, reversed(links)):
+                sending = [one.send(sent) for _ in targets]
+                for target in targets:
+                    other.recv(target).wait()
+                for work in sending:
+                    work.wait()
+                time.sleep(0.05)
+        found = [estimate for link in links for estimate in estimates(link, 2)]
+    assert all(estimate == 0 or estimate > speed / 2 for estimate in found), found

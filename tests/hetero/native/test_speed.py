@@ -96,6 +96,13 @@ def test_one_that_is_being_tried_counts_as_fast_as_the_fastest() -> None:
     assert Rails((2 * CHUNK, FAST), (CHUNK, 0.0)).choose() == 1
 
 
+def test_a_slow_rail_does_not_make_one_without_samples_count_as_slow() -> None:
+    """A fast one may have none for long: only a connection that stays full is measured."""
+    slow = 10e6
+    assert Rails((CHUNK, slow), (8 * CHUNK, 0.0)).choose() == 1
+    assert Rails((0, slow), (SMALL, 0.0)).choose_small(last=0) == (1, 1)
+
+
 def test_a_slow_rail_carries_what_it_would_bring_first() -> None:
     assert Rails((8 * CHUNK, FAST), (0, FAST / 10)).choose() == 0
     assert Rails((10 * CHUNK, FAST), (0, FAST / 10)).choose() == 1
