@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from ctypes import byref, create_string_buffer
 from dataclasses import asdict, dataclass
@@ -402,7 +402,9 @@ class RailMonitor:
             by_name.setdefault(rail.name, []).append((rail, speed))
         live = {
             name: RailSpeed(
-                bytes_per_second=sum(s.bytes_per_second for rail, s in parts if rail.live),
+                bytes_per_second=_sum_if_known(
+                    s.bytes_per_second for rail, s in parts if rail.live
+                ),
                 bytes_sent=sum(s.bytes_sent for _, s in parts),
             )
             for name, parts in by_name.items()
@@ -725,6 +727,12 @@ class RailMonitor:
         if not self._remote.has_failed:
             self._remote.fail(reason)
         self._local.ring()
+
+
+def _sum_if_known(speeds: Iterable[float]) -> float:
+    """Of several connections over one path; 0, unknown, as long as one of them is."""
+    known = list(speeds)
+    return sum(known) if all(known) else 0.0
 
 
 def host_memory(nbytes: int, device: Device, stack: ExitStack) -> tuple[SharedMemory, int]:

@@ -13,6 +13,9 @@ _SECONDS = 5.0
 """For which measurements have to say so."""
 _BYTES = 256 << 10
 """That the rail has to send in the meantime: an idle rail's bandwidth is an assumption."""
+_AT_LEAST = 1e9
+"""Bytes a second of a rail that has sent, and whose bandwidth is still unknown: the CPUs were what
+took time, so no sample of it was possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,7 @@ class RailSpeed:
     """What has been measured of a rail."""
 
     bytes_per_second: float
-    """0 while unknown."""
+    """0 while unknown: of a connection, as long as the CPUs limit it."""
     bytes_sent: int
     """Since the link was opened."""
 
@@ -43,10 +46,13 @@ class Change:
     bytes_per_second: float
     fastest: float
     """The bandwidth of the fastest rail, in bytes a second."""
+    fastest_is_unknown: bool
+    """It is more, and how much has not been measured."""
 
     def __str__(self) -> str:
         carried, most = self.bytes_per_second / 1e6, self.fastest / 1e6
-        figures = f"{carried:,.1f} MB/s, and the fastest rail {most:,.1f}"
+        least = "at least " if self.fastest_is_unknown else ""
+        figures = f"{carried:,.1f} MB/s, and the fastest rail {least}{most:,.1f}"
         if self.is_slow:
             return f"rail {self.name} is slow: it carries {figures}; the others carry more instead"
         return f"rail {self.name} is fast again: it carries {figures}"
@@ -63,7 +69,8 @@ class SlowRails:
 
     def update(self, speeds: Mapping[str, RailSpeed], now: float) -> list[Change]:
         """Take the measurements of all live rails at a time; returns what has changed."""
-        fastest = max((speed.bytes_per_second for speed in speeds.values()), default=0.0)
+        fastest = max(map(_bandwidth, speeds.values()), default=0.0)
+        is_unknown = fastest > max((s.bytes_per_second for s in speeds.values()), default=0.0)
         changes = []
         for name, speed in speeds.items():
             verdict = self._verdicts.setdefault(name, _Verdict())
@@ -83,6 +90,12 @@ class SlowRails:
                         is_slow=looks_slow,
                         bytes_per_second=speed.bytes_per_second,
                         fastest=fastest,
+                        fastest_is_unknown=is_unknown,
                     )
                 )
         return changes
+
+
+def _bandwidth(speed: RailSpeed) -> float:
+    is_unknown = speed.bytes_per_second == 0
+    return _AT_LEAST if is_unknown and speed.bytes_sent >= _BYTES else speed.bytes_per_second

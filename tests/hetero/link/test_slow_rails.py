@@ -62,7 +62,17 @@ def test_a_rail_that_sends_nothing_is_not_judged() -> None:
     """Its bandwidth is what was measured long ago, or nothing."""
     rails = SlowRails()
     assert told(rails, {"eth0": 100.0, "eth1": 10.0}, range(60), sent=0) == []
-    assert told(rails, {"eth0": 100.0, "eth1": 0.0}, range(60, 120)) == []
+    assert told(rails, {"eth0": 100.0, "eth1": 0.0}, range(60, 120), sent=0) == []
+
+
+def test_a_rail_that_the_cpus_limit_has_no_figure_and_is_the_fastest() -> None:
+    rails = SlowRails()
+    assert told(rails, {"eth0": 0.0, "eth1": 100.0}, range(60)) == [
+        "rail eth1 is slow: it carries 100.0 MB/s, and the fastest rail at least 1,000.0; the "
+        "others carry more instead"
+    ]
+    assert not rails.is_slow("eth0")
+    assert told(SlowRails(), {"eth0": 0.0, "eth1": 300.0}, range(60)) == []
 
 
 def test_a_single_rail_has_nothing_to_be_slower_than() -> None:
