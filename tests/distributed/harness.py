@@ -191,7 +191,7 @@ from megatron.hetero.trainer import Trainer
 step = Trainer.train_step
 
 def step_once_told(self, batches):
-    while self.iteration == {after} and not os.path.exists({until!r}):
+    while not os.path.exists({holds!r}.get(self.iteration, "/")):
         time.sleep(0.02)
     step(self, batches)
 
@@ -199,9 +199,12 @@ Trainer.train_step = step_once_told
 """
 
 
-def held_entry(folder: Path, *, after: int, until: Path, name: str = "held.py") -> Path:
-    """A pretrain_gpt.py that waits for a file after an iteration."""
-    return changed_entry(folder, HELD.format(after=after, until=str(until)), name=name)
+def held_entry(
+    folder: Path, holds: Mapping[int, Path], *, before: str = "", name: str = "held.py"
+) -> Path:
+    """A pretrain_gpt.py that waits after iterations, for a file each, and runs these lines."""
+    held = HELD.format(holds={after: str(until) for after, until in holds.items()})
+    return changed_entry(folder, before + held, name=name)
 
 
 def steps_of_samples(flags: Sequence[str], *, steps: int, batch: int) -> list[list[dict[str, Any]]]:

@@ -58,11 +58,14 @@ CASES = [
         "--recompute-num-layers 1",
         MASKED_LOSS,
     ),
-    Case(
-        "gathered-keys-of-four-per-token-loss",
-        4,
-        "--context-parallel-size 4 --cp-comm-type all_gather",
-        f"{MASKED_LOSS} --calculate-per-token-loss",
+    pytest.param(
+        Case(
+            "gathered-keys-of-four-per-token-loss",
+            4,
+            "--context-parallel-size 4 --cp-comm-type all_gather",
+            f"{MASKED_LOSS} --calculate-per-token-loss",
+        ),
+        marks=pytest.mark.slow,
     ),
     Case(
         "heads-for-rows-beside-replicas",
@@ -118,12 +121,15 @@ CASES = [
         mesh(2, context=2, data=2),
         own=DISTRIBUTED,
     ),
-    across(
-        "interleaved-documents-of-their-own-per-token-loss",
-        mesh(2, context=2),
-        mesh(2, data=2),
-        own="--num-virtual-stages-per-pipeline-rank 2",
-        shared=f"{MASKED_LOSS} --calculate-per-token-loss {OWN_DOCUMENTS} {EIGHT}",
+    pytest.param(
+        across(
+            "interleaved-documents-of-their-own-per-token-loss",
+            mesh(2, context=2),
+            mesh(2, data=2),
+            own="--num-virtual-stages-per-pipeline-rank 2",
+            shared=f"{MASKED_LOSS} --calculate-per-token-loss {OWN_DOCUMENTS} {EIGHT}",
+        ),
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -156,7 +162,7 @@ def test_ranks_that_share_sequences_compute_what_one_process_does(
     assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("comm", ["p2p", "a2a"])
+@pytest.mark.parametrize("comm", ["p2p", pytest.param("a2a", marks=pytest.mark.slow)])
 def test_a_mixed_pipeline_has_the_bits_of_a_homogeneous_one(
     comm: str, corpus, tmp_path: Path
 ) -> None:

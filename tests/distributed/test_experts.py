@@ -80,12 +80,15 @@ CASES = [
         f"{QWEN} {PER_TOKEN}",
         f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED}",
     ),
-    Case(
-        "slices-of-some-experts-on-each-rank-recomputed",
-        4,
-        DEEPSEEK,
-        f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
+    pytest.param(
+        Case(
+            "slices-of-some-experts-on-each-rank-recomputed",
+            4,
+            DEEPSEEK,
+            f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity "
+            "full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        marks=pytest.mark.slow,
     ),
     Case(
         "activations-of-experts-recomputed",

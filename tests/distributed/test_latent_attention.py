@@ -49,7 +49,10 @@ def flags(corpus, more: str) -> list[str]:
 CASES = [
     Case("two-tensor-parallel-ranks", 2, V2, TP2),
     Case("two-tensor-parallel-ranks-with-latent-queries", 2, V3, f"{TP2} {DISTRIBUTED}"),
-    Case("four-tensor-parallel-ranks-with-latent-queries", 4, V3, f"{TP4} {SAME_ROWS}"),
+    pytest.param(
+        Case("four-tensor-parallel-ranks-with-latent-queries", 4, V3, f"{TP4} {SAME_ROWS}"),
+        marks=pytest.mark.slow,
+    ),
     Case("without-norms", 2, V3.replace("--qk-layernorm ", ""), TP2),
     Case(
         "values-wider-than-keys-recomputed",
@@ -75,11 +78,14 @@ CASES = [
     Case("gathered-keys", 2, V3, f"{CP2} --cp-comm-type all_gather"),
     Case("heads-for-rows", 4, V2, f"{CP2} {TP2} --cp-comm-type a2a"),
     across("sequences-shared-on-one-mesh", V3, mesh(2, context=2), mesh(2, data=2)),
-    Case(
-        "documents-of-their-own-on-a-ring",
-        2,
-        f"{V2} --reset-attention-mask --reset-position-ids",
-        CP2,
+    pytest.param(
+        Case(
+            "documents-of-their-own-on-a-ring",
+            2,
+            f"{V2} --reset-attention-mask --reset-position-ids",
+            CP2,
+        ),
+        marks=pytest.mark.slow,
     ),
     Case(
         "with-experts-on-tensor-parallel-ranks",
@@ -88,11 +94,14 @@ CASES = [
         f"{TP2} {EP2} --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall "
         f"{DISTRIBUTED}",
     ),
-    across(
-        "with-experts-shared-on-one-mesh",
-        f"{V2} {DEEPSEEK}",
-        mesh(2, data=2, experts=2),
-        mesh(2, tensor=2, sequence_parallel=True),
+    pytest.param(
+        across(
+            "with-experts-shared-on-one-mesh",
+            f"{V2} {DEEPSEEK}",
+            mesh(2, data=2, experts=2),
+            mesh(2, tensor=2, sequence_parallel=True),
+        ),
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -121,8 +130,11 @@ def test_ranks_compute_what_one_process_does(
 
 @pytest.mark.parametrize(
     "more",
-    [V3, f"{V3} {DEEPSEEK} {EP2}", f"{V2} {TP2}"],
-    ids=["latent-queries", "experts", "tensor-parallel"],
+    [
+        pytest.param(V3, id="latent-queries"),
+        pytest.param(f"{V3} {DEEPSEEK} {EP2}", id="experts"),
+        pytest.param(f"{V2} {TP2}", id="tensor-parallel", marks=pytest.mark.slow),
+    ],
 )
 def test_a_mixed_pipeline_has_the_bits_of_a_homogeneous_one(
     more: str, corpus, tmp_path: Path

@@ -39,7 +39,7 @@ import time
 from megatron.hetero import trainer
 train_step = trainer.Trainer.train_step
 def rested(self, batches):
-    time.sleep(0.1)
+    time.sleep(0.25)
     train_step(self, batches)
 trainer.Trainer.train_step = rested
 """
@@ -87,6 +87,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     slowed = {SLOW: {"HETERO_SLOWDOWN": "amd=5"}}
     folder = tmp_path_factory.mktemp("mixed")
     with running([*FLAGS, *MIXED], 4, folder, environ=SIMULATED, by_rank=slowed) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A single rank."""
+    with running(FLAGS, 1, tmp_path_factory.mktemp("alone")) as run:
         yield run
 
 
@@ -219,11 +226,10 @@ def test_top_shows_the_same_in_a_terminal(named: Run) -> None:
         assert re.search(rf"^{rank} .* {rank // 2} ", said, re.M)
 
 
-def test_a_single_rank_is_shown_too(tmp_path: Path) -> None:
-    with running(FLAGS, 1, tmp_path) as run:
-        state = run.state()
-        assert state["world_size"] == 1
-        assert [stage["layers"] for stage in state["stages"]] == [4]
+def test_a_single_rank_is_shown_too(alone: Run) -> None:
+    state = alone.state()
+    assert state["world_size"] == 1
+    assert [stage["layers"] for stage in state["stages"]] == [4]
 
 
 def test_a_port_that_is_taken_ends_all_ranks_with_2() -> None:
@@ -285,22 +291,21 @@ def test_another_address_of_the_host_is_listened_on_alone() -> None:
 
 
 @pytest.mark.parametrize("reader", ["slow", "gone"])
-def test_readers_that_misbehave_end_no_run(reader: str, tmp_path: Path) -> None:
+def test_readers_that_misbehave_end_no_run(reader: str, alone: Run) -> None:
     """While it trains, some ask and never read, or hang up at once."""
-    with running(FLAGS, 1, tmp_path) as run:
-        sockets = []
-        for _ in range(40):
-            with contextlib.suppress(OSError):
-                one = socket.create_connection(("127.0.0.1", run.port), timeout=5)
-                one.sendall(b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                if reader == "gone":
-                    one.close()
-                sockets.append(one)
-        threading.Event().wait(1)
-        for one in sockets:
-            one.close()
-        before = awaited(lambda: _iterations(run))
-        assert awaited(lambda: (_iterations(run) or 0) > before)
+    sockets = []
+    for _ in range(40):
+        with contextlib.suppress(OSError):
+            one = socket.create_connection(("127.0.0.1", alone.port), timeout=5)
+            one.sendall(b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            if reader == "gone":
+                one.close()
+            sockets.append(one)
+    threading.Event().wait(1)
+    for one in sockets:
+        one.close()
+    before = awaited(lambda: _iterations(alone))
+    assert awaited(lambda: (_iterations(alone) or 0) > before)
 
 
 def _iterations(run: Run) -> int | None:

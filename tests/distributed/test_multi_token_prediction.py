@@ -74,11 +74,14 @@ CASES = [
         f"{ONE} {DEEPSEEK}",
         f"{PP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall {DISTRIBUTED}",
     ),
-    Case(
-        "whole-replicas-of-two-stages-with-shares",
-        4,
-        f"{TWO} {MASKED_LOSS} --micro-batch-size 1 {EIGHT}",
-        f"--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1 {PP2} {DISTRIBUTED}",
+    pytest.param(
+        Case(
+            "whole-replicas-of-two-stages-with-shares",
+            4,
+            f"{TWO} {MASKED_LOSS} --micro-batch-size 1 {EIGHT}",
+            f"--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1 {PP2} {DISTRIBUTED}",
+        ),
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -116,8 +119,12 @@ def test_mtp_layers_compute_what_they_do_in_one_process(
 
 @pytest.mark.parametrize(
     "more",
-    [f"{TWO} --bf16 {DISTRIBUTED} {FULL}", f"{ONE} {UNTIED} {PER_TOKEN}"],
-    ids=["16-bits-recomputed", "untied-per-token-loss"],
+    [
+        pytest.param(f"{TWO} --bf16 {DISTRIBUTED} {FULL}", id="16-bits-recomputed"),
+        pytest.param(
+            f"{ONE} {UNTIED} {PER_TOKEN}", id="untied-per-token-loss", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_mixed_pipeline_has_the_bits_of_a_homogeneous_one(
     more: str, corpus, tmp_path: Path

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetero.tools.runs import SIMULATED
-from tests.distributed.harness import TINY_LLAMA, Training, train
+from tests.distributed.harness import TINY_LLAMA, TWO_STEPS, Training, train
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ LAYOUTS = [
         hetero="--hetero-vendors nvidia amd --hetero-pipeline-sizes 1 1",
         homogeneous="--pipeline-model-parallel-size 2",
         # The second run finds what the first has put into the cache of indexes.
-        shared="--eval-iters 2 --eval-interval 3 --add-qkv-bias --data-path 0.3 {data} 0.7 {data}",
+        shared="--eval-iters 2 --eval-interval 1 --add-qkv-bias --data-path 0.3 {data} 0.7 {data}",
     ),
     Layout(
         "pp2-tied-interleaved-per-token-loss-overflow",
@@ -50,7 +50,7 @@ LAYOUTS = [
         homogeneous="--pipeline-model-parallel-size 2",
         # A loss scale far too large: found-inf crosses the boundary, and so does its end.
         shared="--num-virtual-stages-per-pipeline-rank 2 --calculate-per-token-loss --fp16 "
-        f"--initial-loss-scale {2.0**26} --hysteresis 1",
+        f"--train-iters 4 --initial-loss-scale {2.0**26} --hysteresis 1",
     ),
     Layout(
         "pp4-uneven-two-and-two",
@@ -93,7 +93,8 @@ PAIR = ["--hetero-pipeline", *LAYOUTS[1].hetero.split()]
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_mixed_equals_homogeneous(layout: Layout, corpus, tmp_path: Path) -> None:
-    flags = [*TINY_LLAMA, *corpus.flags, *layout.shared.format(data=corpus.prefix).split()]
+    flags = [*TINY_LLAMA, *corpus.flags, *TWO_STEPS.split()]
+    flags += layout.shared.format(data=corpus.prefix).split()
     mixed = train(
         [*flags, "--hetero-pipeline", *layout.hetero.split()],
         layout.nproc,
@@ -116,11 +117,11 @@ def test_two_stages_equal_one_over_many_iterations(corpus, tmp_path: Path) -> No
     """Where no norm is clipped and no weight tied: those add in another order, to rounding, as
     meshes of their own shapes do. The boundary carries each activation and each gradient once."""
     flags = [*TINY_LLAMA, *corpus.flags, "--untie-embeddings-and-output-weights"]
-    flags += "--clip-grad 0 --train-iters 20 --log-interval 10".split()
+    flags += "--clip-grad 0 --train-iters 10 --log-interval 5".split()
     one = train(flags, 1, tmp_path / "one")
     two = train([*flags, *PAIR], 2, tmp_path / "two", environ=SIMULATED)
 
-    assert len(one.losses) == 20
+    assert len(one.losses) == 10
     assert one.losses == two.losses
     assert one.weights == two.weights
     sequence, hidden, micro_batches = 32, 32, 4
@@ -132,7 +133,7 @@ def test_two_stages_equal_one_over_many_iterations(corpus, tmp_path: Path) -> No
 
 def test_every_transport_gives_the_same_bits(corpus, tmp_path: Path) -> None:
     flags = [*TINY_LLAMA, *corpus.flags, "--num-virtual-stages-per-pipeline-rank", "2"]
-    flags += [*PAIR, "--hetero-transport"]
+    flags += [*TWO_STEPS.split(), *PAIR, "--hetero-transport"]
 
     def over(transport: str, *more: str) -> Training:
         words = [*flags, transport, *more]

@@ -33,7 +33,9 @@ from tests.distributed.harness import (
     wait_for_steps,
 )
 
-STEPS = 150
+STEPS = 24
+HELD_AFTER = 12
+"""What is not saved in each step has been saved before, and is not right after it."""
 PATIENCE = 150.0
 NODE = "RESTART_TEST_NODE"
 """In the environment of all processes of a node."""
@@ -55,7 +57,6 @@ class Job:
         vendors: Sequence[str] = (),
         layout: Sequence[str] = MIXED,
         saves: bool = True,
-        slowdown: str = "",
         sizes: Sequence[int] = (),
         spares: int = 0,
         scripts: Mapping[int, Path] | None = None,
@@ -65,11 +66,11 @@ class Job:
         `scripts`: what nodes run in place of pretrain_gpt.py.
         """
         self.folder, self.nodes, self._launcher, self._vendors = folder, nodes, launcher, vendors
-        self.metrics, self._slowdown = folder / "metrics.jsonl", slowdown
+        self.metrics = folder / "metrics.jsonl"
         self._sizes = sizes or [2 // nodes] * nodes
         self._spares, self._scripts = spares, dict(scripts or {})
         self._is_mixed = not sizes
-        save = ["--save", str(folder / "save"), "--save-interval", "20"] if saves else []
+        save = ["--save", str(folder / "save"), "--save-interval", "5"] if saves else []
         self.words = [*TINY_LLAMA, *corpus.flags, *(layout if self._is_mixed else ()), *save]
         self.words += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
         self.words += ["--metrics-file", str(self.metrics), *flags]
@@ -88,8 +89,6 @@ class Job:
         environ[NODE] = self._name(node)
         if self._is_mixed:
             environ |= SIMULATED
-        if self._slowdown:
-            environ["HETERO_SLOWDOWN"] = self._slowdown
         if self._vendors:
             environ["HETERO_VENDOR"] = self._vendors[node]
         script = str(self._scripts.get(node, ENTRY))
@@ -111,10 +110,15 @@ class Job:
         return psutil.Process(pid())
 
     def kill_node(self, node: int) -> None:
-        """As a host that crashes: its launcher and all that it has started."""
+        """As a host that crashes: its launcher and all that it has started have ended then."""
+        first = sum(self._sizes[:node])
+        # Forks, which end when the processes that stand for them have been killed.
+        ranks = [self.rank(first + number) for number in range(self._sizes[node])]
         for process in self.processes(node):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
+        assert not alive
         self.launchers[node].wait()
 
     def processes(self, node: int) -> list[psutil.Process]:
@@ -126,10 +130,10 @@ class Job:
                     found.append(process)
         return found
 
-    def copies_of_node_1(self) -> list[Path]:
+    def copies_of(self, node: int) -> list[Path]:
         """What another launcher of this job has of it in memory."""
         found = []
-        for index in Path("/dev/shm").glob("hetero-state-*/of_1/iter_*[0-9]/index.json"):
+        for index in Path("/dev/shm").glob(f"hetero-state-*/of_{node}/iter_*[0-9]/index.json"):
             with suppress(FileNotFoundError):  # removed meanwhile
                 if str(self.metrics) in index.read_text():
                     found.append(index.parent)
@@ -179,9 +183,12 @@ def undisturbed(corpus, tmp_path_factory) -> dict[int, float]:
 
 
 def test_a_killed_rank_is_started_again_and_named(corpus, tmp_path: Path, undisturbed) -> None:
-    job = Job(tmp_path, corpus, nodes=1)
-    wait_for_steps(job.metrics, 50)
+    go = tmp_path / "go"
+    waits = held_entry(tmp_path, {HELD_AFTER: go})
+    job = Job(tmp_path, corpus, nodes=1, scripts={0: waits})
+    wait_for_steps(job.metrics, HELD_AFTER)
     job.rank(1).kill()
+    go.touch()
     (err,) = job.ends()
     assert (
         f"the processes of {os.uname().nodename} start again (1 of 3): rank 1 on "
@@ -192,9 +199,12 @@ def test_a_killed_rank_is_started_again_and_named(corpus, tmp_path: Path, undist
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_crashed_comes_back(corpus, tmp_path: Path, undisturbed, node: int) -> None:
-    job = Job(tmp_path, corpus)
-    wait_for_steps(job.metrics, 50)
+    go = tmp_path / "go"
+    waits = held_entry(tmp_path, {HELD_AFTER: go})
+    job = Job(tmp_path, corpus, scripts=dict.fromkeys((0, 1), waits))
+    wait_for_steps(job.metrics, HELD_AFTER)
     job.kill_node(node)
+    go.touch()
     job.launchers[node] = job.start(node)
     for err in job.ends():
         assert f"start again (1 of 3): node {node} on {os.uname().nodename} was lost" in err
@@ -205,13 +215,13 @@ def test_state_in_memory_survives_a_node_without_a_save(
     corpus, tmp_path: Path, undisturbed
 ) -> None:
     """The other node's launcher has a copy."""
-    flags = ["--hetero-memory-checkpoint-interval", "10"]
-    # Or it would be through before there is a copy.
-    waits = held_entry(tmp_path, after=30, until=tmp_path / "go")
+    flags = ["--hetero-memory-checkpoint-interval", "5"]
+    go = tmp_path / "go"
+    waits = held_entry(tmp_path, {HELD_AFTER: go})
     job = Job(tmp_path, corpus, saves=False, flags=flags, scripts=dict.fromkeys((0, 1), waits))
-    wait_for(lambda: job.copies_of_node_1(), seconds=PATIENCE, what="a copy")
+    wait_for(lambda: job.copies_of(1), seconds=PATIENCE, what="a copy")
     job.kill_node(1)
-    (tmp_path / "go").touch()
+    go.touch()
     job.launchers[1] = job.start(1)
     said = job.ends()[0]
     assert re.search(r"resum\w+ .*iteration [1-9]\d* in memory", said + job.out(0))
@@ -222,16 +232,21 @@ def test_restarts_are_incidents_that_survive_the_launcher_of_node_0(
     corpus, tmp_path: Path, undisturbed
 ) -> None:
     report = tmp_path / "report.json"
+    losses = {HELD_AFTER: tmp_path / "first", STEPS - 4: tmp_path / "second"}
     job = Job(
         tmp_path,
         corpus,
         saves=False,
-        flags=["--hetero-memory-checkpoint-interval", "10", "--hetero-report", str(report)],
+        flags=["--hetero-memory-checkpoint-interval", "5", "--hetero-report", str(report)],
+        scripts=dict.fromkeys((0, 1), held_entry(tmp_path, losses)),
     )
-    wait_for_steps(job.metrics, 35)
-    job.rank(1).kill()
-    wait_for_steps(job.metrics, 75)
-    job.kill_node(0)
+    for (reached, go), end in zip(
+        losses.items(), (lambda: job.rank(1).kill(), lambda: job.kill_node(0)), strict=True
+    ):
+        wait_for_steps(job.metrics, reached)
+        wait_for(lambda: job.copies_of(0), seconds=PATIENCE, what="a copy")
+        end()
+        go.touch()
     job.launchers[0] = job.start(0)
     job.ends()
     assert job.losses() == undisturbed
@@ -240,7 +255,7 @@ def test_restarts_are_incidents_that_survive_the_launcher_of_node_0(
     assert "rank 1 on" in first["text"]
     assert "node 0 on" in second["text"]
     assert second["time"] - first["time"] > first["seconds"]
-    for one, reached in ((first, 35), (second, 75)):
+    for one, reached in zip((first, second), losses, strict=True):
         assert one["iteration"] >= reached
         assert 0 <= one["repeated_steps"] <= one["iteration"]
         assert one["load_seconds"] > 0
@@ -264,6 +279,24 @@ LAYOUTS = {
     "pipeline": [*MIXED[:2], "nvidia", "amd", *MIXED[4:]],
     "data parallel": "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1".split(),
 }
+
+
+BACK = "start again (1 of 3): lost nodes are back"
+SAVES_LATE = """
+import os, time
+from megatron.hetero.checkpoint import saver
+from megatron.hetero.checkpoint.folder import folder_name
+
+write = saver.write_safetensors
+
+def write_once_told(path, *items, **how):
+    for iteration, file in {}.items():
+        while folder_name(iteration) in str(path) and not os.path.exists(file):
+            time.sleep(0.02)
+    return write(path, *items, **how)
+
+saver.write_safetensors = write_once_told
+"""
 
 
 @dataclass(frozen=True)
@@ -296,16 +329,21 @@ class Survival:
 def survival(request, corpus, undisturbed, tmp_path_factory) -> Survival:
     """With a plan file for the pipeline; the planner finds the same plan for the replicas."""
     folder, layout = tmp_path_factory.mktemp("lost_vendor"), LAYOUTS[request.param]
+    lost, back = folder / "lost", folder / "back"
+    holds = {7: lost, 14: back}
     plan, full = folder / "without_amd.yaml", undisturbed
     plan.write_text(WITHOUT_AMD)
-    fallback, saves = str(plan), ["--save-interval", "5"]
+    fallback, saves, before = str(plan), ["--save-interval", "5"], ""
     if layout is not LAYOUTS["pipeline"]:
-        # Saves are always under way, also at the loss and at the return.
+        # A save is under way at the loss and at the return.
         fallback, saves = "auto", ["--save-interval", "1", "--async-save"]
+        before = SAVES_LATE.format({n: str(file) for n, file in holds.items()})
         (folder / "full").mkdir()
         whole = Job(folder / "full", corpus, nodes=1, layout=layout, saves=False)
         whole.ends()
         full = whole.losses()
+    # A plan is made for the script of that name alone.
+    script = held_entry(folder, holds, before=before, name=ENTRY.name)
     job = Job(
         folder,
         corpus,
@@ -313,12 +351,16 @@ def survival(request, corpus, undisturbed, tmp_path_factory) -> Survival:
         vendors=("nvidia", "amd"),
         layout=layout,
         flags=saves,
-        slowdown="nvidia=2",  # or it would be through before the lost node is back
+        scripts=dict.fromkeys((0, 1), script),
     )
-    wait_for_steps(job.metrics, 15)
+    wait_for_steps(job.metrics, 7)
     job.kill_node(1)
+    lost.touch()
     wait_for(lambda: "the plan is now" in job.said(0), seconds=PATIENCE, what="a fallback")
+    wait_for_steps(job.metrics, 14)
     job.launchers[1] = job.start(1)
+    wait_for(lambda: BACK in job.said(0), seconds=PATIENCE, what="a return")
+    back.touch()
     return Survival(job, job.ends(), plan, full)
 
 
@@ -326,7 +368,7 @@ def test_a_lost_vendor_is_done_without_until_it_is_back(survival: Survival) -> N
     host, errors = os.uname().nodename, survival.errors
     assert f"start again (1 of 3): node 1 on {host} was lost; the plan is now " in errors[0]
     for said in errors:
-        assert "start again (1 of 3): lost nodes are back" in said
+        assert BACK in said
     began, ended = survival.resumed
     assert 0 < began < ended < STEPS
     rows = survival.job.rows()
@@ -389,7 +431,7 @@ from megatron.hetero.trainer import Trainer
 step = Trainer.train_step
 
 def flip_and_step(self, batches):
-    if self.iteration == 33:
+    if self.iteration == 9:
         parameter = dict(self.model.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
         parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20
     step(self, batches)
@@ -401,12 +443,12 @@ Trainer.train_step = flip_and_step
 def test_a_node_whose_rank_flips_a_bit_is_left_out_and_a_spare_takes_its_place(
     corpus, tmp_path: Path
 ) -> None:
-    """Two ranks on node 0, one on node 1, whose weight is wrong from step 34 on, and a spare.
+    """Two ranks on node 0, one on node 1, whose weight is wrong from step 10 on, and a spare.
 
-    One of the next states would be kept after step 40.
+    One of the next states would be kept after step 12.
     """
-    flags = ["--global-batch-size", "6", "--hetero-memory-checkpoint-interval", "10"]
-    flags += ["--check-weight-hash-across-dp-replicas-interval", "100", "--train-iters", "60"]
+    flags = ["--global-batch-size", "6", "--hetero-memory-checkpoint-interval", "4"]
+    flags += ["--check-weight-hash-across-dp-replicas-interval", "100"]
     folders = [tmp_path / name for name in ("undisturbed", "evicted")]
     for folder in folders:
         folder.mkdir()
@@ -421,11 +463,11 @@ def test_a_node_whose_rank_flips_a_bit_is_left_out_and_a_spare_takes_its_place(
     host = os.uname().nodename
     told = (
         rf"the node {host} leaves the job \(--hetero-evict\): parameters that ranks have in common "
-        rf"differ after iteration [456]0: rank 2 on {host} \(stage 0, cpu\) differs from most that "
-        r"hold the same, first in decoder\.layers\.1\.mlp\.linear_fc2\.weight"
+        rf"differ after iteration (12|16|20): rank 2 on {host} \(stage 0, cpu\) differs from most "
+        r"that hold the same, first in decoder\.layers\.1\.mlp\.linear_fc2\.weight"
     )
     assert re.search(told, job.said(1))
     assert f"node 1 on {host} was lost" in job.said(0)
-    assert re.search(r"resumed from iteration [123]0 in memory", job.out(0) + job.said(0))
+    assert re.search(r"resumed from iteration [48] in memory", job.out(0) + job.said(0))
     last = {row["iteration"]: row["loss"] for row in read_rows(job.metrics)}
     assert last == whole.losses()

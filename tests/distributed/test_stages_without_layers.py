@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero.tools.runs import SIMULATED
-from tests.distributed.harness import TINY_LLAMA, Training, train
+from tests.distributed.harness import TINY_LLAMA, TWO_STEPS, Training, train
 
 HETERO = "--hetero-pipeline --hetero-vendors amd nvidia --hetero-pipeline-sizes"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -15,7 +15,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 def pair(nproc: int, sizes: str, layout: str, more: str, corpus, folder: Path) -> list[Training]:
     """The same stages over two vendors and over one."""
-    flags = [*TINY_LLAMA, *corpus.flags, *more.split()]
+    flags = [*TINY_LLAMA, *corpus.flags, *TWO_STEPS.split(), *more.split()]
     flags += ["--pipeline-model-parallel-layout", layout, "--eval-iters", "1"]
     stages = str(sum(map(int, sizes.split())))
     flags += ["--pipeline-model-parallel-size", stages]

@@ -177,17 +177,25 @@ def test_a_node_that_is_lost_is_resumed_from_its_partners_copy(
     servers[0].close()
 
 
+UNTIED = [*TINY_LLAMA, "--train-iters", STEPS, "--clip-grad", "0"]
+UNTIED += ["--untie-embeddings-and-output-weights"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_untied(corpus, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    folder = tmp_path_factory.mktemp("untied")
+    return train([*UNTIED, *corpus.flags, *MIXED], 2, folder, environ=SIMULATED)
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [([], 1), (["--pipeline-model-parallel-size", "2"], 2)],
     ids=["one-rank", "one-vendor"],
 )
 def test_another_layout_resumes_from_memory(
-    job: Job, corpus, tmp_path: Path, layout: list[str], ranks: int
+    job: Job, corpus, undisturbed_untied: Training, tmp_path: Path, layout: list[str], ranks: int
 ) -> None:
-    common = [*TINY_LLAMA, *corpus.flags, "--train-iters", STEPS, "--clip-grad", "0"]
-    common += ["--untie-embeddings-and-output-weights", INTERVAL, "1"]
-    whole = train([*common[:-2], *MIXED], 2, tmp_path / "whole", environ=SIMULATED)
+    whole, common = undisturbed_untied, [*UNTIED, *corpus.flags, INTERVAL, "1"]
     job.train_until_killed([*common, *MIXED], tmp_path)
     iteration = job.newest()
     resumed = job.train([*common, *layout], tmp_path / "resumed", ranks)

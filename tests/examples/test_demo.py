@@ -25,7 +25,7 @@ from tests.tools.refusals import refusal
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 DEMO = steps.ROOT / "examples" / "quickstart" / "demo.py"
-ITERATIONS = 12
+ITERATIONS = 6
 PAGE = "\n\n".join(
     f"The {animal} number {number} walked over the hill and saw {number + 1} others."
     for animal in ("fox", "hare", "crow", "toad")

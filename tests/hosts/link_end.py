@@ -6,6 +6,7 @@ and says what it thinks of them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from datetime import timedelta
@@ -48,7 +49,13 @@ def _exchange(link, rank: int, count: int) -> bool:
 
 
 def _message(rank: int, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + number)
+    """Random bytes, of which each differs from the message before."""
+    return _first_message(rank) + number % 256
+
+
+@functools.cache
+def _first_message(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, generator=generator)
 
 

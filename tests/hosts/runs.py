@@ -188,7 +188,7 @@ def launch(
     if held_after is not None:
         # Processes of training are found by the end of its name.
         name = f"held_{script}"
-        script = str(held_entry(folder, after=held_after, until=go_file(folder), name=name))
+        script = str(held_entry(folder, {held_after: go_file(folder)}, name=name))
     commands = [
         [
             *("-m", launcher, *rendezvous_flags(len(hosts), node, master, ranks=ranks)),

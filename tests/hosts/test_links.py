@@ -18,11 +18,11 @@ from tests.hosts.network import MEGABITS, Host, Network
 class End:
     """One end's process."""
 
-    def __init__(self, host: Host, rank: int, store_at: str) -> None:
+    def __init__(self, host: Host, rank: int, store_at: str, *, is_preloaded: bool) -> None:
         self._process = host.start(
             ["-m", "tests.hosts.link_end", str(rank), store_at, *host.interfaces[:2]],
             stdin=subprocess.PIPE,
-            is_preloaded=False,
+            is_preloaded=is_preloaded,
         )
 
     def hear(self) -> str:
@@ -59,9 +59,12 @@ class End:
 
 
 @contextmanager
-def ends(network: Network) -> Iterator[list[End]]:
+def ends(network: Network, *, is_preloaded: bool = True) -> Iterator[list[End]]:
     pair = network.hosts[:2]
-    made = [End(host, rank, pair[0].address()) for rank, host in enumerate(pair)]
+    made = [
+        End(host, rank, pair[0].address(), is_preloaded=is_preloaded)
+        for rank, host in enumerate(pair)
+    ]
     try:
         assert [end.hear() for end in made] == ["open", "open"]
         yield made
@@ -91,12 +94,13 @@ def exchange_until_told(pair: list[End], told: list[list[str]], pattern: str) ->
 def test_a_slow_rail_and_a_stopped_peer_cost_no_rail_and_hold_nothing_back(
     network: Network,
 ) -> None:
-    with ends(network) as pair:
+    # What is preloaded cannot be stopped.
+    with ends(network, is_preloaded=False) as pair:
         assert exchange(pair, 20) == ["whole", "whole"]
 
         # Its windows are full before it is stopped for longer than a silent rail may be.
         for end in pair:
-            end.exchange(40)
+            end.exchange(80)
         time.sleep(0.1)
         pair[1].stop()
         time.sleep(3.5)
@@ -124,7 +128,7 @@ def test_a_link_is_used_again_after_resets_and_a_rail_that_was_down(
         assert exchange(pair, 10) == ["whole", "whole"]
         for host in hosts:
             for end in pair:
-                end.exchange(200)
+                end.exchange(400)
             with network.resets(host, rails=(0, 1)):
                 time.sleep(1.0)
             told = [end.hear_until("whole") for end in pair]
@@ -132,7 +136,7 @@ def test_a_link_is_used_again_after_resets_and_a_rail_that_was_down(
             exchange_until_told(pair, told, " is open again; 2 of 2 rails go on")
 
         for end in pair:
-            end.exchange(120)
+            end.exchange(240)
         with network.down(hosts[1], rail=1):
             time.sleep(4.0)
         before = [host.bytes_sent(1) for host in hosts]

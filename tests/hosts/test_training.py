@@ -11,7 +11,7 @@ from tests.distributed.harness import Numbers
 from tests.hosts.network import Network
 from tests.hosts.runs import GPT, MODEL, launch
 
-ITERATIONS = ["--train-iters", "16"]
+ITERATIONS = ["--train-iters", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_replicas_on_two_hosts_compute_the_bits_of_one_host(
     """Gradients cross over two rails, of which one is cut, and within one host over its memory."""
     pair = network.hosts[:2]
     flags = [
-        *(*GPT, "--train-iters", "12", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+        *(*GPT, "--train-iters", "6", "--use-distributed-optimizer", "--overlap-grad-reduce"),
         *("--hetero-data-parallel", "amd:1,nvidia:1", "--hetero-data-shares", "3,1"),
     ]
     alone = launch(pair[:1], flags, tmp_path / "one", ranks=2)
@@ -131,14 +131,14 @@ def test_slabs_between_meshes_of_two_shapes_share_the_rails_and_one_may_be_lost(
     """Two tensor-parallel ranks on one host, two replicas on the other, two rails between them."""
     pair = network.hosts[:2]
     shapes = ["--hetero-tensor-sizes", "2", "1", "--hetero-data-sizes", "1", "2"]
-    larger = ["--global-batch-size", "32", "--hidden-size", "128"]
+    larger = ["--num-layers", "2", "--global-batch-size", "32", "--hidden-size", "128"]
     larger += ["--hetero-transport", "tcp", "--hetero-tcp-connections", "2"]
     numbers = []
     for name in ("whole", "lost"):
         before = [[host.bytes_sent(rail) for rail in (0, 1)] for host in pair]
         run = launch(
             pair,
-            [*MODEL, *larger, *shapes, "--train-iters", "10"],
+            [*MODEL, *larger, *shapes, "--train-iters", "6"],
             tmp_path / name,
             rails=2,
             ranks=2,

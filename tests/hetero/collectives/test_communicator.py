@@ -207,7 +207,7 @@ def call_on_a_gpu_in_two_threads(group: HeteroProcessGroup) -> None:
         thread.join()
 
 
-ROUNDS = 60
+ROUNDS = 30
 
 
 @pytest.mark.parametrize("vendors", [("nvidia", "amd"), THREE_AND_ONE], ids=["1+1", "3+1"])

@@ -34,7 +34,7 @@ SHAPES = [
     pytest.param(FOUR_AND_FOUR, id="4+4", marks=pytest.mark.slow),
 ]
 # One element; odd, so that no vendor gets equal parts; large enough for shards and several chunks.
-SMALL = ((1,), (7, 3))
+ONE, ODD = (1,), (7, 3)
 LARGE = (600_001,)
 ALL_REDUCTIONS = (*ref.REDUCTIONS, "PREMUL_SUM")
 
@@ -43,7 +43,7 @@ ALL_REDUCTIONS = (*ref.REDUCTIONS, "PREMUL_SUM")
 def test_every_operation_gives_what_one_process_would(vendors):
     digests = values(run_ranks(walk_all, vendors))
     assert all(other == digests[0] for other in digests), "the ranks hold different bits"
-    assert len(digests[0]) > 100
+    assert len(digests[0]) > 80
 
 
 def walk_all(side: Side) -> dict[str, str]:
@@ -54,13 +54,12 @@ def walk_all(side: Side) -> dict[str, str]:
             if not ref.exists(name, dtype):
                 _refused(name, dtype)
                 continue
-            for shape in SMALL:
-                check_reductions(side, name, dtype, shape, digests)
-        for shape in SMALL:
-            check_copies(side, dtype, shape)
+            check_reductions(side, name, dtype, ODD, digests)
+        check_copies(side, dtype, ODD)
     for dtype, name in ((torch.float32, "SUM"), (torch.bfloat16, "AVG"), (torch.int64, "MAX")):
-        check_reductions(side, name, dtype, LARGE, digests)
-        check_copies(side, dtype, LARGE)
+        for shape in (ONE, LARGE):
+            check_reductions(side, name, dtype, shape, digests)
+            check_copies(side, dtype, shape)
     check_coalesced(side)
     check_strided(side)
     _shared_places(side)
@@ -103,13 +102,13 @@ def check_reductions(
         ref.assert_near(mine, expected, f"reduce {what}")
     else:
         assert torch.equal(mine, inputs[side.rank]), f"reduce {what} changed an input"
-    tables = [[ref.given(r, shape, dtype, seed=2 + to) for to in ranks] for r in ranks]
-    expected = ref.reduced(name, [table[side.rank] for table in tables])
+    given = [ref.given(side.rank, shape, dtype, seed=2 + to) for to in ranks]
+    expected = ref.reduced(name, [ref.given(r, shape, dtype, seed=2 + side.rank) for r in ranks])
     output = torch.empty(shape, dtype=dtype)
-    dist.reduce_scatter(output, tables[side.rank], op=op)
+    dist.reduce_scatter(output, given, op=op)
     ref.assert_near(output, expected, f"reduce_scatter {what}")
     output = torch.empty(shape, dtype=dtype)
-    whole = torch.cat(tables[side.rank])
+    whole = torch.cat(given)
     dist.reduce_scatter_tensor(output, whole, op=op)
     ref.assert_near(output, expected, f"reduce_scatter_tensor {what}")
     row = whole.chunk(side.size)[side.rank]
@@ -145,13 +144,14 @@ def check_copies(side: Side, dtype: torch.dtype, shape: tuple[int, ...]) -> None
         target = torch.zeros(shape, dtype=dtype)
         dist.scatter(target, inputs if side.rank == root else None, src=root)
         _assert_same([target], [mine], f"scatter {what}")
-    tables = [[ref.given(r, shape, dtype, seed=30 + to) for to in ranks] for r in ranks]
+    given = [ref.given(side.rank, shape, dtype, seed=30 + to) for to in ranks]
+    expected = [ref.given(r, shape, dtype, seed=30 + side.rank) for r in ranks]
     blank = [torch.zeros(shape, dtype=dtype) for _ in ranks]
-    dist.all_to_all(blank, tables[side.rank])
-    _assert_same(blank, [table[side.rank] for table in tables], f"all_to_all {what}")
+    dist.all_to_all(blank, given)
+    _assert_same(blank, expected, f"all_to_all {what}")
     whole = torch.zeros_like(whole)
-    dist.all_to_all_single(whole, torch.cat(tables[side.rank]))
-    _assert_same([whole], [torch.cat([t[side.rank] for t in tables])], f"all_to_all_single {what}")
+    dist.all_to_all_single(whole, torch.cat(given))
+    _assert_same([whole], [torch.cat(expected)], f"all_to_all_single {what}")
 
 
 def _assert_same(got: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:

@@ -286,7 +286,13 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[
     return run
 
 
-@pytest.mark.parametrize("vendors", [TWO_AND_TWO, THREE_AND_ONE], ids=["2+2", "3+1"])
+@pytest.mark.parametrize(
+    "vendors",
+    [
+        pytest.param(TWO_AND_TWO, id="2+2", marks=pytest.mark.slow),
+        pytest.param(THREE_AND_ONE, id="3+1"),
+    ],
+)
 def test_features_of_torch_give_what_they_give_over_gloo(vendors, over_gloo, tmp_path):
     ours = values(run_ranks(all_features, vendors, folder=tmp_path))
     compare_features(ours, over_gloo(len(vendors)))

@@ -101,19 +101,31 @@ def test_gradients_of_uneven_inputs_are_averaged_over_the_ranks_that_have_some_l
     assert by_rank == [[1.0], [1.0, 1.5], [1.0, 1.5, 2.0]]
 
 
-HETERO_RUN = ("hetero.run", "--standalone", "--nproc-per-node", "3")
-TORCHRUN = ("torch.distributed.run", *HETERO_RUN[1:], "-m", "hetero.run")
+HETERO_RUN = ("hetero.run",)
+TORCHRUN = ("torch.distributed.run", "-m", "hetero.run")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "how"), [(HETERO_RUN, "ddp"), (TORCHRUN, "fsdp2")], ids=["hetero.run", "torchrun"]
+    ("launcher", "how", "vendors", "ranks"),
+    [(HETERO_RUN, "ddp", "nvidia,amd", 2), (TORCHRUN, "fsdp2", "nvidia*2,amd", 3)],
+    ids=["hetero.run", "torchrun"],
 )
-def test_a_script_that_says_nccl_runs_unchanged(launcher, how, request):
+def test_a_script_that_says_nccl_runs_unchanged(launcher, how, vendors, ranks, request):
     if launcher is TORCHRUN:  # The other imports torch in each process, which looks for us then.
         request.getfixturevalue("preloaded_ranks")
-    environ = os.environ | {"HETERO_VENDOR": "nvidia*2,amd", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = os.environ | {"HETERO_VENDOR": vendors, "GLOO_SOCKET_IFNAME": "lo"}
+    place = ["--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "examples/collectives/plain_torch.py", "--with", how],
+        [
+            sys.executable,
+            "-m",
+            launcher[0],
+            *place,
+            *launcher[1:],
+            "examples/collectives/plain_torch.py",
+            "--with",
+            how,
+        ],
         cwd=ROOT,
         env=environ,
         capture_output=True,
@@ -121,4 +133,5 @@ def test_a_script_that_says_nccl_runs_unchanged(launcher, how, request):
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{how} over <group of 3 ranks of 2 vendors>:"), done.stdout
+    group = f"<group of {ranks} ranks of 2 vendors>"
+    assert done.stdout.startswith(f"{how} over {group}:"), done.stdout
