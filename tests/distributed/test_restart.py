@@ -1,4 +1,7 @@
-"""Runs that go on by themselves after a loss: the losses are those of a run without one."""
+"""Runs that go on by themselves after a loss: the losses are those of a run without one.
+
+They train on GPUs where there are any; two tests are among those of GPUs for that.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+import torch
 
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
@@ -74,6 +78,7 @@ class Job:
         self.words = [*TINY_LLAMA, *corpus.flags, *(layout if self._is_mixed else ()), *save]
         self.words += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
         self.words += ["--metrics-file", str(self.metrics), *flags]
+        self.words += ["--deterministic-mode"] if torch.cuda.is_available() else []
         self._port, self._view = free_port(), free_port()
         self.words += ["--hetero-metrics-port", str(self._view)]
         self.launchers = [self.start(node) for node in range(nodes)]
@@ -182,6 +187,7 @@ def undisturbed(corpus, tmp_path_factory) -> dict[int, float]:
     return losses
 
 
+@pytest.mark.gpu
 def test_a_killed_rank_is_started_again_and_named(corpus, tmp_path: Path, undisturbed) -> None:
     go = tmp_path / "go"
     waits = held_entry(tmp_path, {HELD_AFTER: go})
@@ -211,6 +217,7 @@ def test_a_node_that_crashed_comes_back(corpus, tmp_path: Path, undisturbed, nod
     assert job.losses() == undisturbed
 
 
+@pytest.mark.gpu
 def test_state_in_memory_survives_a_node_without_a_save(
     corpus, tmp_path: Path, undisturbed
 ) -> None:
