@@ -196,6 +196,7 @@ EXPERTS = (
 ).split()
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 @pytest.mark.parametrize(
     ("pattern", "has_dense"), [("[0,0,1,1]", True), ("1", False)], ids=["both", "sparse alone"]
 )
