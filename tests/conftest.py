@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.spawn
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,10 +20,11 @@ from tests import preloaded
 from tests.tools.refusals import Refused, refusal
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread for torch, which reads it when it is imported, and no launcher around the tests.
 
     Tiny models gain nothing by more threads, and lose much where other tests run beside them.
+    Workers share one server of preloaded processes, which imports while they collect.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Runs that fail, as many tests have them do, write dumps: not into the checkout.
@@ -29,6 +32,19 @@ def pytest_configure() -> None:
     os.environ.setdefault("HETERO_FLIGHT_RECORDER", str(folder))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    # A shell in the background, setsid and nohup have them ignored, which processes inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    if config.getoption("numprocesses", 0) and not hasattr(config, "workerinput"):
+        os.environ[preloaded.ADDRESS] = preloaded.address()
+    # What is imported and collected stays: a fifth of that time would go into looking for garbage.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

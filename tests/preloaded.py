@@ -36,6 +36,9 @@ INTERPRETER = sys.executable
 IGNORED = ("-u", "-B")
 """Flags of the interpreter that are as good as given."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+KEEPS_MEMORY = {f"MALLOC_{name}_": str(1 << 30) for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
+"""For the C library: the pages of a freed tensor are not given back, only for the next to fault
+them in anew, a tenth of the CPU time of a tiny run."""
 FORKS_ITSELF = "HETERO_TEST_FORKS_ITSELF"
 """Set where importing takes so long that processes are forks of the test session's own."""
 
@@ -201,10 +204,13 @@ def python_path() -> str:
 
 @functools.cache
 def address() -> str:
-    """Where this process's server listens, which is started here and ends with this process.
+    """Where this session's server listens.
 
-    It is a fork of this process where the session has chosen that.
+    That of the process which has started the session's workers, or else one that is started here
+    and ends with this process: a fork of it where the session has chosen that.
     """
+    if known := os.environ.get(ADDRESS):
+        return known
     name = f"hetero-test-preloaded-{os.getpid()}"
     listening = listen(name)
     if FORKS_ITSELF in os.environ:
@@ -212,7 +218,7 @@ def address() -> str:
         return name
     subprocess.Popen(
         [INTERPRETER, str(SERVER), str(listening.fileno())],
-        env=os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        env=os.environ | KEEPS_MEMORY | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         pass_fds=[listening.fileno()],
         stdin=subprocess.PIPE,
     )

@@ -116,8 +116,6 @@ def _be_child(asked: dict, files: list[int]) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # A shell that runs the tests in the background has them ignore it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         kept = [fcntl.fcntl(file, fcntl.F_DUPFD, UNUSED) for file in files]
         os.closerange(3, UNUSED)
         for number, file in zip(asked["files"], kept, strict=True):
@@ -189,6 +187,7 @@ def serve(listening: socket.socket) -> None:
     import weakref
 
     from hetero import version
+    from hetero.link import open as open_module
     from megatron.hetero.import_core import import_megatron_core
 
     import_megatron_core()
@@ -196,6 +195,8 @@ def serve(listening: socket.socket) -> None:
         importlib.import_module(name)
     # Every rank reads all files for it, which do not change.
     version.sources()
+    # Megabytes would be an eighth of what a rank of a tiny run computes. Tests of links send them.
+    open_module.PROBE_SIZES = (1, 4_097, 70_001)
     # At exit, PyTorch takes its operators out of its dispatcher one by one, and so copies that
     # memory: nearly half of what a child of a tiny run would copy.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
@@ -203,6 +204,7 @@ def serve(listening: socket.socket) -> None:
     # Else each child would look through all of this for garbage, and so copy the memory it is in.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
     Server(listening).serve()
 
 
