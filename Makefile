@@ -29,9 +29,9 @@ EXTRAS := dev,hf$(if $(GPU_DRIVER),$(COMMA)gpu)
 TEXT ?=
 RDMA_MINUTES ?= 10
 VERSIONS ?=
-# How many processes run test files side by side: three a core, because most tests wait for other processes. 0: none do.
+# How many processes run test files side by side: two a core, because most tests wait for other processes. 0: none do.
 # Tests on GPUs have them to themselves.
-TEST_WORKERS ?= $(if $(GPU_DRIVER),0,$(shell echo $$(( 3 * $$(nproc) ))))
+TEST_WORKERS ?= $(if $(GPU_DRIVER),0,$(shell echo $$(( 2 * $$(nproc) ))))
 # A file's tests stay together, because they share runs. The longest come first in the order of their names.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 

@@ -196,7 +196,7 @@ def serve(listening: socket.socket) -> None:
     # Every rank reads all files for it, which do not change.
     version.sources()
     # Megabytes would be an eighth of what a rank of a tiny run computes. Tests of links send them.
-    open_module.PROBE_SIZES = (1, 70_001)
+    open_module.PROBE_SIZES = (1, 4_097, 70_001)
     # At exit, PyTorch takes its operators out of its dispatcher one by one, and so copies that
     # memory: nearly half of what a child of a tiny run would copy.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]

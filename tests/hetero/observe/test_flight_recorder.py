@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
@@ -26,7 +26,6 @@ from hetero.observe.flight_recorder import (
     flight_recorder,
 )
 from hetero.observe.record import CallEntry, GroupEntry, Recorder, recorder
-from tests import preloaded
 from tests.commands import ROOT
 from tests.hetero.collectives.ranks import Side, run_ranks
 
@@ -112,14 +111,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     script.write_text(SCRIPT)
     started: list[subprocess.Popen[str]] = []
 
-    def start(
-        *words: str, python: str = sys.executable, environ: Mapping[str, str] = {}
-    ) -> subprocess.Popen[str]:
+    def start(*words: str) -> subprocess.Popen[str]:
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HETERO_VENDOR": "amd*2,nvidia"}
-        own |= environ
         started.append(
             subprocess.Popen(
-                [python, "-m", "hetero.run", "--nproc-per-node", "3", str(script), *words],
+                [sys.executable, "-m", "hetero.run", "--nproc-per-node", "3", str(script), *words],
                 env=os.environ | own | {"HETERO_FLIGHT_RECORDER": str(tmp_path / "dumps")},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -249,9 +245,7 @@ def test_a_call_that_uses_a_third_of_its_timeout_is_dumped_before_it_fails(
     launch: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     # Rank 2 comes once both are there, long before the timeout: nothing has failed.
-    environ = preloaded.as_interpreter(tmp_path)
-    awaited = [str(tmp_path / "dumps" / f"rank_{rank}") for rank in (0, 1)]
-    process = launch("late", *awaited, python=environ["PYTHON_EXEC"], environ=environ)
+    process = launch("late", *(str(tmp_path / "dumps" / f"rank_{rank}") for rank in (0, 1)))
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     text = (tmp_path / "dumps" / "rank0.txt").read_text()
