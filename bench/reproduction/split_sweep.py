@@ -273,7 +273,8 @@ def draw(found: Sequence[Curve], *, title: str) -> bytes:
             markersize=4,
             linestyle="none" if curve.predicted else "solid",
             color=colour,
-            label=f"mixed, {SLOWED} x{curve.factor:g}",
+            label=f"mixed, {SLOWED} x{curve.factor:g}"
+            + " (line: predicted)" * bool(curve.predicted),
         )
         if curve.predicted:
             axes.plot(*zip(*curve.predicted, strict=True), linewidth=1, color=colour)
@@ -286,7 +287,9 @@ def draw(found: Sequence[Curve], *, title: str) -> bytes:
                 linewidth=1,
                 label=f"{name} x{curve.factor:g} alone",
             )
-    splits = sorted({point.split for curve in found for point in curve.points})
+    splits = {point.split for curve in found for point in curve.points}
+    total = sum(max(splits, default=(0, 0)))
+    splits |= {(first, total - first) for curve in found for first, _ in curve.predicted}
     axes.set_xticks([first for first, _ in splits], [_text(split) for split in splits])
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10, color=LIGHT.ink, loc="left", wrap=True)
