@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -149,10 +150,12 @@ def measure(out: Path) -> str:
     writer = multiprocessing.get_context("spawn").Process(
         target=write_model, args=(first,), daemon=True
     )
-    # Ctrl-C is for this process: in its first moments the daemon would print a traceback.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C is for this process: in its first moments the daemon would print a traceback. The
+    # daemon inherits the mask; here a ctrl-C that comes meanwhile is answered after it.
+    resource_tracker.ensure_running()  # which would unblock the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     writer.start()
-    signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     writer.join()
     if writer.exitcode:
         raise HeteroError("the model could not be written; see above")

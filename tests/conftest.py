@@ -20,11 +20,10 @@ from tests import preloaded
 from tests.tools.refusals import Refused, refusal
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """One thread for torch, which reads it when it is imported, and no launcher around the tests.
 
     Tiny models gain nothing by more threads, and lose much where other tests run beside them.
-    Workers share one server of preloaded processes, which imports while they collect.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Runs that fail, as many tests have them do, write dumps: not into the checkout.
@@ -36,8 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    if config.getoption("numprocesses", 0) and not hasattr(config, "workerinput"):
-        os.environ[preloaded.ADDRESS] = preloaded.address()
     # What is imported and collected stays: a fifth of that time would go into looking for garbage.
     gc.disable()
 

@@ -204,13 +204,10 @@ def python_path() -> str:
 
 @functools.cache
 def address() -> str:
-    """Where this session's server listens.
+    """Where this process's server listens, which is started here and ends with this process.
 
-    That of the process which has started the session's workers, or else one that is started here
-    and ends with this process: a fork of it where the session has chosen that.
+    It is a fork of this process where the session has chosen that.
     """
-    if known := os.environ.get(ADDRESS):
-        return known
     name = f"hetero-test-preloaded-{os.getpid()}"
     listening = listen(name)
     if FORKS_ITSELF in os.environ:

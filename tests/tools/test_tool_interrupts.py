@@ -182,6 +182,12 @@ def test_while_it_reads(tmp_path: Path) -> None:
 def test_while_its_processes_work(tool: str, tmp_path: Path) -> None:
     words = STARTING[tool].format(folder=tmp_path).split()
     process = preloaded_tool(tmp_path, TOOLS[tool], *words)
-    said = interrupted(process, psutil.Process(process.pid).children)
+    family = psutil.Process(process.pid)
+
+    def work() -> bool:
+        """One that has only just been forked does not yet."""
+        return any(time.time() - child.create_time() > 0.2 for child in family.children())
+
+    said = interrupted(process, work)
     assert said.startswith("error: interrupted")
     assert said.count("\n") == 1
