@@ -3,9 +3,8 @@
     python bench/goodput.py --json goodput.json [--minutes 30] [--every 120] [--seed 1] [-- FLAGS]
 
 Runs of pretrain_gpt.py on two GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, on
-two ranks of *simulated* vendors.
-In each interval of --every seconds a rank is killed; which one and when is drawn with the seed, the
-same for all sides. They run one after the other:
+two ranks of *simulated* vendors. In each interval of --every seconds a rank is killed; which one
+and when is drawn with the seed, the same for all sides. They run one after the other:
 
     hetero-restarts   --hetero-restarts, state in memory
     max-restarts      --max-restarts, checkpoints on disk

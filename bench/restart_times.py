@@ -39,6 +39,7 @@ from bench.real_text.data_set import RealText, build_real_text
 from bench.restarts.job import MODEL, VENDORS, TrainingJob, about
 from hetero.text import integer
 from hetero.tools import tool_command_line
+from megatron.hetero.arguments.parser import split_words
 
 PARTS = ("detection", "teardown", "rendezvous", "start", "load", "first step")
 _TOLD = re.compile(r"since the loss: (.*)")
@@ -80,9 +81,8 @@ def state_flags(folder: Path, *, in_memory: bool, interval: int) -> list[str]:
 
 def layers_of(flags: Sequence[str]) -> int:
     """Of the model that training flags describe, those of the job itself included."""
-    words = [*MODEL, *flags]
-    last = len(words) - 1 - words[::-1].index("--num-layers")
-    return int(words[last + 1])
+    given = [one.values for one in split_words([*MODEL, *flags]) if one.flag == "--num-layers"]
+    return int(given[-1][0])
 
 
 def measure(

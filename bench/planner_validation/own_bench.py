@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import yaml
 
+from bench.parity_benchmark.side_by_side import VISIBLE, gpu_names
 from bench.planner_validation.measured_run import CpuContention, MeasuredRun
 from bench.planner_validation.own_cases import (
     FACTORS,
@@ -132,8 +133,7 @@ class OwnBench:
     def _visible(self, device: int) -> dict[str, str]:
         if not self.gpus:
             return _ONE_THREAD
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
-        return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device]}
+        return {VISIBLE: gpu_names()[device]}
 
     def _tool(
         self,

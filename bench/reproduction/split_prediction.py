@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.planner_validation.own_bench import cluster_mapping, measured_link
-from bench.reproduction.run_options import RunOptions, all_flags, parsed
+from bench.reproduction.run_options import RunOptions, all_flags, parsed, require_memory
 from bench.reproduction.settings import VENDORS
 from bench.reproduction.training_runs import PlannedRun
 from hetero import cli
@@ -34,8 +34,10 @@ def predictions(options: RunOptions, runs: Sequence[PlannedRun], *, nproc: int) 
     """Tokens/s of each run, by its row.
 
     Profiles a device with `hetero profile-layers` and measures the link, into two files that
-    --resume finds again. Of no training run is anything read. Raises HeteroError.
+    --resume finds again. Of no training run is anything read. Raises HeteroError, and UserError
+    where this machine cannot hold the model.
     """
+    require_memory(options.setting, options.extra)
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.resume:
         for file in ("profile.json", "link.json"):

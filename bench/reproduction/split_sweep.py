@@ -239,9 +239,10 @@ def notes(options: SweepOptions, found: Sequence[Curve], attempts: Sequence[Atte
     for curve in found:
         if curve.predicted and curve.predicted_alone:
             best = max(curve.predicted, key=lambda one: one[1])[0]
-            level = curve.predicted_alone
             below = [
-                split for split in all_splits(options) if dict(curve.predicted)[split[0]] < level
+                split
+                for split, (_, tokens) in zip(all_splits(options), curve.predicted, strict=True)
+                if tokens < curve.predicted_alone
             ]
             lines.append(
                 f"{SLOWED} x{curve.factor:g}, predicted: best with {best} layers on {FASTER}, "

@@ -20,6 +20,7 @@ from urllib.request import urlopen
 import psutil
 import torch
 
+from bench.parity_benchmark.side_by_side import VISIBLE, gpu_names
 from bench.real_text.data_set import RealText
 from hetero.errors import HeteroError
 from hetero.tools.runs import SIMULATED
@@ -42,8 +43,8 @@ _PATIENCE = 240.0
 
 def about(script: str, typed: Sequence[str]) -> dict[str, Any]:
     """What a record of results says of how they were made."""
-    count = torch.cuda.device_count()
-    gpus = [f"{count} x {torch.cuda.get_device_name()}"] if count else []
+    names = gpu_names()
+    gpus = [f"{len(names)} x {torch.cuda.get_device_name()}"] if names else []
     return {
         "command": " ".join([f"python bench/{script}", *typed]),
         "date": date.today().isoformat(),
@@ -240,10 +241,9 @@ class TrainingJob:
         if self._nodes:
             place += ["--node-rank", str(node)]
             environ["HETERO_VENDOR"] = self._nodes[node]
-            if count := torch.cuda.device_count():
+            if names := gpu_names():
                 # Nodes beyond the last GPU share it.
-                visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-                environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[min(node, count - 1)]
+                environ[VISIBLE] = names[min(node, len(names) - 1)]
         log = (self._folder / f"node_{node}.log").open("w")
         entry = str(ROOT / "pretrain_gpt.py")
         return subprocess.Popen(

@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import bench_splits
 from bench.bench_splits import parse_options
-from bench.reproduction.measurement import Attempt, Measurement
+from bench.reproduction.measurement import Attempt
 from bench.reproduction.run_options import parsed
 from bench.reproduction.split_prediction import predictions
 from bench.reproduction.split_sweep import (
@@ -30,6 +31,7 @@ from hetero.planner.layer_profile import (
 )
 from hetero.tools.preflight_checks.network import PathResult
 from tests.commands import PRESETS
+from tests.tools.made_measurements import MEASURED
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -86,7 +88,10 @@ def test_the_planner_predicts_every_split_from_one_profile(tmp_path: Path) -> No
 def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path) -> None:
     options, tokens = predicted_from_made_files(tmp_path)
     measured = {row: 1.1 * tokens[row] for row in ("nvidia-alone", "6-6-amd-x1", "8-4-amd-x1")}
-    attempts = [Attempt(row, 1, measurement(value)) for row, value in measured.items()]
+    attempts = [
+        Attempt(row, 1, replace(MEASURED, tokens_per_s=(tokens_per_s,)))
+        for row, tokens_per_s in measured.items()
+    ]
     (curve,) = curves(options, attempts, tokens)
     assert len(curve.predicted) == 11
     assert curve.errors == pytest.approx([1 / 1.1 - 1] * 3)
@@ -95,21 +100,13 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path) -> N
     assert "of 3 runs 9.1% off on average, 9.1% at most" in said
 
 
-def measurement(tokens_per_s: float) -> Measurement:
-    return Measurement(
-        tokens_per_s=(tokens_per_s,),
-        tflops=(1.0,),
-        tflops_full_square=(1.0,),
-        losses=(1.0,),
-        peak_memory_bytes=(1,),
-        data_wait_share=0.0,
-        data_wait_longest_ms=0.0,
-        boundary_bytes=0,
-        transport="shm",
-        device="CPU",
-        actual_vendor="cpu",
-        simulated=True,
-    )
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs hold the model")
+def test_no_model_is_profiled_that_this_machine_cannot_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_splits.main(["--predict", "--out", str(tmp_path)]) == 2
+    assert "llama3_8b would fill its memory" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_prediction_needs_the_rows_of_the_embedding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ def test_steps_that_a_restart_cuts_off_are_not_current_and_count_once_trained_ag
 def test_the_fallback_has_all_layers_of_the_model_whichever_flags_say_them() -> None:
     assert layers_of([]) == 4
     assert layers_of(["--num-layers", "16", "--hidden-size", "2048"]) == 16
+    assert layers_of(["--num-layers=16"]) == 16
 
 
 def test_a_fault_comes_in_each_interval_and_is_the_same_for_the_same_seed() -> None:
