@@ -203,8 +203,11 @@ DROPPING = (
 
 @pytest.mark.parametrize(
     "more",
-    [f"{DEEPSEEK} --bf16 {DISTRIBUTED}", f"{SINKHORN} {ALLTOALL}", f"{DROPPING} {ALLTOALL}"],
-    ids=["expert-bias-in-16-bits", "sinkhorn", "capacity-and-two-losses"],
+    [
+        pytest.param(f"{DEEPSEEK} --bf16 {DISTRIBUTED}", id="expert-bias-in-16-bits"),
+        pytest.param(f"{SINKHORN} {ALLTOALL}", id="sinkhorn", marks=pytest.mark.slow),
+        pytest.param(f"{DROPPING} {ALLTOALL}", id="capacity-and-two-losses"),
+    ],
 )
 def test_a_mixed_pipeline_has_the_bits_of_a_homogeneous_one(
     more: str, corpus, tmp_path: Path

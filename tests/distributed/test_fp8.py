@@ -61,12 +61,6 @@ RUNS = {
     "tensor-parallel": (2, False, f"{TENSORWISE} --tensor-model-parallel-size 2"),
     "tensor-parallel-sequences-delayed": (2, False, f"{DELAYED} {SEQUENCES}"),
     "tensor-parallel-sequences-rowwise": (2, False, f"{ROWWISE} {SEQUENCES}"),
-    "replicas-of-two-types": (
-        2,
-        True,
-        f"{DELAYED} --hetero-data-parallel nvidia:1,amd:1 {DISTRIBUTED} "
-        "--check-weight-hash-across-dp-replicas-interval 5",
-    ),
 }
 
 
@@ -123,18 +117,6 @@ def test_a_mesh_of_the_plan_can_stay_in_bf16(corpus, tmp_path: Path) -> None:
     assert run.report["stages"][0]["fp8"] == ""
 
 
-@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED, ROWWISE], ids=lambda r: r.split()[-1])
-def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run(
-    recipe: str, corpus, tmp_path: Path
-) -> None:
-    """The types of NVIDIA's GPUs and of a CPU are the same."""
-    words = flags(corpus, f"{recipe} {TWO_STEPS}")
-    homogeneous = train([*words, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "one")
-    across = "--hetero-pipeline --hetero-vendors cpu nvidia --hetero-pipeline-sizes 1 1".split()
-    mixed = train([*words, *across], 2, tmp_path / "mixed", environ=SIMULATED)
-    assert mixed.numbers() == homogeneous.numbers()
-
-
 def test_weight_gradients_can_wait_for_the_input_gradient(corpus, tmp_path: Path) -> None:
     """With buffers in bf16, to which a CPU adds products; the sums are the same."""
     words = flags(corpus, f"{DELAYED} {ACROSS} {TWO_STEPS} --grad-reduce-in-bf16")
@@ -145,7 +127,6 @@ def test_weight_gradients_can_wait_for_the_input_gradient(corpus, tmp_path: Path
 
 
 LAYOUTS = {
-    "one-process": (1, ""),
     "replicas": (2, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
     "tensor-parallel": (2, SEQUENCES),
     "mixed-types": (2, ACROSS),
@@ -219,13 +200,10 @@ def test_a_run_continues_under_another_pipeline_as_if_nothing_had_happened(
     ids=["bf16-to-fp8", "fp8-to-bf16", "another-recipe", "shorter-history", "longer-history"],
 )
 def test_a_run_can_change_its_precision_at_a_checkpoint(
-    before: str, after: str, corpus, tmp_path: Path
+    before: str, after: str, corpus, of_one_process, tmp_path: Path
 ) -> None:
-    saved = tmp_path / "saved"
-    train(
-        [*flags(corpus, f"{before} --exit-interval 2 --save"), str(saved)], 1, tmp_path / "before"
-    )
-    run = train([*flags(corpus, f"{after} --load"), str(saved)], 1, tmp_path / "after")
+    _, folder = of_one_process(flags(corpus, f"{before} --exit-interval 2"))
+    run = train([*flags(corpus, f"{after} --load"), str(folder / "saved")], 1, tmp_path)
     assert len(run.losses) == 2
     assert counted(run, "forward") == [2 * EVERY_STEP // 3 if after else 0]
 
@@ -268,9 +246,6 @@ def mixture_in_bf16(corpus, tmp_path_factory: pytest.TempPathFactory) -> Trainin
 
 
 MIXTURES = {
-    "tensorwise": (1, TENSORWISE),
-    "rowwise": (1, ROWWISE),
-    "delayed": (1, DELAYED),
     "mixed-types-delayed-recomputed": (
         2,
         f"{DELAYED} {ACROSS} --recompute-granularity selective --recompute-modules moe_act",
@@ -304,11 +279,16 @@ def test_twelve_steps_of_a_mixture_have_the_losses_of_bf16(
     assert mixture_in_bf16.losses[-1] < 0.96 * mixture_in_bf16.losses[0]
 
 
-@pytest.mark.parametrize("recipe", [TENSORWISE, DELAYED, ROWWISE], ids=lambda r: r.split()[-1])
-def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run_with_experts(
-    recipe: str, corpus, tmp_path: Path
+@pytest.mark.parametrize(
+    "more",
+    [DELAYED, f"{MIXTURE} {TENSORWISE}", f"{MIXTURE} {DELAYED}", f"{MIXTURE} {ROWWISE}"],
+    ids=["tied", "experts-tensorwise", "experts-delayed", "experts-rowwise"],
+)
+def test_meshes_of_one_type_have_the_bits_of_a_homogeneous_run(
+    more: str, corpus, tmp_path: Path
 ) -> None:
-    words = flags(corpus, f"{MIXTURE} {recipe} {TWO_STEPS}")
+    """The types of NVIDIA's GPUs and of a CPU are the same."""
+    words = flags(corpus, f"{more} {TWO_STEPS}")
     homogeneous = train([*words, "--pipeline-model-parallel-size", "2"], 2, tmp_path / "one")
     across = "--hetero-pipeline --hetero-vendors cpu nvidia --hetero-pipeline-sizes 1 1".split()
     mixed = train([*words, *across], 2, tmp_path / "mixed", environ=SIMULATED)
@@ -324,17 +304,15 @@ def test_sharing_experts_changes_rounding_alone(corpus, tmp_path: Path) -> None:
     assert shared.losses == pytest.approx(apart.losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", [(1, ""), (2, EP2)], ids=["one-process", "experts-on-two"])
 def test_a_resumed_run_with_experts_has_the_bits_of_an_uninterrupted_one(
-    layout: tuple[int, str], corpus, tmp_path: Path
+    corpus, tmp_path: Path
 ) -> None:
-    nproc, more = layout
-    words = flags(corpus, f"{MIXTURE} {DELAYED} {more} --train-iters 4")
+    words = flags(corpus, f"{MIXTURE} {DELAYED} {EP2} --train-iters 4")
     saved = tmp_path / "saved"
     saving = ["--save", str(saved), "--save-interval", "2"]
-    straight = train([*words, *saving], nproc, tmp_path / "straight")
+    straight = train([*words, *saving], 2, tmp_path / "straight")
     loading = ["--load", str(saved), "--ckpt-step", "2"]
-    resumed = train([*words, *loading], nproc, tmp_path / "resumed")
+    resumed = train([*words, *loading], 2, tmp_path / "resumed")
     assert resumed.numbers() == straight.numbers(since=2)
 
 

@@ -47,7 +47,6 @@ def flags(corpus, more: str) -> list[str]:
 
 
 CASES = [
-    Case("two-tensor-parallel-ranks", 2, V2, TP2),
     Case("two-tensor-parallel-ranks-with-latent-queries", 2, V3, f"{TP2} {DISTRIBUTED}"),
     pytest.param(
         Case("four-tensor-parallel-ranks-with-latent-queries", 4, V3, f"{TP4} {SAME_ROWS}"),
@@ -131,8 +130,7 @@ def test_ranks_compute_what_one_process_does(
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(V3, id="latent-queries"),
-        pytest.param(f"{V3} {DEEPSEEK} {EP2}", id="experts"),
+        pytest.param(f"{V3} {DEEPSEEK} {EP2}", id="latent-queries-and-experts"),
         pytest.param(f"{V2} {TP2}", id="tensor-parallel", marks=pytest.mark.slow),
     ],
 )
@@ -177,6 +175,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(corpus, tmp_path: Path) 
     assert digests[0] == digests[3]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Path) -> None:
     words = flags(corpus, f"{V3} {TP2} --bf16 {DISTRIBUTED}")
     saved = tmp_path / "saved"

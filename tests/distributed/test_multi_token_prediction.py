@@ -130,8 +130,8 @@ def test_a_mixed_pipeline_has_the_bits_of_a_homogeneous_one(
     more: str, corpus, tmp_path: Path
 ) -> None:
     words = [*flags(corpus, more), "--micro-batch-size", "1"]
-    homogeneous = train([*words, *PP2.split()], 4, tmp_path / "one_vendor")
-    mixed = train([*words, *MIXED], 4, tmp_path / "mixed", environ=SIMULATED)
+    homogeneous = train([*words, *PP2.split()], 2, tmp_path / "one_vendor")
+    mixed = train([*words, *MIXED], 2, tmp_path / "mixed", environ=SIMULATED)
     assert mixed.numbers() == homogeneous.numbers()
 
 

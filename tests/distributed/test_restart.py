@@ -41,6 +41,8 @@ STEPS = 24
 HELD_AFTER = 12
 """What is not saved in each step has been saved before, and is not right after it."""
 PATIENCE = 150.0
+SMALL = "--num-layers 2".split()
+"""A layer a stage: what is restarted is the same."""
 NODE = "RESTART_TEST_NODE"
 """In the environment of all processes of a node."""
 
@@ -75,7 +77,7 @@ class Job:
         self._spares, self._scripts = spares, dict(scripts or {})
         self._is_mixed = not sizes
         save = ["--save", str(folder / "save"), "--save-interval", "5"] if saves else []
-        self.words = [*TINY_LLAMA, *corpus.flags, *(layout if self._is_mixed else ()), *save]
+        self.words = [*TINY_LLAMA, *SMALL, *corpus.flags, *(layout if self._is_mixed else ()), *save]
         self.words += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
         self.words += ["--metrics-file", str(self.metrics), *flags]
         self.words += ["--deterministic-mode"] if torch.cuda.is_available() else []
@@ -203,7 +205,7 @@ def test_a_killed_rank_is_started_again_and_named(corpus, tmp_path: Path, undist
     assert job.losses() == undisturbed
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_crashed_comes_back(corpus, tmp_path: Path, undisturbed, node: int) -> None:
     go = tmp_path / "go"
     waits = held_entry(tmp_path, {HELD_AFTER: go})
@@ -281,7 +283,7 @@ def test_restarts_are_incidents_that_survive_the_launcher_of_node_0(
     assert goodput["goodput"] == pytest.approx(kept / goodput["wall_seconds"], abs=0.001)
 
 
-WITHOUT_AMD = "meshes:\n- {vendor: nvidia, layers: [4]}\n"
+WITHOUT_AMD = "meshes:\n- {vendor: nvidia, layers: [2]}\n"
 LAYOUTS = {
     "pipeline": [*MIXED[:2], "nvidia", "amd", *MIXED[4:]],
     "data parallel": "--hetero-data-parallel nvidia:1,amd:1 --hetero-data-shares 3,1".split(),
@@ -384,7 +386,7 @@ def test_a_lost_vendor_is_done_without_until_it_is_back(survival: Survival) -> N
 
 
 def test_with_auto_the_planner_chooses_the_plan(survival: Survival) -> None:
-    plan = "auto (nvidia: layers 4, TP 1, DP 1, micro-batch 1, recompute none)"
+    plan = "auto (nvidia: layers 2, TP 1, DP 1, micro-batch 1, recompute none)"
     said = survival.errors[0]
     if "--hetero-data-shares" in survival.job.words:
         assert f"without amd the plan is {plan}" in said
@@ -419,7 +421,7 @@ def test_the_steps_without_the_vendor_are_those_of_a_run_started_by_hand(
 ) -> None:
     """On the plan of the nodes that are left, from the same checkpoint, to the last bit."""
     began = survival.resumed[0]
-    flags = [*TINY_LLAMA, *corpus.flags, "--hetero-pipeline", "--hetero-plan", str(survival.plan)]
+    flags = [*TINY_LLAMA, *SMALL, *corpus.flags, "--hetero-pipeline", "--hetero-plan", str(survival.plan)]
     flags += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
     flags += ["--load", str(survival.job.folder / "save"), "--ckpt-step", str(began)]
     by_hand = train(flags, 1, tmp_path, environ={**SIMULATED, "HETERO_VENDOR": "nvidia"})
