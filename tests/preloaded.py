@@ -35,7 +35,9 @@ STDIN = 0
 INTERPRETER = sys.executable
 IGNORED = ("-u", "-B")
 """Flags of the interpreter that are as good as given."""
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+FORWARDED = tuple(
+    getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "QUIT", "USR1", "USR2", "HUP")
+)
 KEEPS_MEMORY = {f"MALLOC_{name}_": str(1 << 30) for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
 """For the C library: the pages of a freed tensor are not given back, only for the next to fault
 them in anew, a tenth of the CPU time of a tiny run."""

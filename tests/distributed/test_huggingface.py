@@ -92,9 +92,7 @@ ALSO_HOMOGENEOUS = ("llama", *WITH_EXPERTS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_trains_mixed_as_in_transformers(
-    name: str, corpus, tmp_path: Path
-) -> None:
+def test_every_family_trains_mixed_as_in_transformers(name: str, corpus, tmp_path: Path) -> None:
     theirs = tiny_model(name, vocab_size=ROWS)
     theirs.save_pretrained(tmp_path / "theirs")
     assert convert(["hf-to-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0

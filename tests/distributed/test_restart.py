@@ -77,7 +77,13 @@ class Job:
         self._spares, self._scripts = spares, dict(scripts or {})
         self._is_mixed = not sizes
         save = ["--save", str(folder / "save"), "--save-interval", "5"] if saves else []
-        self.words = [*TINY_LLAMA, *SMALL, *corpus.flags, *(layout if self._is_mixed else ()), *save]
+        self.words = [
+            *TINY_LLAMA,
+            *SMALL,
+            *corpus.flags,
+            *(layout if self._is_mixed else ()),
+            *save,
+        ]
         self.words += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
         self.words += ["--metrics-file", str(self.metrics), *flags]
         self.words += ["--deterministic-mode"] if torch.cuda.is_available() else []
@@ -421,7 +427,14 @@ def test_the_steps_without_the_vendor_are_those_of_a_run_started_by_hand(
 ) -> None:
     """On the plan of the nodes that are left, from the same checkpoint, to the last bit."""
     began = survival.resumed[0]
-    flags = [*TINY_LLAMA, *SMALL, *corpus.flags, "--hetero-pipeline", "--hetero-plan", str(survival.plan)]
+    flags = [
+        *TINY_LLAMA,
+        *SMALL,
+        *corpus.flags,
+        "--hetero-pipeline",
+        "--hetero-plan",
+        str(survival.plan),
+    ]
     flags += ["--train-iters", str(STEPS), "--lr-decay-iters", str(STEPS)]
     flags += ["--load", str(survival.job.folder / "save"), "--ckpt-step", str(began)]
     by_hand = train(flags, 1, tmp_path, environ={**SIMULATED, "HETERO_VENDOR": "nvidia"})

@@ -15,12 +15,12 @@ import pytest
 
 from hetero.tools.runs import SIMULATED
 from megatron.hetero.checkpoint.folder import TRACKER
+from tests import preloaded
 from tests.distributed.harness import (
     ENTRY,
     MIXED,
     TINY_LLAMA,
     Started,
-    changed_entry,
     finish,
     free_port,
     start,
@@ -90,40 +90,32 @@ def test_a_signal_beside_a_rank_that_hangs_ends_the_run_and_names_it(
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_ends_before_it_joins_is_named_at_once(tmp_path: Path, victim: int) -> None:
+def test_a_rank_that_ends_before_it_joins_is_named_at_once(victim: int) -> None:
     """Without a launcher that sees it end. The others would wait for ten minutes."""
-    stays = changed_entry(tmp_path, "import time; time.sleep(600)")
-    scripts = {victim: stays, 1 - victim: ENTRY}
     flags = [*TINY_LLAMA, *MIXED, "--mock-data", "--tokenizer-type", "ByteLevelTokenizer"]
     port = free_port()
 
     def environ(rank: int) -> Mapping[str, str]:
         shared = {**os.environ, **SIMULATED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared["PYTHONPATH"] = preloaded.python_path()
         return shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
-    # As processes of their own: a fork's environment cannot be seen from outside. Each says whom it
-    # waits for, as the first of its node does.
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(scripts[rank]), *flags],
-            env=environ(rank),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    # No fork, whose environment cannot be seen from outside. The other says whom it waits for, as
+    # the first of its node does.
+    stays = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env=environ(victim)
+    )
+    waits = preloaded.start(ENTRY, flags, environ=environ(1 - victim))
     try:
-        waits = processes[1 - victim]
         assert waits.stderr is not None
         # Builds of PyTorch for CUDA warn first where there is no GPU.
         lines = iter(waits.stderr.readline, "")
         assert any(without_time(line).startswith(f"waiting for rank {victim} ") for line in lines)
-        processes[victim].kill()
+        stays.kill()
         assert waits.wait(timeout=120) == 1
-        said = f"rank {victim} on {HOST} (pid {processes[victim].pid}) ended before it joined"
+        said = f"rank {victim} on {HOST} (pid {stays.pid}) ended before it joined"
         assert said in waits.stderr.read()
     finally:
-        for process in processes:
+        for process in (stays, waits):
             process.kill()
             process.communicate()

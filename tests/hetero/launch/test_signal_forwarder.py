@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from hetero.launch.signal_forwarder import _exit_signal
-from tests.commands import ROOT
+from tests import preloaded
 from tests.sentences import without_time
 
 SCRIPT = """
@@ -31,7 +30,12 @@ if how == "chosen":
 print("ready", flush=True)
 time.sleep(300)
 """
-Launch = Callable[..., subprocess.Popen[str]]
+LAUNCHER = """
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+runpy.run_module("hetero.run", run_name="__main__", alter_sys=True)
+"""
+Launch = Callable[..., preloaded.Started]
 
 
 @pytest.fixture
@@ -39,16 +43,10 @@ def launch(tmp_path: Path) -> Launch:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def start(how: str, *words: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "hetero.run", "--nproc-per-node", "1", *flags]
-        process = subprocess.Popen(
-            [*command, str(script), how, *words],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # as nohup
-        )
+    def start(how: str, *words: str, flags: tuple[str, ...] = ()) -> preloaded.Started:
+        place = ["--nproc-per-node", "1", *flags, str(script), how, *words]
+        fixed = {"PYTHONPATH": preloaded.python_path(), "OMP_NUM_THREADS": "1"}
+        process = preloaded.start(Path("-c"), [LAUNCHER, *place], environ=os.environ | fixed)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         return process
@@ -56,7 +54,7 @@ def launch(tmp_path: Path) -> Launch:
     return start
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+def end(process: preloaded.Started) -> tuple[int, list[str]]:
     _, errors = process.communicate(timeout=200)
     started, *lines = without_time(errors).splitlines()
     assert started.startswith("hetero.run: starting 1 rank on ")

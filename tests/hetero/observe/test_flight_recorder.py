@@ -26,6 +26,7 @@ from hetero.observe.flight_recorder import (
     flight_recorder,
 )
 from hetero.observe.record import CallEntry, GroupEntry, Recorder, recorder
+from tests import preloaded
 from tests.commands import ROOT
 from tests.hetero.collectives.ranks import Side, run_ranks
 
@@ -133,15 +134,12 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def analysed(folder: Path) -> str:
     """What PyTorch's `torchfrtrace` says of the dumps in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    words = ["torch.distributed.flight_recorder.fr_trace", str(folder)]
+    environ = os.environ | {"PYTHONPATH": preloaded.python_path()}
+    done = preloaded.start(Path("-m"), words, environ=environ)
+    _, said = done.communicate(timeout=120)
+    assert done.returncode == 0, said
+    return said
 
 
 def wait_for_files(folder: Path, names: set[str], *, seconds: float = 90) -> None:
