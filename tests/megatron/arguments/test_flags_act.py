@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def test_a_flag_brings_what_a_launch_without_it_does_not_have(row: Row) -> None:
     assert observed("").get(row.name) != row.expected
 
 
+@functools.cache
 def _checkpoint_flags() -> set[str]:
     groups = build_parser()._action_groups
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,11 @@ SPELLED = spellings(build_parser())
 
 def run(words: str) -> Namespace:
     """A run's arguments as they are when it looks at a checkpoint."""
+    return copy.deepcopy(_run(words))
+
+
+@functools.cache
+def _run(words: str) -> Namespace:
     args = parse_args(f"{RUN} {words}".split(), world_size=1)
     args.tokenizer_vocab_size, args.tokenizer_digest = 101, "abc"
     return args

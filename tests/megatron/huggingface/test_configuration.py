@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -443,14 +444,38 @@ _IDLE_IN_LATENT = {"kv_channels", "num_query_groups", "use_rope_scaling"}
 _IDLE_IN_LATENT |= {"rotary_seq_len_interpolation_factor"}
 
 
+@functools.cache
+def _of_three_layers(model: str) -> tuple[str, dict[str, Any], str]:
+    """The model_type and flags of a model, and what its export has."""
+    config = {"llama": LLAMA_3_1_8B, "qwen2": QWEN2_0_5B}.get(model) or _real(model)
+    args = _args(config, num_hidden_layers=3, first_k_dense_replace=0)
+    kind = config["model_type"]
+    return kind, args, _exported(args, preferred=kind)
+
+
+_spellings = functools.cache(lambda: spellings(build_parser()))
+
+
+def _exported(values: dict[str, Any], *, preferred: str) -> str:
+    try:
+        found = config_from_args(
+            values, vocabulary=1, dtype="float32", source="it", preferred=preferred
+        )
+    except UserError as error:
+        return str(error)
+    family = BY_TYPE[found["model_type"]]
+    complete = completed(values, _spellings())
+    shape = ModelShape.from_args(complete, family=family, vocabulary=1, rows=1)
+    return f"{found} {shape} {untold_args(values, family)}"
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen2", *WITH_EXPERTS])
 @pytest.mark.parametrize(
     "name", sorted(name for name, flag in MODEL_FLAGS.items() if flag.kind in COMPARED)
 )
 def test_every_flag_of_the_model_is_expressed_or_refused(model: str, name: str) -> None:
     """On the way in each is written down; on the way out no other value is lost in silence."""
-    config = {"llama": LLAMA_3_1_8B, "qwen2": QWEN2_0_5B}.get(model) or _real(model)
-    args = _args(config, num_hidden_layers=3, first_k_dense_replace=0)
+    kind, args, before = _of_three_layers(model)
     if name.startswith(("moe_", "num_experts")) and args["num_experts"] is None:
         return  # A model with experts is of another family.
     if any(args.get(other) != value for other, value in MODEL_FLAGS[name].only_with.items()):
@@ -464,23 +489,7 @@ def test_every_flag_of_the_model_is_expressed_or_refused(model: str, name: str) 
         return
     other = args | {name: _OTHER_EXPERTS.get(name) or _another(args[name])}
 
-    def exported(values: dict[str, Any]) -> str:
-        try:
-            found = config_from_args(
-                values,
-                vocabulary=1,
-                dtype="float32",
-                source="it",
-                preferred=config["model_type"],
-            )
-        except UserError as error:
-            return str(error)
-        family = BY_TYPE[found["model_type"]]
-        complete = completed(values, spellings(build_parser()))
-        shape = ModelShape.from_args(complete, family=family, vocabulary=1, rows=1)
-        return f"{found} {shape} {untold_args(values, family)}"
-
-    before, after = exported(args), exported(other)
+    after = _exported(other, preferred=kind)
     assert before.startswith("{")
     assert after != before
     assert after.startswith("{") or spellings(build_parser())[name].option in after
