@@ -30,7 +30,9 @@ from tests.distributed.harness import (
 STEPS = "8"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
 INTERVAL = "--hetero-memory-checkpoint-interval"
-FLAGS = (*TINY_LLAMA, *MIXED, "--train-iters", STEPS, *DROPOUT)
+SMALL = (*TINY_LLAMA, "--num-layers", "2")
+"""A layer a stage: what is kept is the same."""
+FLAGS = (*SMALL, *MIXED, "--train-iters", STEPS, *DROPOUT)
 
 
 STANDS_STILL = """
@@ -177,7 +179,7 @@ def test_a_node_that_is_lost_is_resumed_from_its_partners_copy(
     servers[0].close()
 
 
-UNTIED = [*TINY_LLAMA, "--train-iters", STEPS, "--clip-grad", "0"]
+UNTIED = [*SMALL, "--train-iters", STEPS, "--clip-grad", "0"]
 UNTIED += ["--untie-embeddings-and-output-weights"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ def launch(tmp_path: Path, script: str, **how: object) -> Launch:
         folder=tmp_path,
         environ={},
         entry=(str(entry),),
+        python=sys.executable,
         **how,  # type: ignore[arg-type]
     )
 
