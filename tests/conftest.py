@@ -20,7 +20,7 @@ from tests import preloaded
 from tests.tools.refusals import Refused, refusal
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One thread for torch, which reads it when it is imported, and no launcher around the tests.
 
     Tiny models gain nothing by more threads, and lose much where other tests run beside them.
@@ -35,6 +35,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    if not hasattr(config, "workerinput"):
+        os.environ.pop(preloaded.ADDRESS, None)
+        if getattr(config.option, "numprocesses", None):
+            # One for all workers, which inherit it; it imports when the first asks.
+            os.environ[preloaded.ADDRESS] = preloaded.address()
     # What is imported and collected stays: a fifth of that time would go into looking for garbage.
     gc.disable()
 

@@ -206,10 +206,12 @@ def python_path() -> str:
 
 @functools.cache
 def address() -> str:
-    """Where this process's server listens, which is started here and ends with this process.
+    """Where the server listens that the environment names, else one that is started here.
 
-    It is a fork of this process where the session has chosen that.
+    That one ends with this process, and is a fork of it where the session has chosen that.
     """
+    if given := os.environ.get(ADDRESS):
+        return given
     name = f"hetero-test-preloaded-{os.getpid()}"
     listening = listen(name)
     if FORKS_ITSELF in os.environ:

@@ -1,4 +1,7 @@
-"""The server of tests/preloaded.py: imports torch and megatron-core, and forks for whoever asks."""
+"""The server of tests/preloaded.py: imports torch and megatron-core, and forks for whoever asks.
+
+Started by itself, it imports when somebody asks for the first time, which not every session does.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -209,4 +213,6 @@ def serve(listening: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    asked_at = socket.socket(fileno=int(sys.argv[1]))
+    if STDIN not in select.select([asked_at, STDIN], [], [])[0]:
+        serve(asked_at)
