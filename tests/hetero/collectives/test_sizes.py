@@ -83,7 +83,11 @@ def test_gpus_reduce_in_quarters_of_128_to_512_mib(total: int, chunk: int) -> No
 
 
 @pytest.mark.parametrize(
-    "vendors", [pytest.param(TWO_AND_TWO, id="2+2"), pytest.param(THREE_AND_ONE, id="3+1")]
+    "vendors",
+    [
+        pytest.param(TWO_AND_TWO, id="2+2", marks=pytest.mark.slow),
+        pytest.param(THREE_AND_ONE, id="3+1"),
+    ],
 )
 def test_between_hosts_many_chunks_give_what_one_process_would(vendors: tuple[str, ...]) -> None:
     digests = values(run_ranks(large_calls, vendors, backend=None))

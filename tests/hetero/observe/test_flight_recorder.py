@@ -34,7 +34,7 @@ SCRIPT = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
 
-how = sys.argv[1]
+go, *dumps = sys.argv[1:]
 dist.init_process_group("hetero", timeout=datetime.timedelta(seconds=60))
 rank = dist.get_rank()
 for _ in range(3):
@@ -47,13 +47,13 @@ if rank == 0:
 if rank == 2:
     dist.recv(torch.ones(2, 2), 0, tag=5)
 print("ready", flush=True)
-while how == "waits" and not os.path.exists(sys.argv[2]):
+while not os.path.exists(go):
     time.sleep(0.05)
-if how == "late":
-    dist.group.WORLD.set_timeout(datetime.timedelta(seconds=15))
-    while rank == 2 and not all(map(os.path.exists, sys.argv[2:])):
-        time.sleep(0.05)
-    time.sleep(2 * (rank == 2))  # what comes to a third a second later is dumped again
+dist.group.WORLD.set_timeout(datetime.timedelta(seconds=15))
+# Rank 2 comes once both are there, long before the timeout: nothing fails.
+while rank == 2 and not all(map(os.path.exists, dumps)):
+    time.sleep(0.05)
+time.sleep(2 * (rank == 2))  # what comes to a third a second later is dumped again
 dist.all_reduce(torch.ones(1))
 print(rank, "ended", flush=True)
 """
@@ -168,10 +168,11 @@ def test_torchfrtrace_names_a_mismatch(tmp_path: Path, how: str, said: list[str]
     assert found.count("sequence number") == 1
 
 
-def test_signals_to_the_launcher_show_every_rank_and_the_script_goes_on(
+def test_signals_to_the_launcher_and_a_call_that_is_late_show_it_and_the_script_goes_on(
     launch: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    process = launch("waits", str(tmp_path / "go"))
+    dumps = [tmp_path / "dumps" / f"rank_{rank}" for rank in (0, 1)]
+    process = launch(str(tmp_path / "go"), *map(str, dumps))
     assert process.stdout is not None
     said = ""
     while said.count("ready") < 3:  # what ranks print at a time may be one line
@@ -191,6 +192,8 @@ def test_signals_to_the_launcher_show_every_rank_and_the_script_goes_on(
     with Lines(process.stderr) as errors:
         for number in (signal.SIGUSR1, signal.SIGQUIT):
             show_stacks(process, number, errors, script=f'{tmp_path}/script.py", line')
+        for old in dumps:
+            old.unlink()
         (tmp_path / "go").touch()
         out = process.stdout.read()
         assert process.wait(60) == 0
@@ -198,6 +201,12 @@ def test_signals_to_the_launcher_show_every_rank_and_the_script_goes_on(
     assert out.count("ended") == 3
     assert sorted(re.findall(r"\d", out)) == ["0", "1", "2"]
     assert f"the last calls are in {tmp_path}/dumps (SIGUSR2)" in errors.since(0)
+    text = (tmp_path / "dumps" / "rank0.txt").read_text()
+    assert "why: all_reduce as number 4 of 0 takes " in text
+    assert " s of its timeout of 15 s" in text
+    calls = pickle.loads(dumps[0].read_bytes())["entries"]
+    last = [call for call in calls if call["process_group"][0] == "0"][-1]
+    assert (last["collective_seq_id"], last["state"]) == (4, "started")
 
 
 class Lines:
@@ -237,21 +246,6 @@ def show_stacks(
         assert time.monotonic() < deadline, errors.since(0)
         process.send_signal(number)
         time.sleep(1)
-
-
-def test_a_call_that_uses_a_third_of_its_timeout_is_dumped_before_it_fails(
-    launch: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    # Rank 2 comes once both are there, long before the timeout: nothing has failed.
-    process = launch("late", *(str(tmp_path / "dumps" / f"rank_{rank}") for rank in (0, 1)))
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    text = (tmp_path / "dumps" / "rank0.txt").read_text()
-    assert "why: all_reduce as number 4 of 0 takes " in text
-    assert " s of its timeout of 15 s" in text
-    calls = pickle.loads((tmp_path / "dumps" / "rank_0").read_bytes())["entries"]
-    last = [call for call in calls if call["process_group"][0] == "0"][-1]
-    assert (last["collective_seq_id"], last["state"]) == (4, "started")
 
 
 def test_a_call_inside_the_vendors_library_is_known_while_it_lasts() -> None:
