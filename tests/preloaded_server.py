@@ -214,5 +214,5 @@ def serve(listening: socket.socket) -> None:
 
 if __name__ == "__main__":
     asked_at = socket.socket(fileno=int(sys.argv[1]))
-    if STDIN not in select.select([asked_at, STDIN], [], [])[0]:
+    if STDIN not in select.select([asked_at.fileno(), STDIN], [], [])[0]:
         serve(asked_at)
