@@ -159,12 +159,16 @@ def as_interpreter(folder: Path) -> dict[str, str]:
 def _stand_in(words: Sequence[str]) -> int:
     """Be a process of the server's to whoever started this one, with its streams and signals."""
     argv = [*itertools.dropwhile(IGNORED.__contains__, words)]
-    asked = None
+    asked, files = None, _open_files()
     if argv[0] in ("-m", "-c") or not argv[0].startswith("-"):
-        asked = _ask(os.environ[ADDRESS], argv, os.environ, {n: n for n in _open_files()})
+        asked = _ask(os.environ[ADDRESS], argv, os.environ, {n: n for n in files})
     if asked is None:
         os.execv(sys.executable, [sys.executable, *words])
     connection, pid = asked
+    for number in files:
+        if number > 2:  # a pipe ends when the process closes it
+            with contextlib.suppress(OSError):
+                os.close(number)
 
     def pass_on(received: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended, and its code is on the way
