@@ -273,7 +273,7 @@ def test_a_link_of_which_every_connection_breaks_is_opened_again(
 
 
 @pytest.mark.parametrize(
-    ("ended", "timeout", "told"),
+    ("ended", "patience", "told"),
     [
         # It is refused for some seconds first.
         (0, 6 * SHORT, r"rank 0 has ended or closed the link"),
@@ -281,15 +281,21 @@ def test_a_link_of_which_every_connection_breaks_is_opened_again(
     ],
 )
 def test_a_peer_that_has_ended_where_every_connection_broke_is_told(
-    network: Network, may_dial: threading.Event, ended: int, timeout: float, told: str
+    network: Network,
+    may_dial: threading.Event,
+    ended: int,
+    patience: float,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller is refused where the peer listened; the listener waits as for one that is silent.
 
     Neither hears that the peer has closed the link.
     """
-    with Setup(timeout=timeout).links() as links:
+    monkeypatch.setattr(tcp, "_MAX_ACK_SECONDS", patience)
+    # Before a message's own time is over.
+    with Setup(timeout=12 * SHORT).links() as links:
         break_all(network)
-        # After it: the message's own time would else be over first.
         assert wait_for(lambda: rails_of(links[1 - ended])._cut_at is not None)
         work = links[1 - ended].recv(torch.zeros(5))
         links[ended].close()
