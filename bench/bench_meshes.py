@@ -1,7 +1,11 @@
 """Measure pipelines whose two meshes differ in shape, beside homogeneous runs of either shape.
 
     python bench/bench_meshes.py --meshes TP2xDP1/TP1xDP2 --out runs/meshes-4
-    python bench/bench_meshes.py --meshes TP4xDP1/TP2xDP2 TP1xDP4/TP2xDP2 --out runs/meshes-8
+    python bench/bench_meshes.py --meshes TP4/TP2xDP2 DP4/TP2xDP2 --out runs/meshes-8
+    python bench/bench_meshes.py --meshes DP4xEP4/DP4xEP2 --out runs/experts-8 \
+        --model examples/presets/qwen3_30b_a3b.yaml -- --num-layers 24
+    python bench/bench_meshes.py --meshes CP4/CP2xDP2 --seq-length 131072 --out runs/long-8 \
+        -- --max-position-embeddings 131072
 
 Every line is a run of pretrain_gpt.py on the same model, data, split and global batch. Throughput
 is compared with what the same FLOP/s per GPU as in the homogeneous runs would give, bytes over the
@@ -57,7 +61,8 @@ def parse_options(argv: Sequence[str]) -> MeshOptions:
         nargs="+",
         required=True,
         metavar="FIRST/LAST",
-        help="tensor- and data-parallel sizes of both stages, as in TP2xDP1/TP1xDP2",
+        help="tensor-, context-, data- and expert-parallel sizes of both stages, as in "
+        "TP2/CP2xDP2 or DP4xEP4/DP4xEP2",
     )
     parser.add_argument(
         "--transports",

@@ -2,9 +2,10 @@
 
     python bench/goodput.py --json goodput.json [--minutes 30] [--every 120] [--seed 1] [-- FLAGS]
 
-Runs of pretrain_gpt.py on two GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, on
-two ranks of *simulated* vendors. In each interval of --every seconds a rank is killed; which one
-and when is drawn with the seed, the same for all sides. They run one after the other:
+Runs of pretrain_gpt.py on GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, in two
+stages of *simulated* vendors with --replicas ranks each. In each interval of --every seconds a rank
+is killed; which one and when is drawn with the seed, the same for all sides. They run one after the
+other:
 
     hetero-restarts   --hetero-restarts, state in memory
     max-restarts      --max-restarts, checkpoints on disk
@@ -44,11 +45,13 @@ _RESTARTS = 1000
 _MEMORY_INTERVAL = 10
 
 
-def faults(*, seconds: float, every: float, seed: int) -> list[tuple[float, int]]:
+def faults(
+    *, seconds: float, every: float, seed: int, ranks: int = len(VENDORS)
+) -> list[tuple[float, int]]:
     """When a rank is killed, in seconds, and which: one in each whole interval."""
     drawn = random.Random(seed)
     return [
-        ((interval + drawn.random()) * every, drawn.randrange(len(VENDORS)))
+        ((interval + drawn.random()) * every, drawn.randrange(ranks))
         for interval in range(int(seconds // every))
     ]
 
@@ -71,9 +74,11 @@ def measure(
                 ),
                 *flags,
             ],
+            replicas=args.replicas,
         ) as job:
             kills = []
-            for due, rank in faults(seconds=seconds, every=args.every, seed=args.seed):
+            ranks = args.replicas * len(VENDORS)
+            for due, rank in faults(seconds=seconds, every=args.every, seed=args.seed, ranks=ranks):
                 time.sleep(max(0.0, job.began + due - time.monotonic()))
                 before = job.steps.last()
                 at = job.kill_rank(rank)
@@ -136,6 +141,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=", ".join(SIDES)
+    )
+    parser.add_argument(
+        "--replicas",
+        type=integer(1),
+        default=1,
+        help="data-parallel ranks of each stage (default: 1)",
     )
     args, flags = parser.parse_with_run_flags(argv)
     args.typed = list(sys.argv[1:] if argv is None else argv)

@@ -2,17 +2,21 @@
 
     python bench/restart_times.py --json restart_times.json [--tries 10] [--only rank] [-- FLAGS]
 
-Runs of pretrain_gpt.py on two GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, on
-two ranks of *simulated* vendors. Each try is a run of its own, and the kinds take turns. Tries that
-the file has already are kept:
+Runs of pretrain_gpt.py on GPUs, or on CPU: a tiny model on real text, or the model of FLAGS, in two
+stages of *simulated* vendors with --replicas ranks each. Each try is a run of its own, and the
+kinds take turns. Tries that the file has already are kept:
 
     rank        a rank is killed; --hetero-restarts, state in memory, standby processes
     torchrun    the same with --max-restarts and a checkpoint on disk
+    node        a node is killed, and its command is started again at once
     spare       a node is killed that has a spare of its vendor
     vendor      a node is killed that is all of its vendor, with --hetero-fallback
+    return      the same node comes back: its command is started again under the fallback plan
 
-Launchers on this host play nodes. The kill comes once standby processes are ready. Parts are
-those of the incident that the run tells; the rest is steps that were repeated.
+Launchers on this host play nodes, of a stage each. The kill, and the return, come once standby
+processes are ready. Seconds begin with the kill, those of a return with the last step under the
+fallback plan. Parts are those of the incident that the run tells; the rest is steps that were
+repeated.
 """
 
 from __future__ import annotations
@@ -56,18 +60,20 @@ class Kind:
     nodes: tuple[str, ...] = ()
     """Vendors of nodes; empty: one node, of which a rank is killed, else node 1."""
     in_memory: bool = True
+    is_started_again: bool = False
+    """The killed node, at once."""
+    returns: bool = False
+    """The killed node, under the fallback plan; this is what is measured."""
 
 
+_FALLBACK = "--hetero-restarts 3 --nnodes 2 --hetero-fallback FOLDER/fallback.yaml"
 KINDS = (
     Kind("rank", 6.0, "--hetero-restarts 3"),
     Kind("torchrun", None, "--max-restarts 3", in_memory=False),
+    Kind("node", None, "--hetero-restarts 3 --nnodes 2", nodes=VENDORS, is_started_again=True),
     Kind("spare", 20.0, "--hetero-restarts 3 --nnodes 2:3", nodes=(*VENDORS, VENDORS[1])),
-    Kind(
-        "vendor",
-        20.0,
-        "--hetero-restarts 3 --nnodes 2 --hetero-fallback FOLDER/fallback.yaml",
-        nodes=VENDORS,
-    ),
+    Kind("vendor", 20.0, _FALLBACK, nodes=VENDORS),
+    Kind("return", None, _FALLBACK, nodes=VENDORS, returns=True),
 )
 
 
@@ -86,27 +92,44 @@ def layers_of(flags: Sequence[str]) -> int:
 
 
 def measure(
-    kind: Kind, data: RealText, *, steps: int, interval: int, flags: Sequence[str]
+    kind: Kind,
+    data: RealText,
+    *,
+    steps: int,
+    interval: int,
+    flags: Sequence[str],
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """One loss: seconds until the first step that was not trained before, and its parts."""
     with tempfile.TemporaryDirectory(prefix="restart-times-") as name:
         folder = Path(name)
-        plan = f"meshes:\n- {{vendor: {VENDORS[0]}, layers: [{layers_of(flags)}]}}\n"
-        (folder / "fallback.yaml").write_text(plan)
+        (folder / "fallback.yaml").write_text(
+            f"meshes:\n- {{vendor: {VENDORS[0]}, data: {replicas}, layers: [{layers_of(flags)}]}}\n"
+        )
         with TrainingJob(
             folder,
             data,
             launcher=kind.launcher.replace("FOLDER", name).split(),
             flags=[*state_flags(folder, in_memory=kind.in_memory, interval=interval), *flags],
             nodes=kind.nodes,
+            replicas=replicas,
         ) as job:
             job.await_steps(steps)
             if kind.in_memory:
                 job.await_standby()
             job.await_steps(1)
-            killed = job.kill_node(1) if kind.nodes else job.kill_rank(1)
-            iteration, seen = job.await_new_step()
-            told = job.restarts()
+            begin = job.kill_node(1) if kind.nodes else job.kill_rank(replicas)
+            if kind.is_started_again:
+                job.start_node(1)
+            restarts, started = 1, None
+            if kind.returns:
+                job.await_new_step()
+                job.await_standby()
+                restarts, started = 2, job.start_node(1)
+            iteration, seen = job.await_new_step(restarts)
+            if kind.returns:
+                begin = job.steps.seen[job.steps.reached[1]]
+            told = job.restarts()[restarts - 1 :]
             if told:
                 parts = {part: told[0][f"{part.replace(' ', '_')}_seconds"] for part in PARTS}
             else:  # without --hetero-restarts the ranks know of none
@@ -115,8 +138,11 @@ def measure(
                 pairs = [text.split() for text in found[1].split(", ")]
                 parts = {pair[0]: float(pair[1]) for pair in pairs}
             return {
-                "seconds": round(seen - killed, 3),
-                "parts": {part: round(value, 3) for part, value in parts.items()},
+                "seconds": round(seen - begin, 3),
+                "since_command": None if started is None else round(seen - started, 3),
+                "parts": {
+                    part: round(value, 3) for part, value in parts.items() if value is not None
+                },
                 "repeated_steps": told[0]["repeated_steps"] if told else None,
                 "iteration": iteration,
                 "loss_difference": job.steps.loss_difference,
@@ -174,7 +200,14 @@ def _measure(args: argparse.Namespace, flags: Sequence[str]) -> str:
                 if len(one["tries"]) >= number:
                     continue
                 one["tries"].append(
-                    measure(kind, data, steps=args.steps, interval=args.interval, flags=flags)
+                    measure(
+                        kind,
+                        data,
+                        steps=args.steps,
+                        interval=args.interval,
+                        flags=flags,
+                        replicas=args.replicas,
+                    )
                 )
                 one["summary"] = summary(one["tries"])
                 print(f"{kind.name} {number}: {one['tries'][-1]}", flush=True)
@@ -196,6 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--interval", type=integer(1), default=10, help="steps between two states of training"
+    )
+    parser.add_argument(
+        "--replicas",
+        type=integer(1),
+        default=1,
+        help="data-parallel ranks of each stage, which is a node where nodes are lost (default: 1)",
     )
     args, flags = parser.parse_with_run_flags(argv)
     args.typed = list(sys.argv[1:] if argv is None else argv)

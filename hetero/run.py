@@ -129,6 +129,11 @@ class _Launcher:
         self._node_failures: NodeFailures | None = None
         can_restart = settings.restarts_at_once and settings.restarts > 0
         self._state = JobState(settings.host_and_port[0]) if can_restart else None
+        self._standby: StandbyPool | None = None
+        """With --hetero-restarts. Its first processes import while the nodes meet."""
+        if can_restart and settings.script:
+            self._standby = StandbyPool(settings.processes, settings.script)
+            forwarder.leave_out(self._standby.pids)
         self._job: JobRendezvous | None = None
         """None with a rendezvous of torchelastic's, or another package's, own."""
         if settings.backend in ("static", "c10d"):
@@ -138,12 +143,9 @@ class _Launcher:
                 check_abort=forwarder.raise_first,
                 state=dict if self._state is None else self._state.entry,
                 memory=self._memory,
+                is_ready=lambda: self._standby is None or self._standby.is_ready(),
+                newest_state=lambda: None if self._state is None else self._state.newest(),
             )
-        self._standby: StandbyPool | None = None
-        """With --hetero-restarts. Its first processes import while the nodes meet."""
-        if can_restart and settings.script:
-            self._standby = StandbyPool(settings.processes, settings.script)
-            forwarder.leave_out(self._standby.pids)
         self._memory_kills = kills_for_memory()
 
     @cached_property

@@ -75,7 +75,8 @@ class Process:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -161,12 +162,19 @@ def as_interpreter(folder: Path) -> dict[str, str]:
 def _stand_in(words: Sequence[str]) -> int:
     """Be a process of the server's to whoever started this one, with its streams and signals."""
     argv = [*itertools.dropwhile(IGNORED.__contains__, words)]
-    asked = None
+    asked, files = None, _open_files()
+    # What comes before this one knows whom to pass it on to waits until it does.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     if argv[0] in ("-m", "-c") or not argv[0].startswith("-"):
-        asked = _ask(os.environ[ADDRESS], argv, os.environ, {n: n for n in _open_files()})
+        asked = _ask(os.environ[ADDRESS], argv, os.environ, {n: n for n in files})
     if asked is None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execv(sys.executable, [sys.executable, *words])
     connection, pid = asked
+    for number in files:
+        if number > 2:  # a pipe ends when the process closes it
+            with contextlib.suppress(OSError):
+                os.close(number)
 
     def pass_on(received: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended, and its code is on the way
@@ -174,6 +182,7 @@ def _stand_in(words: Sequence[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     code = _receive_number(connection)
     if code < 0:
         if -code != signal.SIGKILL:

@@ -41,6 +41,22 @@ def test_a_process_that_a_signal_ends_is_seen_to_end_by_it(
     assert ended.returncode == -number
 
 
+def test_a_pipe_ends_when_the_process_closes_it(tmp_path: Path) -> None:
+    started = preloaded.as_interpreter(tmp_path)
+    here, there = os.pipe()
+    code = f"import os, sys; os.close({there}); sys.stdin.read()"
+    words = [started["PYTHON_EXEC"], "-c", code]
+    with (
+        subprocess.Popen(
+            words, env=os.environ | started, pass_fds=[there], stdin=subprocess.PIPE
+        ) as process,
+        os.fdopen(here, "rb") as ready,
+    ):
+        os.close(there)
+        assert ready.read() == b""
+        assert process.poll() is None
+
+
 def test_a_signal_that_comes_when_its_process_has_just_ended_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -49,6 +65,7 @@ def test_a_signal_that_comes_when_its_process_has_just_ended_is_let_go(
     before = {number: signal.getsignal(number) for number in preloaded.FORWARDED}
     monkeypatch.setenv(preloaded.ADDRESS, "")
     monkeypatch.setattr(preloaded, "_ask", lambda *_: (None, ended.pid))
+    monkeypatch.setattr(preloaded, "_open_files", list)  # this process keeps its own
     monkeypatch.setattr(preloaded, "_receive_number", lambda _: signal.raise_signal(15) or 3)
     try:
         assert preloaded._stand_in(ENDS) == 3

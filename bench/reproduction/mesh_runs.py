@@ -27,18 +27,23 @@ TARGET = 0.97
 
 @dataclass(frozen=True)
 class Shape:
-    """A mesh of one stage."""
+    """A mesh of one stage. Experts are spread over its ranks."""
 
-    tensor: int
-    data: int
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.context * self.data
 
     @property
     def text(self) -> str:
-        return f"TP{self.tensor}xDP{self.data}"
+        """The sizes above 1, and always those of tensor and data parallelism."""
+        more = (("CP", self.context), ("EP", self.expert))
+        names = "".join(f"x{name}{size}" for name, size in more if size > 1)
+        return f"TP{self.tensor}xDP{self.data}{names}"
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,20 @@ class Pair:
         return f"{self.first.text}/{self.last.text}"
 
 
+_SIZES = {"TP": "tensor", "CP": "context", "DP": "data", "EP": "expert"}
+
+
 def parse_pair(text: str) -> Pair:
-    """`TP2xDP1/TP1xDP2`. For a parser of flags."""
-    found = re.fullmatch(r"TP(\d+)xDP(\d+)/TP(\d+)xDP(\d+)", text, re.IGNORECASE)
-    sizes = [int(size) for size in found.groups()] if found else [0]
-    if min(sizes) < 1:
+    """`TP2/DP2`, `DP4xEP4/DP4xEP2`; a size that is not given is 1. For a parser of flags."""
+    shapes = []
+    for mesh in text.upper().split("/"):
+        found = [re.fullmatch(r"([TCDE]P)(\d+)", size) for size in mesh.split("X")]
+        sizes = {_SIZES[one[1]]: int(one[2]) for one in found if one}
+        if len(sizes) == len(found) and min(sizes.values()) > 0:
+            shapes.append(Shape(**sizes))
+    if len(shapes) != 2 or len(shapes) != text.count("/") + 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no two meshes; write TP2xDP1/TP1xDP2")
-    return Pair(Shape(*sizes[:2]), Shape(*sizes[2:]))
+    return Pair(shapes[0], shapes[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +165,8 @@ def _reference(options: MeshOptions, pair: Pair, shape: Shape) -> PlannedRun:
     """Two stages of the shape, so that the pipeline has the same steps."""
     flags = homogeneous_flags(stages=len(VENDORS), layers=options.layers)
     flags += ["--tensor-model-parallel-size", str(shape.tensor)]
+    flags += ["--context-parallel-size", str(shape.context)]
+    flags += ["--expert-model-parallel-size", str(shape.expert)]
     flags += ["--micro-batch-size", str(micro_batch(options, pair, shape))]
     flags += _shared_flags(options, [shape])
     name = _reference_name(options, pair, shape)
@@ -163,6 +177,9 @@ def _mixed(options: MeshOptions, pair: Pair, transport: str) -> PlannedRun:
     flags = mixed_flags(vendors=VENDORS, sizes=(1, 1), layers=options.layers, transport=transport)
     flags += ["--hetero-tensor-sizes", *(str(shape.tensor) for shape in pair.shapes)]
     flags += ["--hetero-data-sizes", *(str(shape.data) for shape in pair.shapes)]
+    flags += ["--hetero-context-sizes", *(str(shape.context) for shape in pair.shapes)]
+    if max(shape.expert for shape in pair.shapes) > 1:
+        flags += ["--hetero-expert-sizes", *(str(shape.expert) for shape in pair.shapes)]
     flags += ["--micro-batch-size", str(_each(options))]
     flags += _shared_flags(options, pair.shapes)
     return PlannedRun(

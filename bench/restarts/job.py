@@ -124,22 +124,25 @@ class TrainingJob:
         launcher: Sequence[str],
         flags: Sequence[str],
         nodes: Sequence[str] = (),
+        replicas: int = 1,
     ) -> None:
         """
         Args:
             folder: of the run's files.
             launcher: flags of the launcher.
             flags: of training, beyond the model.
-            nodes: the vendor of each node, with a rank each; empty: one node with two ranks.
+            nodes: the vendor of each node, which has one stage; empty: one node with both.
+            replicas: data-parallel ranks of each stage.
         """
-        self._folder, self._nodes = folder, nodes
+        self._folder, self._nodes, self._replicas = folder, nodes, replicas
+        self._ranks_of_node = replicas if nodes else replicas * len(VENDORS)
         metrics = folder / "metrics.jsonl"
         self._port, self._view = _free_port(), _free_port()
         self._words = [*MODEL, *_LAYOUT, *data.flags, *flags, "--metrics-file", str(metrics)]
         self._words += ["--hetero-metrics-port", str(self._view)]
         self._launcher = launcher
         self.began = time.monotonic()
-        self.launchers = [self._start(node) for node in range(max(1, len(nodes)))]
+        self.launchers = [self._launch(node) for node in range(max(1, len(nodes)))]
         self.steps = Steps(metrics)
 
     def __enter__(self) -> TrainingJob:
@@ -160,11 +163,11 @@ class TrainingJob:
         self._wait(lambda: self.steps.last() >= goal, "training")
 
     def await_standby(self) -> None:
-        """Wait until each node has as many standby processes as ranks, and they have imported."""
-        ranks = 1 if self._nodes else 2
+        """Wait until each live node has a standby process for each rank, and they have imported."""
 
         def are_ready() -> bool:
-            return all(self._ready_standby(launcher) >= ranks for launcher in self.launchers)
+            live = [one for one in self.launchers if one.poll() is None]
+            return all(self._ready_standby(one) >= self._ranks_of_node for one in live)
 
         self._wait(are_ready, "standby processes")
 
@@ -175,7 +178,7 @@ class TrainingJob:
         def is_known() -> bool:
             with suppress(OSError):
                 pids[:] = [one["pid"] for one in self.state()["ranks"] if one.get("pid")]
-            return len(pids) == len(VENDORS)
+            return len(pids) == self._replicas * len(VENDORS)
 
         self._wait(is_known, "a record of each rank")
         now = time.monotonic()
@@ -191,6 +194,12 @@ class TrainingJob:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         self.launchers[node].wait()
+        return now
+
+    def start_node(self, node: int) -> float:
+        """Start the command of a killed node again; returns when, by `time.monotonic()`."""
+        now = time.monotonic()
+        self.launchers[node] = self._launch(node)
         return now
 
     def await_new_step(self, restarts: int = 1) -> tuple[int, float]:
@@ -234,17 +243,18 @@ class TrainingJob:
                     count += not os.path.lexists(files / words[words.index(_STANDBY) + 1])
         return count
 
-    def _start(self, node: int) -> subprocess.Popen[bytes]:
-        place = ["--nproc-per-node", "1" if self._nodes else "2"]
+    def _launch(self, node: int) -> subprocess.Popen[bytes]:
+        place = ["--nproc-per-node", str(self._ranks_of_node)]
         place += ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
         environ = {**os.environ, **SIMULATED, "OMP_NUM_THREADS": "1"}
         if self._nodes:
             place += ["--node-rank", str(node)]
             environ["HETERO_VENDOR"] = self._nodes[node]
             if names := gpu_names():
-                # Nodes beyond the last GPU share it.
-                environ[VISIBLE] = names[min(node, len(names) - 1)]
-        log = (self._folder / f"node_{node}.log").open("w")
+                # A spare shares the GPUs of the last node, which it is to replace.
+                first = min(node * self._replicas, max(0, len(names) - self._replicas))
+                environ[VISIBLE] = ",".join(names[first : first + self._replicas])
+        log = (self._folder / f"node_{node}.log").open("a")
         entry = str(ROOT / "pretrain_gpt.py")
         return subprocess.Popen(
             [sys.executable, "-m", "hetero.run", *place, *self._launcher, entry, *self._words],

@@ -223,6 +223,8 @@ class JobAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._has_failed():
+            if self._job.is_for_return():  # another node has left before this one
+                return RunResult(state=WorkerState.HEALTHY)
             self._job.notice_loss(time.monotonic() - self._looked_at)
             if self._restarts_at_once and self._remaining_restarts > 0:
                 self._end_processes()

@@ -6,7 +6,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 
@@ -35,13 +35,25 @@ from hetero.startup.store import BoundedStore
 _LOST_SECONDS = 10.0
 """Without a sign of life of a launcher that takes part, after which its node counts as lost."""
 _WATCH_SECONDS = 1.0
+_STATE_SECONDS = 300.0
+"""For the next state in memory, before nodes leave a fallback plan without it."""
 
 
 class Coordinator:
     """A thread of the launcher that hosts the store: forms each round."""
 
-    def __init__(self, settings: RendezvousSettings, store: BoundedStore) -> None:
+    def __init__(
+        self,
+        settings: RendezvousSettings,
+        store: BoundedStore,
+        *,
+        newest_state: Callable[[], int | None],
+    ) -> None:
+        """`newest_state`: returns the iteration of this node's newest state in memory, if any."""
         self._settings, self._store = settings, store
+        self._newest_state = newest_state
+        self._could_return: tuple[float, int | None] | None = None
+        """Since when, and the newest state then."""
         self._signs: dict[str, tuple[bytes, float]] = {}
         """By token: the last sign of life, and when it was new."""
         self._previous: Round | None = None
@@ -155,14 +167,27 @@ class Coordinator:
         return plan if isinstance(plan, ChosenPlan) else None
 
     def _may_return(self, live: Sequence[NodeEntry], now: float) -> bool:
-        """Whether the full plan's nodes are there, those that train and those that wait."""
+        """Whether the full plan's nodes are there: those that train, and others that can start."""
         seconds, formed = self._settings.return_seconds, self._formed
         if formed is None or not formed.plan or seconds is None:
             return False
         training = [one for one in formed.nodes if self._silence(one.token, now) < DEAD_SECONDS]
-        waiting = [one for one in live if one.token not in {node.token for node in training}]
+        known = {node.token for node in training}
+        waiting = [
+            one
+            for one in live
+            if one.token not in known and self._store.check([f"ready/{one.token}"])
+        ]
         has_all = self._choose([*training, *waiting], now) is not None
-        return has_all and now - self._formed_at >= seconds
+        if not has_all or now - self._formed_at < seconds:
+            self._could_return = None
+            return False
+        # What is trained after the newest state is repeated, so they leave after another one.
+        newest = self._newest_state()
+        if self._could_return is None:
+            self._could_return = (now, newest)
+        since, first = self._could_return
+        return newest is None or newest != first or now - since >= _STATE_SECONDS
 
     def _form(
         self,
@@ -195,7 +220,7 @@ class Coordinator:
         if plan is None:
             self._full = formed
         self._joined, self._has_lost = Joined(self._store, number + 1), False
-        self._noticed_at = None
+        self._noticed_at = self._could_return = None
 
     def _history(
         self, nodes: Sequence[NodeEntry], lost: Sequence[NodeEntry], reason: str

@@ -16,6 +16,7 @@ from hetero.recover.history import JobHistory, begin_round, read_attempt
 from hetero.recover.node_state import Inventory, NodeState
 from hetero.recover.partners import partners
 from hetero.recover.replication import Peer, Replicator, StateServer, fetch
+from hetero.recover.stored_files import iterations
 
 
 class JobState:
@@ -42,6 +43,10 @@ class JobState:
             "inventory": self._state.inventory().to_record(),
             "attempt": None if attempt is None else asdict(attempt),
         }
+
+    def newest(self) -> int | None:
+        """The iteration of the newest generation that this node's ranks have written."""
+        return max(iterations(self._state.folder), default=None)
 
     def begin_round(self, formed: Round, node: int) -> None:
         """Fetch what this node lacks of the newest state, and keep copies for its partners.

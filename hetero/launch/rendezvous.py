@@ -59,6 +59,8 @@ _REFUSAL_SECONDS = 2.0
 _CALL_SECONDS = 20.0
 """For the store to answer one operation."""
 _REOPEN_PAUSE = 0.5
+_READY_SECONDS = 180.0
+"""For a node's processes to import what ranks import, while other nodes train."""
 
 
 class JobRendezvous(RendezvousHandler):
@@ -72,6 +74,8 @@ class JobRendezvous(RendezvousHandler):
         check_abort: Callable[[], None],
         state: Callable[[], Mapping[str, Any]] = dict,
         memory: Callable[[], NodeMemory] = NodeMemory,
+        is_ready: Callable[[], bool] = lambda: True,
+        newest_state: Callable[[], int | None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -79,9 +83,12 @@ class JobRendezvous(RendezvousHandler):
             check_abort: called before this node joins, and while it waits; may raise.
             state: returns what this node holds in memory of the training's state.
             memory: returns what a plan may use of this node.
+            is_ready: returns whether this node's ranks would start at once.
+            newest_state: returns the iteration of the newest that `state` tells of.
         """
         self._settings, self._check_abort = settings, check_abort
         self._vendor, self._state, self._memory = vendor, state, memory
+        self._is_ready, self._newest_state = is_ready, newest_state
         self._opener = JobStore(settings, check_abort=check_abort)
         self._raw: TCPStore | None = None
         self._store: BoundedStore | None = None
@@ -171,6 +178,7 @@ class JobRendezvous(RendezvousHandler):
         key = f"leave/{self.round.number}"
         with suppress(DistNetworkError):
             if self._store is not None and self._store.check([key]):
+                self._next_look = 0.0
                 return self._store.get(key).decode() == BACK
         return False
 
@@ -259,9 +267,8 @@ class JobRendezvous(RendezvousHandler):
                 store.compare_set(BEFORE, "", json.dumps(known))
             place = int(store.add(f"join/{number}/count", 1))
             store.set(f"join/{number}/{place}", json.dumps(asdict(self._entry())))
-            self._ask_to_leave(store, current)
-            formed = self._await_round(store, number, deadline)
-            if self._token in [entry.token for entry in formed.nodes]:
+            formed = self._await_round(store, number, deadline, current=current)
+            if self._takes_part(formed):
                 self._formed_at = time.monotonic()
                 return formed
             if "spare" not in self._told:
@@ -324,13 +331,15 @@ class JobRendezvous(RendezvousHandler):
             waited=time.monotonic() - self._joins_since,
         )
 
+    def _takes_part(self, formed: Round | None) -> bool:
+        return formed is not None and self._token in [entry.token for entry in formed.nodes]
+
     def _ask_to_leave(self, store: BoundedStore, current: Round | None) -> None:
         """Have those that are in a round join the next one, if this node is to be in it."""
         if current is None:
             return
         settings, key = self._settings, f"leave/{current.number}"
-        own = [entry for entry in current.nodes if entry.token == self._token]
-        if own:
+        if self._takes_part(current):
             cause = f"{find_cause(self._exits).sentence()}" if self._exits else "a node left"
             store.compare_set(key, "", cause)
             return
@@ -350,12 +359,29 @@ class JobRendezvous(RendezvousHandler):
         if has_place:
             store.compare_set(key, "", f"the node {socket.gethostname()} came")
 
-    def _await_round(self, store: BoundedStore, number: int, deadline: float) -> Round:
-        """Wait until the round is formed. UserError at the deadline, or if the job is refused."""
-        key = f"formed/{number}"
+    def _await_round(
+        self, store: BoundedStore, number: int, deadline: float, *, current: Round | None
+    ) -> Round:
+        """Wait until the round is formed. UserError at the deadline, or if the job is refused.
+
+        Nodes that train in the `current` round, without this one, are asked to leave it once the
+        ranks of this node would start at once.
+        """
+        key, has_asked = f"formed/{number}", False
+        latest_request = time.monotonic() + _READY_SECONDS
         coordinator = self._coordinator
-        with reporting(lambda: self._awaited(store, number), is_on=self._settings.nodes > 1):
+        with reporting(
+            lambda: self._awaited(store, number, current), is_on=self._settings.nodes > 1
+        ):
             while not store.check([key]):
+                if not has_asked and (
+                    self._takes_part(current)
+                    or self._is_ready()
+                    or time.monotonic() > latest_request
+                ):
+                    has_asked = True
+                    store.set(f"ready/{self._token}", "1")
+                    self._ask_to_leave(store, current)
                 self._check_abort()
                 self._require_signs()
                 if store.check([REFUSED]):
@@ -367,8 +393,8 @@ class JobRendezvous(RendezvousHandler):
                     print_line(f"hetero.run: {store.get(OVER).decode()}")
                     raise RendezvousGracefulExitError("the job has ended")
                 may_wait = self._settings.has_spares or self._settings.may_fall_back
-                is_spare = "spare" in self._told and may_wait
-                if time.monotonic() >= deadline and not is_spare:
+                runs_without = current is not None and not self._takes_part(current)
+                if time.monotonic() >= deadline and not (may_wait and runs_without):
                     text = self._lateness(store, number)
                     if coordinator is not None:
                         self._refuse(store, text)
@@ -391,8 +417,11 @@ class JobRendezvous(RendezvousHandler):
             f"{settings.endpoint} in time ({seconds}); see that each was started, and can reach it"
         )
 
-    def _awaited(self, store: BoundedStore, number: int) -> str | None:
+    def _awaited(self, store: BoundedStore, number: int, current: Round | None) -> str | None:
         settings = self._settings
+        if current is not None and not self._takes_part(current):
+            nodes = counted(len(current.nodes), "node")
+            return f"a place in the job, which runs on {nodes}"
         if not settings.is_static:
             return f"the other nodes ({settings.nodes} in all) at {settings.endpoint}"
         missing = self._missing_numbers(store, number)
@@ -430,7 +459,7 @@ class JobRendezvous(RendezvousHandler):
         self._ticker.start()
         if self._opener.is_host:
             looks = BoundedStore(store.clone(), seconds=_CALL_SECONDS)  # type: ignore[attr-defined]
-            self._coordinator = Coordinator(self._settings, looks)
+            self._coordinator = Coordinator(self._settings, looks, newest_state=self._newest_state)
         return self._store
 
     def _lose_store(self) -> None:

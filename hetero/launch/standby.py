@@ -43,7 +43,10 @@ class StandbyPool:
         """`script`: what the ranks run, a file or the name of a module; makes the first ones."""
         self._size, self._script = size, script
         self._idle: list[subprocess.Popen[bytes]] = []
+        self._imported: set[subprocess.Popen[bytes]] = set()
+        """Those of them that are ready."""
         self._lock = threading.Lock()
+        self._has_ranks = False
         self._due = time.monotonic()
         self._closed = threading.Event()
         # One thread for all of them, which lasts: the kernel takes the end of the thread that has
@@ -56,12 +59,19 @@ class StandbyPool:
         Delays the start of new ones.
         """
         with self._lock:
+            self._has_ranks = True
             self._due = time.monotonic() + _DELAY_SECONDS
             while self._idle:
                 process = self._idle.pop(0)
+                self._imported.discard(process)
                 if process.poll() is None:
                     return process
         return None
+
+    def is_ready(self) -> bool:
+        """Whether there is a process for each rank that has imported what ranks import."""
+        with self._lock:
+            return sum(one.poll() is None for one in self._imported) >= self._size
 
     def pids(self) -> set[int]:
         """Of those that are no rank yet. Without a lock: also called by a signal handler."""
@@ -79,25 +89,35 @@ class StandbyPool:
         while not self._closed.wait(_LOOK_SECONDS):
             with self._lock:
                 self._idle = [process for process in self._idle if process.poll() is None]
-                is_due = time.monotonic() >= self._due and len(self._idle) < self._size
+                self._imported.intersection_update(self._idle)
+                missing = self._size - len(self._idle)
+                is_due = time.monotonic() >= self._due and missing > 0
+                count = 1 if self._has_ranks else missing
             if is_due:
-                self._add()
+                self._add(count)
         self._closed.wait(None)
 
-    def _add(self) -> None:
-        """Make one, and wait until it is ready: importing takes a core."""
-        here, there = os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "hetero.launch.standby", str(there), self._script],
-            stdin=subprocess.PIPE,
-            pass_fds=[there],
-            start_new_session=True,
-        )
-        os.close(there)
-        with self._lock:
-            self._idle.append(process)
-        with os.fdopen(here, "rb") as ready:
-            ready.read()
+    def _add(self, count: int) -> None:
+        """Make some, and wait until they are ready: each import takes a core, beside the ranks."""
+        files = []
+        for _ in range(count):
+            here, there = os.pipe()
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "hetero.launch.standby", str(there), self._script],
+                stdin=subprocess.PIPE,
+                pass_fds=[there],
+                start_new_session=True,
+            )
+            os.close(there)
+            files.append((process, os.fdopen(here, "rb")))
+            with self._lock:
+                self._idle.append(process)
+        for process, ready in files:
+            with ready:
+                ready.read()
+            with self._lock:
+                if process in self._idle:
+                    self._imported.add(process)
 
 
 def become_rank(

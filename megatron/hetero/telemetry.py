@@ -219,7 +219,8 @@ class Telemetry:
         # Not by the SDK's generator: it takes from the random numbers that training has seeded.
         span = span or secrets.randbits(64) | 1
         sampled = TraceFlags(TraceFlags.SAMPLED)
-        since_epoch = time.time_ns() - time.monotonic_ns()
+        # The greatest of three: between its two looks at the clocks this thread may lose the CPU.
+        since_epoch = max(time.time_ns() - time.monotonic_ns() for _ in range(3))
         self._processor.on_end(
             ReadableSpan(
                 name,

@@ -45,6 +45,42 @@ def test_each_shape_runs_alone_on_as_many_gpus_with_the_steps_of_its_pair() -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("meshes", "more", "sizes", "reference"),
+    [
+        (
+            "DP4xEP4/ep2xdp4",
+            "--num-experts 8",
+            {"hetero_data_sizes": [4, 4], "hetero_expert_sizes": [4, 2]},
+            {"data_parallel_size": 4, "expert_model_parallel_size": 4},
+        ),
+        (
+            "CP4/CP2xDP2",
+            "",
+            {"hetero_data_sizes": [1, 2], "hetero_context_sizes": [4, 2]},
+            {"data_parallel_size": 1, "context_parallel_size": 4, "micro_batch_size": 2},
+        ),
+    ],
+)
+def test_meshes_may_share_sequences_and_experts(
+    meshes: str, more: str, sizes: dict[str, list[int]], reference: dict[str, int]
+) -> None:
+    words = f"--model {TINY} --meshes {meshes} --micro-batch-size 1 --transports shm --out x"
+    options = parse_options([*words.split(), "--", *more.split()])
+    first, _, mixed = planned_runs(options)
+    for run, expected in ((first, reference), (mixed, sizes)):
+        args = parsed(options, run.flags, nproc=run.nproc)
+        assert run.nproc == 8
+        assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("meshes", ["TP2", "TP2/DP0", "TP2/XP2", "DP2/DP2/DP2", "TP/DP2", "/"])
+def test_what_is_no_two_meshes_is_refused(meshes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_options(["--meshes", meshes, "--out", "x"])
+    assert f"{meshes!r} is no two meshes" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_meshes_of_a_tiny_model_on_this_machines_cpu(tmp_path: Path) -> None:
     words = f"--model {TINY} --meshes TP2xDP1/TP1xDP1 --transports shm --iterations 2 --warmup 1"

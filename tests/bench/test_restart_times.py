@@ -57,6 +57,7 @@ def test_a_fault_comes_in_each_interval_and_is_the_same_for_the_same_seed() -> N
     assert {rank for _, rank in drawn} == {0, 1}
     assert drawn == faults(seconds=1800.0, every=120.0, seed=1)
     assert drawn != faults(seconds=1800.0, every=120.0, seed=2)
+    assert max(rank for _, rank in faults(seconds=6000.0, every=60.0, seed=1, ranks=8)) == 7
 
 
 def test_the_rest_of_a_try_is_what_no_part_accounts_for() -> None:

@@ -119,7 +119,7 @@ def test_the_state_shows_the_run_as_it_is(mixed: Run) -> None:
 
 
 def test_the_slow_rank_is_named_and_no_other_of_its_stage(named: Run) -> None:
-    slow = [each for each in named.state()["stragglers"] if each["stage"] == 0]
+    slow = awaited(lambda: [each for each in named.state()["stragglers"] if each["stage"] == 0])
     assert [each["rank"] for each in slow] == [SLOW]
     assert slow[0]["factor"] > 1.5
 
@@ -134,9 +134,13 @@ def test_the_curves_grow(mixed: Run) -> None:
 
 
 def test_bytes_cross_between_the_stages(named: Run) -> None:
-    (edge,) = (edge for edge in named.state()["edges"] if edge["source"] != edge["target"])
-    assert edge["forward_per_second"] > 0
-    assert edge["backward_per_second"] > 0
+    """At a time, and not in each second of a busy machine."""
+
+    def rates() -> list[float]:
+        edges = (edge for edge in named.state()["edges"] if edge["source"] != edge["target"])
+        return [edge[f"{way}_per_second"] for edge in edges for way in ("forward", "backward")]
+
+    assert awaited(lambda: (found := rates()) and min(found) > 0 and len(found)) == 2
 
 
 def test_the_page_names_the_slow_rank_in_a_browser(named: Run, tmp_path: Path) -> None:

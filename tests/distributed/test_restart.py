@@ -36,6 +36,7 @@ from tests.distributed.harness import (
     wait_for,
     wait_for_steps,
 )
+from tests.live_views import awaited
 
 STEPS = 24
 HELD_AFTER = 12
@@ -119,8 +120,7 @@ class Job:
             with suppress(OSError), urlopen(f"http://127.0.0.1:{self._view}/state") as answer:
                 return json.load(answer)["ranks"][rank].get("pid")
 
-        wait_for(lambda: pid() is not None, seconds=PATIENCE, what=f"a record of rank {rank}")
-        return psutil.Process(pid())
+        return psutil.Process(awaited(pid, seconds=PATIENCE))
 
     def kill_node(self, node: int) -> None:
         """As a host that crashes: its launcher and all that it has started have ended then."""

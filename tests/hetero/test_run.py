@@ -35,6 +35,10 @@ if how == "well":
     # As a whole: Python's output is unbuffered here, and another rank writes to the same pipe.
     sys.stdout.write(" ".join(words) + "\\n")
     sys.exit(0)
+while how == "until" and not os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
+if how == "until":
+    sys.exit(0)
 if how == "late" and rank == int(os.environ["WORLD_SIZE"]) - 1:
     time.sleep(3)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -637,14 +641,23 @@ def test_a_node_that_cannot_reach_the_rendezvous_says_so_itself(
     assert sum(line.startswith("error: ") for line in err) == 1
 
 
-def test_a_job_that_is_started_twice_leaves_the_first_alone(script: str, soon: tuple[str]) -> None:
-    words = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    words += ["--nproc-per-node", "2"]
-    first = start(*words, "--node-rank", "0", script, "well", launcher=soon)
-    joining = [start(*words, "--node-rank", "1", script, "well", launcher=soon) for _ in range(2)]
-    (code, _, err), other = sorted((ended(one) for one in joining), key=lambda end: -end[0])
+def test_a_job_that_is_started_twice_leaves_the_first_alone(
+    script: str, soon: tuple[str], tmp_path: Path
+) -> None:
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    place += ["--nproc-per-node", "2", "--node-rank"]
+    # The job is there until the one that comes too late has come.
+    until = [script, "until", str(tmp_path / "end")]
+    first = start(*place, "0", *until, launcher=soon)
+    joining = [start(*place, "1", *until, launcher=soon) for _ in range(2)]
+    while all(process.poll() is None for process in joining):
+        time.sleep(0.05)
+    refused, other = sorted(joining, key=lambda process: process.poll() is None)
+    (tmp_path / "end").touch()
+    code, _, err = ended(refused)
     assert code == 2
-    for outcome in (other, ended(first)):
+    for process in (other, first):
+        outcome = ended(process)
         assert outcome[0] == 0, outcome
     assert err[-1].startswith("error: another launcher is node 1 at 127.0.0.1:")
 

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,10 +81,13 @@ class Run:
     def wait_for(self, pattern: str) -> str:
         """The first line of any host, after the last that was waited for, that matches."""
         deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
+        while time.monotonic() < deadline:
+            is_all_said = not any(reader.is_alive() for reader in self._readers)
             try:
                 line = self._lines.get(timeout=0.5)
             except queue.Empty:
+                if is_all_said:
+                    break
                 continue
             if re.search(pattern, line):
                 return line
@@ -131,12 +135,14 @@ class Run:
         for process in self._processes:
             if process.poll() is None:
                 for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
                 process.kill()
                 process.wait(60)
         for host in self._hosts:
             for rank in host.ranks().values():
-                rank.kill()
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
 
     def _said(self) -> str:
         return "\n".join(f"host {n}: {''.join(k)[-3000:]}" for n, k in enumerate(self._outputs))

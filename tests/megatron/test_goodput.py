@@ -79,7 +79,9 @@ def test_without_a_launcher_that_tells_it_time_begins_with_the_process() -> None
 def test_restarts_are_told_and_progress_is_written_once_a_step_has_ended(
     tmp_path: Path, rank: int
 ) -> None:
+    before = time.time()
     begin_round(tmp_path, JobHistory(elapsed=64.0).with_incident(LOSS))
+    begun = time.time()
     own, recorder = meter(tmp_path, job="this", rank=rank)
     assert recorder.incidents() == []
     for iteration in (41, 42):
@@ -97,4 +99,4 @@ def test_restarts_are_told_and_progress_is_written_once_a_step_has_ended(
     assert (incident["iteration"], incident["repeated_steps"]) == (50, 10)
     assert incident["seconds"] == pytest.approx(3.5 + 0.25 + incident["start_seconds"])
     # When it was lost: 4 s before the round.
-    assert time.time() - incident["time"] == pytest.approx(4.0, abs=2.0)
+    assert before - 1.0 <= incident["time"] + 4.0 <= begun + 1.0

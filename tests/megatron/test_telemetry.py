@@ -26,6 +26,7 @@ from hetero.errors import UserError
 from hetero.observe.record import Phase, Recorder
 from megatron.hetero.arguments.span_groups import ABSENT, PRESETS, SpanGroup, resolve_groups
 from megatron.hetero.telemetry import Telemetry, open_telemetry, require_exporter
+from tests.live_views import awaited
 
 ALL = frozenset(SpanGroup)
 
@@ -319,6 +320,8 @@ def test_a_collector_that_takes_nothing_is_told_once_and_delays_no_step(
         begun = time.monotonic()
         telemetry.close()
         assert time.monotonic() - begun < 30
+        # It waits for five seconds, and one attempt may take three.
+        awaited(lambda: said)
     (line,) = said
     assert "does not take the spans, and training goes on without them" in line
 

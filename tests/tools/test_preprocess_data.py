@@ -24,6 +24,7 @@ from hetero.tools.preprocessing.workers import BATCHES_AHEAD, encoded_in_order
 from megatron.hetero.dataset_description import read_description, tokenizer_mismatch
 from tests import preloaded
 from tests.commands import ROOT
+from tests.distributed.harness import wait_for
 from tests.megatron.tokenizer.tiny_tokenizers import train_sentencepiece, trained_bpe
 from tests.tools.refusals import refusal
 
@@ -382,4 +383,9 @@ def test_when_killed_it_ends_at_once_and_leaves_no_file(
     assert "".join(own_lines).startswith(sentence)
     assert len(own_lines) <= 1
     assert files_in(tmp_path) == ["long.txt"]
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    # Who has no parent any more is there until another process has collected its exit code.
+    wait_for(
+        lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers),
+        seconds=60,
+        what="the end of its workers",
+    )

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,13 +170,21 @@ def destroy_groups(side: Side) -> list[str]:
 
 
 def threads_of_this_process() -> Counter[str]:
-    return Counter(task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+    return found_of(Path("/proc/self/task").glob("*/comm"), Path.read_text)
 
 
 def files_of_this_process() -> Counter[str]:
     """The kinds of its open files."""
-    found = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return Counter(target.partition(":")[0] for target in found)
+    return found_of(Path("/proc/self/fd").iterdir(), lambda fd: os.readlink(fd).partition(":")[0])
+
+
+def found_of(entries: Iterable[Path], read: Callable[[Path], str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for entry in entries:
+        # Threads end, and files are closed, between the listing and the look.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[read(entry)] += 1
+    return found
 
 
 def test_first_calls_of_two_threads_connect_a_gpu_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ from tests.hetero.collectives.ranks import (
     Side,
     run_ranks,
 )
+from tests.hetero.link.joined import wait_for
 
 SHORT = timedelta(seconds=3)
 
@@ -614,19 +616,20 @@ def test_a_rank_that_has_failed_has_not_gone(monkeypatch) -> None:
 
 
 class FailingStore(dist.Store):
-    """A store that fails at once, or hangs, the first time that it is asked."""
+    """A store that fails at once, or hangs, the first time that it is asked, until it goes on."""
 
     def __init__(self, *, hangs: bool) -> None:
         super().__init__()
         self._hangs = hangs
         self.asked = 0
+        self.goes_on = threading.Event()
 
     def check(self, keys: list[str]) -> bool:
         self.asked += 1
         if not self._hangs:
             raise dist.DistNetworkError("Connection was likely closed")
         if self.asked == 1:
-            time.sleep(0.5)
+            self.goes_on.wait(60)
         return False
 
     def append(self, key: str, value: str) -> None:
@@ -645,10 +648,12 @@ def test_a_store_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr(failures, "POLL_SECONDS", 0.1)
     store = FailingStore(hangs=True)
     board = statuses_of(store, 0)
+    for _ in range(2):
+        assert not board.has_failure()
+    assert store.asked <= 1
+    store.goes_on.set()
+    assert wait_for(lambda: board.has_failure() or store.asked > 1)
     assert not board.has_failure()
-    time.sleep(0.6)
-    assert not board.has_failure()
-    assert store.asked == 2
 
 
 def test_nobody_is_blamed_where_the_store_cannot_be_asked():

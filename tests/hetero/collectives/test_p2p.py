@@ -91,7 +91,7 @@ class End:
 
 @contextmanager
 def joined_ends(setup: JoinedEnds = SHM) -> Iterator[tuple[End, End]]:
-    """Both ends, whose links are open, and whose threads sleep."""
+    """Both ends, whose links are open; who opened them has ended, and other threads sleep."""
     with setup.links() as links:
         left, right = (End(rank, link) for rank, link in enumerate(links))
         for one, other in ((left, right), (right, left)):
@@ -99,6 +99,7 @@ def joined_ends(setup: JoinedEnds = SHM) -> Iterator[tuple[End, End]]:
             other.send(torch.ones(1)).wait()
             work.wait()
         for end in (left, right):
+            assert wait_for(lambda end=end: not any("link to" in t.name for t in end.threads))
             end.p2p._news.clear()
         yield left, right
         both_well(left.close, right.close)

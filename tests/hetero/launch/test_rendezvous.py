@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -45,10 +45,22 @@ class Launchers:
         } | settings
         self.started: list[JobRendezvous] = []
 
-    def start(self, node: int, *, vendor: str = "cpu", **settings) -> JobRendezvous:
+    def start(
+        self,
+        node: int,
+        *,
+        vendor: str = "cpu",
+        is_ready: Callable[[], bool] = lambda: True,
+        newest_state: Callable[[], int | None] = lambda: None,
+        **settings,
+    ) -> JobRendezvous:
         values = self._settings | {"node_rank": node, "is_host": node == 0} | settings
         launcher = JobRendezvous(
-            RendezvousSettings(**values), vendor=vendor, check_abort=lambda: None
+            RendezvousSettings(**values),
+            vendor=vendor,
+            check_abort=lambda: None,
+            is_ready=is_ready,
+            newest_state=newest_state,
         )
         self.started.append(launcher)
         return launcher
@@ -82,6 +94,14 @@ def await_leave(launcher: JobRendezvous) -> None:
     deadline = time.monotonic() + PATIENCE
     while not launcher.num_nodes_waiting():
         assert time.monotonic() < deadline, "nobody asked it to leave the round"
+        time.sleep(0.05)
+
+
+def await_join(host: JobRendezvous, key: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    assert host._store is not None
+    while not host._store.check([key]):
+        assert time.monotonic() < deadline, "nobody joined"
         time.sleep(0.05)
 
 
@@ -312,15 +332,61 @@ def test_a_node_that_is_back_waits_for_the_time_of_return(launchers, seconds: fl
     job.meet(nodes[0])
     back = job.start(1, vendor="amd")
     joining = job.join(back)
-    store = nodes[0]._store
-    while not store.check(["join/3/1"]):
-        time.sleep(0.05)
+    await_join(nodes[0], "join/3/1")
     time.sleep(5 * LOOK_SECONDS)
     assert not nodes[0].num_nodes_waiting()
     assert not joining[0].done()
     nodes[0].tell_over("the job has ended")
     with pytest.raises(RendezvousGracefulExitError):
         joining[0].result(PATIENCE)
+
+
+@pytest.mark.usefixtures("soon_dead")
+@pytest.mark.parametrize("ends_by", ["readiness", "another loss"])
+def test_the_others_train_until_a_node_that_is_back_can_start(launchers, ends_by: str) -> None:
+    job = launchers(fallbacks=(plan_of("nvidia", 1),))
+    nodes = [job.start(0, vendor="nvidia"), job.start(1, vendor="amd")]
+    job.meet(*nodes)
+    nodes[1].close()
+    nodes[0].add_exits([KILLED])
+    job.meet(nodes[0])
+    has_imported = Event()
+    joining = job.join(job.start(1, vendor="amd", is_ready=has_imported.is_set))
+    await_join(nodes[0], "join/3/1")
+    time.sleep(5 * LOOK_SECONDS)
+    assert not nodes[0].num_nodes_waiting()
+    if ends_by == "readiness":
+        has_imported.set()
+        await_leave(nodes[0])
+        assert nodes[0].is_for_return()
+    else:
+        nodes[0].add_exits([KILLED])
+    joining += job.join(nodes[0])
+    assert [one.result(PATIENCE).rank for one in joining] == [1, 0]
+    assert formed(nodes[0]).plan == ""
+
+
+@pytest.mark.usefixtures("soon_dead")
+def test_nodes_leave_a_fallback_plan_after_a_new_state_in_memory(launchers) -> None:
+    states = [20]
+    job = launchers(fallbacks=(plan_of("nvidia", 1),))
+    nodes = [
+        job.start(0, vendor="nvidia", newest_state=lambda: states[-1]),
+        job.start(1, vendor="amd"),
+    ]
+    job.meet(*nodes)
+    nodes[1].close()
+    nodes[0].add_exits([KILLED])
+    job.meet(nodes[0])
+    joining = job.join(job.start(1, vendor="amd", timeout=1.0))
+    await_join(nodes[0], "join/3/1")
+    time.sleep(2.0)
+    assert not nodes[0].num_nodes_waiting()
+    assert not joining[0].done(), "it waits for longer than its timeout, as the job runs"
+    states.append(30)
+    await_leave(nodes[0])
+    assert nodes[0].is_for_return()
+    assert [one.result(PATIENCE).rank for one in [*joining, *job.join(nodes[0])]] == [1, 0]
 
 
 @pytest.mark.usefixtures("soon_dead")

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -177,7 +177,11 @@ def threads_named(name: str) -> list[Path]:
     return found
 
 
-def times_asleep(threads: Iterable[str]) -> int:
-    """How often these threads of this process, by their numbers, have gone to sleep."""
-    statuses = [Path(f"/proc/self/task/{thread}/status").read_text() for thread in threads]
-    return sum(int(re.findall(r"\nvoluntary\D+(\d+)", status)[0]) for status in statuses)
+def times_asleep(threads: Iterable[str]) -> Counter[str]:
+    """How often each of these threads of this process, by its number, has gone to sleep."""
+    found: Counter[str] = Counter()
+    for thread in threads:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            status = Path(f"/proc/self/task/{thread}/status").read_text()
+            found[thread] = int(re.findall(r"\nvoluntary\D+(\d+)", status)[0])
+    return found

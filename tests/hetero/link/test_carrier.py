@@ -172,7 +172,9 @@ def test_the_last_connection_that_cannot_be_reopened_is_an_error_at_both_ends(
     network: tcp.Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a firewall that lets nothing new through."""
-    setup = tcp.Setup(connections=1, timeout=3.0)
+    # Sooner than a message's own time is over, which may begin before the loss is noticed.
+    monkeypatch.setattr("hetero.link.tcp._MAX_ACK_SECONDS", 3.0)
+    setup = tcp.Setup(connections=1)
     monkeypatch.setattr(Redial, "_accept", lambda _, listener, admit: listener.accept()[0].close())
     names = ("127.0.0.1 to 127.0.0.1",) * 2
     _lose_the_last(setup, lambda: network.rails[0].close(), names)

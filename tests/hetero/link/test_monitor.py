@@ -279,12 +279,17 @@ def test_however_many_links_a_process_has_its_monitors_are_as_many(
                     devices = HeldDevice(), HeldDevice()
                 stack.enter_context(replace(setup, devices=devices).links())
                 count -= 1
-            names = sorted(thread.name for thread in set(threading.enumerate()) - before)
-            monitors = [name for name in names if name.startswith("link ")]
+
+            def names() -> list[str]:
+                return sorted(thread.name for thread in set(threading.enumerate()) - before)
+
+            # Threads in which the store was asked may not have ended yet.
+            assert wait_for(lambda: "store operation" not in names())
+            monitors = [name for name in names() if name.startswith("link ")]
             if threads is None:
                 assert monitors == ["link driver monitor", "link monitor"]
             else:
-                assert names == monitors == ["link monitor"]
+                assert names() == monitors == ["link monitor"]
 
 
 def fails_when_its_peer_ends(setup: JoinedEnds) -> bool:

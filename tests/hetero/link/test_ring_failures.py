@@ -44,7 +44,7 @@ def test_a_peer_whose_device_never_gets_there_breaks_the_link_in_time() -> None:
         assert wait_for(lambda: is_broken(pair.receiver))
         with pytest.raises(LinkError, match=r"rank 1 \(stage 1\).*nothing moved for 1 s"):
             pair.receiver.check()
-        assert work.is_completed()
+        assert wait_for(work.is_completed)
         with pytest.raises(LinkError, match="rank 1"):
             work.wait()
         assert wait_for(lambda: is_broken(pair.sender)), "the sender was not told"

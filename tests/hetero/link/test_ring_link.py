@@ -103,7 +103,7 @@ def test_an_idle_link_wakes_nobody() -> None:
             before = times_asleep(its_threads)
             time.sleep(1.0)
             # The emulated streams sleep too; a thread that woke ten times a second would show.
-            return times_asleep(its_threads) - before < 5
+            return (times_asleep(its_threads) - before).total() < 5
 
         # At once or, on a busy machine, once its threads have come to an end of what they did.
         assert wait_for(is_idle)

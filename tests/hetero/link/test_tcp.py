@@ -273,7 +273,7 @@ def test_a_link_of_which_every_connection_breaks_is_opened_again(
 
 
 @pytest.mark.parametrize(
-    ("ended", "timeout", "told"),
+    ("ended", "patience", "told"),
     [
         # It is refused for some seconds first.
         (0, 6 * SHORT, r"rank 0 has ended or closed the link"),
@@ -281,15 +281,21 @@ def test_a_link_of_which_every_connection_breaks_is_opened_again(
     ],
 )
 def test_a_peer_that_has_ended_where_every_connection_broke_is_told(
-    network: Network, may_dial: threading.Event, ended: int, timeout: float, told: str
+    network: Network,
+    may_dial: threading.Event,
+    ended: int,
+    patience: float,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller is refused where the peer listened; the listener waits as for one that is silent.
 
     Neither hears that the peer has closed the link.
     """
-    with Setup(timeout=timeout).links() as links:
+    monkeypatch.setattr(tcp, "_MAX_ACK_SECONDS", patience)
+    # Before a message's own time is over.
+    with Setup(timeout=12 * SHORT).links() as links:
         break_all(network)
-        # After it: the message's own time would else be over first.
         assert wait_for(lambda: rails_of(links[1 - ended])._cut_at is not None)
         work = links[1 - ended].recv(torch.zeros(5))
         links[ended].close()
@@ -418,7 +424,9 @@ def test_a_process_with_64_links_has_as_many_threads_as_with_one() -> None:
                 links = stack.enter_context(Setup().links())
             assert stream(*links, nbytes=NBYTES) == MESSAGES
             counts.append([len(threads_named(f"hetero-{name}")) for name in names])
-            counts[-1].append(threading.active_count())
+            # Threads in which the store was asked may not have ended yet.
+            left = [t for t in threading.enumerate() if t.name != "store operation"]
+            counts[-1].append(len(left))
     assert counts[0] == counts[1]
     assert counts[0][:-1] == [1, 4, 4, 4, 0]
 

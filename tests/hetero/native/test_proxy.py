@@ -28,7 +28,8 @@ def test_threads_that_need_it_at_once_get_one_proxy(monkeypatch: pytest.MonkeyPa
     assert len(set(found)) == 1
     assert wait_for(lambda: len(threads_named("hetero-proxy")) == before + 1)
     binding.native().proxy_free(found[0])
-    assert len(threads_named("hetero-proxy")) == before
+    # /proc has a thread for a moment after whoever joins it goes on.
+    assert wait_for(lambda: len(threads_named("hetero-proxy")) == before)
 
 
 def test_a_forked_child_has_a_proxy_of_its_own() -> None:

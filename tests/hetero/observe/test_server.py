@@ -18,6 +18,7 @@ from hetero.observe.collect import Collector
 from hetero.observe.record import LinkState, Phase, Recorder, Snapshot
 from hetero.observe.server import MetricsServer
 from hetero.observe.state import RunDescription
+from tests.distributed.harness import free_port
 from tests.hetero.observe.test_state import PLAN
 from tests.live_views import asked, program, state_of
 
@@ -210,7 +211,7 @@ def test_an_address_of_another_host_is_refused(collector: Collector) -> None:
 
 
 def test_once_closed_the_port_is_free(collector: Collector) -> None:
-    first = MetricsServer(collector, describe=lambda: PLAN)
+    first = MetricsServer(collector, describe=lambda: PLAN, port=free_port())
     first.close()
     second = MetricsServer(collector, describe=lambda: PLAN, port=first.port)
     second.close()
@@ -270,7 +271,7 @@ def test_many_readers_at_once_are_answered_or_hung_up_on(server: MetricsServer) 
 
 
 def test_a_forked_worker_does_not_hold_the_port(collector: Collector) -> None:
-    server = MetricsServer(collector, describe=lambda: PLAN)
+    server = MetricsServer(collector, describe=lambda: PLAN, port=free_port())
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hetero.recover.stored_files import INDEX_FILE, folder_name
+from hetero.recover.stored_files import INDEX_FILE, SAVING, folder_name
 
 
 def rank_file(rank: int) -> str:
@@ -23,10 +23,13 @@ def content(rank: int, iteration: int, attempt: str = "") -> bytes:
 def write_generation(
     folder: Path, iteration: int, *, world: int, ranks: Iterable[int], attempt: str = ""
 ) -> str:
-    """What the node of some ranks has of a checkpoint of `world` ranks; returns its digest."""
+    """What the node of some ranks has of a checkpoint of `world` ranks; returns its digest.
+
+    It gets its name once it is whole, because others may look for it meanwhile.
+    """
     path = folder / folder_name(iteration)
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
+    saving = path.with_name(path.name + SAVING)
+    saving.mkdir(parents=True)
     files: Mapping[str, list] = {
         rank_file(rank): [len(data), [zlib.crc32(data)]]
         for rank in range(world)
@@ -34,7 +37,9 @@ def write_generation(
     }
     digest = hashlib.sha256(json.dumps([iteration, files]).encode()).hexdigest()
     for rank in ranks:
-        (path / rank_file(rank)).write_bytes(content(rank, iteration, attempt))
+        (saving / rank_file(rank)).write_bytes(content(rank, iteration, attempt))
     text = json.dumps({"sha256": digest, "checkpoint": {"files": files}})
-    (path / INDEX_FILE).write_text(text)
+    (saving / INDEX_FILE).write_text(text)
+    shutil.rmtree(path, ignore_errors=True)
+    saving.rename(path)
     return digest

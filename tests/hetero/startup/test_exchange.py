@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,28 @@ def run(connect: Opens, *sides: Callable[[Exchange], Any] | None) -> list[Any]:
         return [future.result(timeout=60) if future else None for future in started]
 
 
-def says(timeout: float = 10.0, **value: Any) -> Callable[[Exchange], Any]:
+@contextmanager
+def meeting(members: int) -> Iterator[None]:
+    """No member waits for the outcome before so many have submitted.
+
+    They may come far apart on a busy machine, and a timeout counts from a member's own wait.
+    """
+    met, submit = threading.Barrier(members), Exchange.submit
+
+    def submit_and_meet(exchange: Exchange, *arguments: Any, **named: Any) -> None:
+        submit(exchange, *arguments, **named)
+        met.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "submit", submit_and_meet)
+        yield
+
+
+def says(timeout: float = 50.0, **value: Any) -> Callable[[Exchange], Any]:
     return lambda exchange: exchange.run(value, timeout=timeout)
 
 
-def refuses(error: Exception, *, timeout: float = 10.0) -> Callable[[Exchange], Any]:
+def refuses(error: Exception, *, timeout: float = 50.0) -> Callable[[Exchange], Any]:
     return lambda exchange: exchange.run(error=error, timeout=timeout)
 
 
@@ -89,7 +107,8 @@ def test_an_error_of_one_member_is_raised_by_all(connect: Opens) -> None:
 
 
 def test_missing_members_are_named_by_all_that_came(connect: Opens) -> None:
-    outcomes = run(connect, says(0.5), None, says(0.5), None)
+    with meeting(2):
+        outcomes = run(connect, says(0.5), None, says(0.5), None)
     for outcome in (outcomes[0], outcomes[2]):
         assert str(outcome).startswith(
             "ranks 1, 3 did not come within 0.5 s while addresses were exchanged; see whether"
@@ -106,7 +125,9 @@ def test_an_error_of_a_check_ends_the_exchange_for_all(connect: Opens) -> None:
         return exchange.run(timeout=20.0, check=has_gone)
 
     began = time.monotonic()
-    for outcome in run(connect, says(20.0), checks, None)[:2]:
+    with meeting(2):
+        outcomes = run(connect, says(20.0), checks, None)
+    for outcome in outcomes[:2]:
         assert str(outcome) == "rank 2 on b has ended"
         assert (outcome.exit_code, outcome.missing) == (1, [2])
     assert time.monotonic() - began < 10
@@ -118,7 +139,8 @@ def test_a_check_sees_who_is_missing() -> None:
     def checks(exchange: Exchange) -> Any:
         return exchange.run(timeout=1.5, check=lambda: seen.append(exchange.missing()))
 
-    run(dist.HashStore().clone, says(1.5), checks, None)
+    with meeting(2):
+        run(dist.HashStore().clone, says(1.5), checks, None)
     assert seen[0] == [2]
 
 
@@ -185,9 +207,9 @@ def test_a_member_that_came_and_submits_nothing_did_not_answer() -> None:
 
 
 def test_a_member_with_an_error_reports_its_own_where_member_0_cannot() -> None:
-    _, own, other = run(
-        dist.HashStore().clone, None, refuses(UserError("no file a"), timeout=0.3), says(0.3)
-    )
+    refusing = refuses(UserError("no file a"), timeout=0.3)
+    with meeting(2):
+        _, own, other = run(dist.HashStore().clone, None, refusing, says(0.3))
     assert str(own) == "no file a"
     assert str(other) == "rank 1: no file a"
 
@@ -213,7 +235,7 @@ def test_members_that_exchange_different_things_are_told() -> None:
         for member, what in enumerate(("flags", "addresses"))
     ]
     with ThreadPoolExecutor() as pool:
-        ended = [pool.submit(end.run, timeout=5.0) for end in ends]
+        ended = [pool.submit(end.run, timeout=50.0) for end in ends]
     for future in ended:
         told = str(future.exception())
         assert told.startswith("rank ")
@@ -267,9 +289,9 @@ def test_store_operations_of_a_member_do_not_depend_on_how_many_there_are() -> N
 Side = Callable[[JobExchanges], Any]
 
 
-def _run(*sides: Side | None, timeout: float = 5.0) -> list[Any]:
+def _run(*sides: Side | None, timeout: float = 60.0, store: DictStore | None = None) -> list[Any]:
     """What each rank's side returned or raised; None for a rank that was never started."""
-    store = DictStore()
+    store = store or DictStore()
 
     def live(rank: int, side: Side) -> Any:
         agreement = JobExchanges(store, rank=rank, world_size=len(sides), timeout=timeout)
@@ -330,7 +352,8 @@ def test_different_errors_are_all_said() -> None:
 
 
 def test_a_rank_that_is_missing_ends_the_others_in_time() -> None:
-    first, second, _ = _run(_says(), _says(), None, timeout=1.0)
+    with meeting(2):
+        first, second, _ = _run(_says(), _says(), None, timeout=1.0)
     for outcome in (first, second):
         assert "rank 2 did not come within 1 s" in str(outcome)
         assert "flags" in str(outcome)
@@ -339,7 +362,10 @@ def test_a_rank_that_is_missing_ends_the_others_in_time() -> None:
 
 def test_a_rank_that_comes_and_whose_answer_does_not_is_named() -> None:
     """As where the network loses large packets."""
-    first, _, third = _run(_says(), lambda a: a._arrive("flags"), _says(), timeout=1.0)
+    store = DictStore()
+    JobExchanges(store, rank=1, world_size=3, timeout=1.0)._arrive("flags")
+    with meeting(2):
+        first, _, third = _run(_says(), None, _says(), timeout=1.0, store=store)
     for outcome in (first, third):
         assert "rank 1 did not answer within 1 s while flags were exchanged; see whether" in str(
             outcome
@@ -347,7 +373,8 @@ def test_a_rank_that_comes_and_whose_answer_does_not_is_named() -> None:
 
 
 def test_when_rank_0_is_missing_the_others_speak_for_themselves() -> None:
-    _, *others = _run(None, _says(), _says(), timeout=1.0)
+    with meeting(2):
+        _, *others = _run(None, _says(), _says(), timeout=1.0)
     for outcome in others:
         assert "rank 0 did not come within 1 s" in str(outcome)
         assert isinstance(outcome, ExchangeError)
@@ -377,17 +404,21 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.startup.exchange._LOOK_SECONDS", 0.05)
 
 
-def _member(
-    store: DictStore, rank: int, *, world_size: int = 4, timeout: float = 0.4
-) -> JobExchanges:
+def _wait_for_line(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Wait until another thread has printed this."""
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(capfd.readouterr().err)
+        return text in "".join(said)
+
+    wait_for(is_said, seconds=60, what=text)
+
+
+def _member(store: DictStore, rank: int, *, timeout: float, world_size: int = 4) -> JobExchanges:
     return JobExchanges(
         store, rank=rank, world_size=world_size, timeout=timeout, endpoint="host:29500"
     )
-
-
-def _fail_later(text: str) -> None:
-    time.sleep(0.4)
-    raise RuntimeError(text)
 
 
 @pytest.mark.usefixtures("often")
@@ -396,7 +427,7 @@ def test_who_is_missing_is_said_by_the_first_who_came_and_named_at_the_end(
 ) -> None:
     store = DictStore()
     members = [_member(store, rank, timeout=2.0) for rank in (1, 2)]
-    with ThreadPoolExecutor() as pool:
+    with meeting(2), ThreadPoolExecutor() as pool:
         ended = [pool.submit(member.exchange, "flags") for member in members]
     # The first may wait for the second too, for a moment.
     said = without_time(capfd.readouterr().err).splitlines()
@@ -410,29 +441,27 @@ def test_who_never_comes_to_what_is_opened_together_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hetero.startup.exchange._CAUSE_SECONDS", 0.3)
-    member = _member(DictStore(), 0, world_size=2)
+    member = _member(DictStore(), 0, world_size=2, timeout=60)
+
+    def open_groups() -> None:
+        _wait_for_line("waiting for rank 1 to come to the process groups", capfd)
+        raise RuntimeError("timed out")
+
     with (
         pytest.raises(ExchangeError, match="rank 1 did not come to the process groups at host:"),
         member.section("process groups"),
     ):
-        _fail_later("timed out")
-    assert "waiting for rank 1 to come to the process groups" in capfd.readouterr().err
+        open_groups()
 
 
 @pytest.mark.usefixtures("often")
 def test_who_is_still_at_it_is_named_while_the_others_have_finished(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    said: list[str] = []
-
-    def is_named() -> bool:
-        said.append(capfd.readouterr().err)
-        return "waiting for rank 0 to finish the links" in "".join(said)
-
     def open_links(agreement: JobExchanges, rank: int) -> None:
         with agreement.section("links"):
             if rank == 0:
-                wait_for(is_named, seconds=30, what="its name")
+                _wait_for_line("waiting for rank 0 to finish the links", capfd)
 
     store = DictStore()
     members = [_member(store, rank, world_size=2, timeout=60) for rank in range(2)]
@@ -463,7 +492,7 @@ def test_an_outcome_grows_by_what_differs() -> None:
 
 def test_two_processes_with_one_rank_are_told() -> None:
     store = DictStore()
-    sides = [JobExchanges(store, rank=rank, world_size=3, timeout=5) for rank in (0, 1, 1)]
+    sides = [JobExchanges(store, rank=rank, world_size=3, timeout=60) for rank in (0, 1, 1)]
     with ThreadPoolExecutor() as pool:
         ended = [pool.submit(side.exchange, "flags") for side in sides]
     for future in ended:
@@ -473,8 +502,8 @@ def test_two_processes_with_one_rank_are_told() -> None:
 def test_a_process_of_another_job_takes_no_part_in_this_one() -> None:
     """It comes to the same port, as a rank that is there, when this job has begun."""
     store = DictStore()
-    sides = [JobExchanges(store, rank=rank, world_size=2, timeout=5) for rank in (0, 1)]
-    stranger = JobExchanges(store, rank=1, world_size=2, timeout=5, endpoint="host:29500")
+    sides = [JobExchanges(store, rank=rank, world_size=2, timeout=60) for rank in (0, 1)]
+    stranger = JobExchanges(store, rank=1, world_size=2, timeout=60, endpoint="host:29500")
     for what in ("flags", "addresses"):
         with ThreadPoolExecutor() as pool:
             ended = [pool.submit(side.exchange, what, payload={"v": 1}) for side in sides]
@@ -567,10 +596,18 @@ def test_a_rank_that_fails_between_exchanges_ends_the_others_with_its_reason(
 def test_a_silent_rank_that_nobody_waits_for_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     _impatient(monkeypatch)
     sides = _connected(3)
+    looked = threading.Semaphore(0)
+
+    def silent() -> dict[int, float]:
+        looked.release()
+        return {1: 40.0}
+
+    monkeypatch.setattr(sides[0][1], "heartbeat_ages", silent)
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(sides[rank][0].exchange, "flags") for rank in (0, 1)]
-        _hang(sides[1][1])
-        time.sleep(1.0)
+        with meeting(2):
+            waiting = [pool.submit(sides[rank][0].exchange, "flags") for rank in (0, 1)]
+            # The second look comes after the first has ended, which has ended nothing.
+            assert all(looked.acquire(timeout=60) for _ in range(2))
         waiting.append(pool.submit(sides[2][0].exchange, "flags"))
     assert [future.exception() for future in waiting] == [None] * 3
 
@@ -623,7 +660,7 @@ def _together(
     _impatient(monkeypatch)
     monkeypatch.setattr("hetero.startup.exchange._CAUSE_SECONDS", cause_seconds)
     lost: list[HeteroError] = []
-    told = threading.Event()
+    told, came = threading.Event(), threading.Barrier(len(does))
 
     def tell(error: HeteroError) -> None:
         lost.append(error)
@@ -631,6 +668,7 @@ def _together(
 
     def side(agreement: JobExchanges, liveness: Liveness, what: Does) -> None:
         with agreement.section("process groups", on_failure=tell):
+            came.wait(60)
             what(liveness, told)
 
     sides = _connected(len(does))
@@ -685,7 +723,7 @@ def test_a_sentence_of_one_rank_ends_all_with_it(monkeypatch: pytest.MonkeyPatch
 
     (_, error), lost = _together(monkeypatch, _held, refuses)
     assert str(error) == "rank 1: no way to rank 0"
-    assert [str(told) for told in lost] == ["rank 1: no way to rank 0"]
+    assert {str(told) for told in lost} == {"rank 1: no way to rank 0"}
 
 
 def test_a_failure_of_its_own_is_left_alone_and_told_to_the_others(
@@ -696,4 +734,4 @@ def test_a_failure_of_its_own_is_left_alone_and_told_to_the_others(
 
     (_, error), lost = _together(monkeypatch, _held, fails)
     assert isinstance(error, RuntimeError)
-    assert [str(told) for told in lost] == ["rank 1 failed: no memory"]
+    assert {str(told) for told in lost} == {"rank 1 failed: no memory"}

@@ -159,7 +159,10 @@ def test_a_holder_elsewhere_that_stands_still_is_replaced_after_a_while(
     lock.release()
 
 
-def test_a_holder_elsewhere_that_renews_is_not_replaced(tmp_path: Path) -> None:
+def test_a_holder_elsewhere_that_renews_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "EXPIRY_SECONDS", 120.0)  # the first renewal ends the wait
     path = foreign(tmp_path)
     over = threading.Event()
 

@@ -163,8 +163,8 @@ def test_pinning_that_stands_still_is_an_error(
     runtime.may_pin.clear()
     with pytest.raises(HeteroError, match=r"has stood still for 0.05 s after 0 B"):
         snapshot.take(write_items(10))
-    runtime.may_pin.set()
     (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint memory"]
+    runtime.may_pin.set()
     thread.join(120)
     assert runtime.calls == 1
     assert runtime.pinned == {}
@@ -175,6 +175,7 @@ def test_closing_stops_what_is_being_made(runtime: PinningCopies) -> None:
     memory = HostMemory(10_000 * PART, runtime)
     closing = threading.Thread(target=memory.close)
     closing.start()
+    assert memory._stopped.wait(120)
     runtime.may_pin.set()
     closing.join(120)
     assert not closing.is_alive()

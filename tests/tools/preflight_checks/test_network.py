@@ -53,16 +53,17 @@ def test_a_clock_that_is_ahead_is_seen_to_be(monkeypatch):
 
 
 def test_a_closed_port_is_reported_with_its_address():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (call,) = call_all(
-        HashStore(),
-        "secret",
-        source=0,
-        addresses=LOOPBACK,
-        others={1: {"eth5": ("127.0.0.1", port)}},
-        seconds=0.3,
-    )
+    with socket.socket() as silent:  # it has the port, and does not listen
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        (call,) = call_all(
+            HashStore(),
+            "secret",
+            source=0,
+            addresses=LOOPBACK,
+            others={1: {"eth5": ("127.0.0.1", port)}},
+            seconds=0.3,
+        )
     assert f"127.0.0.1:{port} from 127.0.0.1" in call.error
     assert "refused" in call.error
     assert call.clock_difference is None
