@@ -63,6 +63,8 @@ class _TrainingRun:
     micro_batch: int | None
     """None where it is invalid."""
     global_batch: int | None
+    chunks: int
+    """Of each stage."""
     expert_tensor: int | None
     """Ranks that share each expert, of meshes that name none."""
 
@@ -86,9 +88,8 @@ def _check(options: argparse.Namespace) -> str:
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
     """The plan and the training run. Raises UserError with every problem of both."""
     faults = Faults()
-    chunks = options.num_virtual_stages_per_pipeline_rank
-    file = faults.read(lambda: read_plan_file(options.plan, chunks=chunks))
     run = _read_run(options, faults)
+    file = faults.read(lambda: read_plan_file(options.plan, chunks=run.chunks))
     if file is not None:
         meshes = [
             replace(mesh, expert_tensor=mesh.expert_tensor or run.expert_tensor)
@@ -131,7 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
         type=integer(1),
-        default=1,
         help="as of `hetero pretrain`",
     )
     return parser
@@ -156,7 +156,11 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
             model = faults.read(lambda: model_from_flags(flags, source=source))
     elif options.gpu_memory:
         faults.sentences.append("--gpu-memory needs --model, from which a rank's memory follows")
-    sizes: dict[str, int | None] = {"micro-batch-size": 1, "global-batch-size": None}
+    sizes: dict[str, int | None] = {
+        "micro-batch-size": 1,
+        "global-batch-size": None,
+        "num-virtual-stages-per-pipeline-rank": 1,
+    }
     if model is not None and model.num_experts:
         sizes["expert-tensor-parallel-size"] = None
     for name in sizes:
@@ -173,6 +177,7 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
         costs,
         micro_batch=sizes["micro-batch-size"],
         global_batch=sizes["global-batch-size"],
+        chunks=sizes["num-virtual-stages-per-pipeline-rank"] or 1,
         expert_tensor=sizes.get("expert-tensor-parallel-size"),
     )
 
@@ -209,6 +214,7 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         for problem in expert_rank_problems(mesh, name=f"{name}: ")
     ]
     yield from of_experts
+    yield from _contradictions(meshes, run)
     if (ranks := sum(mesh.world_size for mesh in meshes)) > _MAX_RANKS:
         yield f"the plan has {counted(ranks, 'rank')}; at most {_MAX_RANKS} can be drawn"
     sizes: tuple[int, ...] = ()
@@ -245,6 +251,21 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         yield from memory_problems(
             resolved, run.model, memory, micro_batches=batches, options=run.options
         )
+
+
+def _contradictions(meshes: Sequence[Mesh], run: _TrainingRun) -> Iterator[str]:
+    """Sizes of the run's flags, of which 1 is a script's default, that are not the plan's."""
+    for flag, sizes in {
+        "tensor-model-parallel-size": [mesh.tensor for mesh in meshes],
+        "context-parallel-size": [mesh.context for mesh in meshes],
+        "expert-model-parallel-size": [mesh.experts for mesh in meshes],
+    }.items():
+        given = run.flags.get(flag, 1)
+        if given != 1 and set(sizes) != {given}:
+            yield (
+                f"{flag} {given} of the model contradicts the plan, which says "
+                f"{' '.join(map(str, sizes))}; leave it out"
+            )
 
 
 def _tensor_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape) -> Iterator[str]:
