@@ -117,6 +117,8 @@ class JobAgent(LocalElasticAgent):
         self._job, self._on_joined = rendezvous, on_joined
         self._restarts_at_once, self._evicts = restarts_at_once, evicts
         self._looked_at = time.monotonic()
+        self._ended: dict[int, int] = {}
+        """Seconds since the epoch at which each local rank was seen to have ended of itself."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         info, spec = self._job.next_rendezvous(), worker_group.spec
@@ -172,6 +174,7 @@ class JobAgent(LocalElasticAgent):
             **_given(spec, "duplicate_stdout_filters", "duplicate_stderr_filters"),
         )
         self._pcontext = context
+        self._ended = {}
         context.start()
         self._looked_at = time.monotonic()
         return context.pids()
@@ -235,6 +238,10 @@ class JobAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if result.is_failed():
             host = socket.gethostname()
+            for failure in result.failures.values():
+                # torchelastic takes the time at which it looks, which is once all have ended.
+                ended = self._ended.get(failure.local_rank, failure.timestamp)
+                failure.timestamp = min(failure.timestamp, ended)
             exits = [exit_of(rank, host, failure) for rank, failure in result.failures.items()]
             self._job.add_exits(exits)
             if self._evicts:
@@ -254,14 +261,23 @@ class JobAgent(LocalElasticAgent):
         return [] if context is None else [one.proc for one in context.subprocess_handlers.values()]
 
     def _has_failed(self) -> bool:
-        return any(process.poll() not in (None, 0) for process in self._processes())
+        self._running()
+        return any(process.returncode for process in self._processes())
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        """The processes that have not ended. When one has is noted, as soon as it is seen."""
+        running = []
+        for local_rank, process in enumerate(self._processes()):
+            if process.poll() is None:
+                running.append(process)
+            else:
+                self._ended.setdefault(local_rank, int(time.time()))
+        return running
 
     def _end_processes(self, seconds: float = _GRACE_SECONDS) -> None:
         """Kill what has not ended by itself after a while: an end of its own tells why."""
         deadline = time.monotonic() + seconds
-        while (left := [one for one in self._processes() if one.poll() is None]) and (
-            time.monotonic() < deadline
-        ):
+        while (left := self._running()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         for process in left:
             with suppress(ProcessLookupError):

@@ -211,6 +211,8 @@ def _problems(args: Namespace) -> Iterator[str]:
             f"{AUTO_FLAG} cannot keep the order of --dataloader-type cyclic, which depends on the "
             "number of replicas; leave that out, or give a plan file with as many"
         )
+    if args.mtp_num_layers:
+        yield (f"{AUTO_FLAG} does not know what layers of --mtp-num-layers cost; give a plan file")
 
 
 def _node_kinds(supplies: Sequence[Supply]) -> Iterator[NodeKind]:
@@ -266,6 +268,7 @@ def _described(plan: Plan) -> str:
         f"{mesh.vendor}: layers {' '.join(str(sum(chunks)) for chunks in stages[index])}, "
         f"TP {mesh.tensor}, "
         + (f"CP {mesh.context}, " if mesh.context > 1 else "")
+        + (f"EP {mesh.experts}, " if mesh.experts > 1 else "")
         + f"DP {mesh.data}, micro-batch {mesh.micro_batch_size}, recompute {mesh.recompute}"
         for index, mesh in enumerate(plan.meshes)
     )

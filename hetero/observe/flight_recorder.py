@@ -20,6 +20,7 @@ import re
 import select
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -48,6 +49,8 @@ _SAME_CAUSE_SECONDS = 10.0
 """Within which further failures are consequences of the first, also those of other ranks."""
 _TELL_SECONDS = 0.3
 """For the first rank of the host to write a dump too: then that one says where they are."""
+_LONGEST_REASON = 160
+"""Characters of a reason in the log; a dump has all of it."""
 _NEAR = 1 / 3
 """The part of a timeout after which a dump is written."""
 _ASKED = b"\0"
@@ -239,8 +242,9 @@ class FlightRecorder:
         if os.environ.get("LOCAL_RANK", "0") != "0" and not self._has_told:
             time.sleep(_TELL_SECONDS)
             self._has_told = self._others_are_fresh(now)
+        short = textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...")
         self._tell(
-            f"the last calls are in {self.folder.absolute()} ({reason[:160]}): read "
+            f"the last calls are in {self.folder.absolute()} ({short}): read "
             f"rank{rank}.txt, or run torchfrtrace {self.folder}"
         )
 

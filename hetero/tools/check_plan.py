@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from hetero.plan.plan import (
     Mesh,
     Plan,
     context_problems,
+    expert_rank_problems,
     layer_problems,
     mesh_names,
     micro_batch_sizes,
@@ -62,6 +63,10 @@ class _TrainingRun:
     micro_batch: int | None
     """None where it is invalid."""
     global_batch: int | None
+    chunks: int
+    """Of each stage."""
+    expert_tensor: int | None
+    """Ranks that share each expert, of meshes that name none."""
 
     def micro_batches(self, plan: Plan) -> int:
         """Of a step; the nearest whole number where the global batch is no multiple."""
@@ -83,10 +88,14 @@ def _check(options: argparse.Namespace) -> str:
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
     """The plan and the training run. Raises UserError with every problem of both."""
     faults = Faults()
-    chunks = options.num_virtual_stages_per_pipeline_rank
-    file = faults.read(lambda: read_plan_file(options.plan, chunks=chunks))
     run = _read_run(options, faults)
+    file = faults.read(lambda: read_plan_file(options.plan, chunks=run.chunks))
     if file is not None:
+        meshes = [
+            replace(mesh, expert_tensor=mesh.expert_tensor or run.expert_tensor)
+            for mesh in file.meshes
+        ]
+        file = replace(file, meshes=tuple(meshes))
         faults.sentences += _problems(file, run, options)
     faults.refuse()
     assert file is not None
@@ -123,7 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
         type=integer(1),
-        default=1,
         help="as of `hetero pretrain`",
     )
     return parser
@@ -148,17 +156,30 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
             model = faults.read(lambda: model_from_flags(flags, source=source))
     elif options.gpu_memory:
         faults.sentences.append("--gpu-memory needs --model, from which a rank's memory follows")
-    sizes: dict[str, int | None] = {"micro-batch-size": 1, "global-batch-size": None}
+    sizes: dict[str, int | None] = {
+        "micro-batch-size": 1,
+        "global-batch-size": None,
+        "num-virtual-stages-per-pipeline-rank": 1,
+    }
+    if model is not None and model.num_experts:
+        sizes["expert-tensor-parallel-size"] = None
     for name in sizes:
-        given = getattr(options, name.replace("-", "_"))
+        given = getattr(options, name.replace("-", "_"), None)
         value = flags.get(name, sizes[name]) if given is None else given
         if value is not None and (type(value) is not int or value < 1):
             faults.sentences.append(f"{name} is {value!r}; it must be a whole number of at least 1")
             value = None
         sizes[name] = value
     costs = TrainingOptions.of_flags(flags)
-    micro, total = sizes.values()
-    return _TrainingRun(flags, model, costs, micro_batch=micro, global_batch=total)
+    return _TrainingRun(
+        flags,
+        model,
+        costs,
+        micro_batch=sizes["micro-batch-size"],
+        global_batch=sizes["global-batch-size"],
+        chunks=sizes["num-virtual-stages-per-pipeline-rank"] or 1,
+        expert_tensor=sizes.get("expert-tensor-parallel-size"),
+    )
 
 
 def _resolved(plan: Plan, run: _TrainingRun) -> Plan:
@@ -187,6 +208,13 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         return
     if world_size is not None:
         yield from world_size_problems(meshes, world_size)
+    of_experts = [
+        problem
+        for name, mesh in zip(mesh_names(meshes), meshes, strict=True)
+        for problem in expert_rank_problems(mesh, name=f"{name}: ")
+    ]
+    yield from of_experts
+    yield from _contradictions(meshes, run)
     if (ranks := sum(mesh.world_size for mesh in meshes)) > _MAX_RANKS:
         yield f"the plan has {counted(ranks, 'rank')}; at most {_MAX_RANKS} can be drawn"
     sizes: tuple[int, ...] = ()
@@ -214,6 +242,7 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
     if (
         run.model is not None
         and not file.problems
+        and not of_experts
         and max(map(sum, file.layers)) <= run.model.layers
     ):
         resolved = _resolved(file.plan(), run)
@@ -222,6 +251,21 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         yield from memory_problems(
             resolved, run.model, memory, micro_batches=batches, options=run.options
         )
+
+
+def _contradictions(meshes: Sequence[Mesh], run: _TrainingRun) -> Iterator[str]:
+    """Sizes of the run's flags, of which 1 is a script's default, that are not the plan's."""
+    for flag, sizes in {
+        "tensor-model-parallel-size": [mesh.tensor for mesh in meshes],
+        "context-parallel-size": [mesh.context for mesh in meshes],
+        "expert-model-parallel-size": [mesh.experts for mesh in meshes],
+    }.items():
+        given = run.flags.get(flag, 1)
+        if given != 1 and set(sizes) != {given}:
+            yield (
+                f"{flag} {given} of the model contradicts the plan, which says "
+                f"{' '.join(map(str, sizes))}; leave it out"
+            )
 
 
 def _tensor_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,20 @@ def stage_rows(job: Job, model: StageModel) -> list[dict[str, Any]]:
     return rows
 
 
-def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> None:
-    """Print the table of stages, the link choices and notes about the flags. Collective."""
-    table = [
-        ["stage", "vendor", "ranks", "TP x DP", "layers", "parameters", "state/rank", "to next"]
-    ]
+def stage_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The cells of `stage_rows`, below their heads; CP and EP where a mesh has them."""
+    every = {
+        "TP": "tensor_parallel",
+        "CP": "context_parallel",
+        "DP": "data_parallel",
+        "EP": "expert_parallel",
+    }
+    sizes = {
+        name: key
+        for name, key in every.items()
+        if name in ("TP", "DP") or any(row[key] > 1 for row in rows)
+    }
+    table = [["stage", "vendor", "ranks", *sizes, "layers", "parameters", "state/rank", "to next"]]
     for row in rows:
         ranks = row["ranks"]
         to_next = "-"
@@ -135,18 +144,23 @@ def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> No
                 str(row["stage"]),
                 row["vendor"] + (" (simulated)" if row["simulated"] else ""),
                 str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
-                f"{row['tensor_parallel']} x {row['data_parallel']}",
+                *(str(row[size]) for size in sizes.values()),
                 "+".join(map(str, row["layers"])),
                 f"{row['parameters']:,}",
                 size_text(row["state_bytes_per_rank"]),
                 to_next,
             ]
         )
+    return table
+
+
+def print_overview(job: Job, rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the table of stages, the link choices and notes about the flags. Collective."""
     choices = [] if job.links is None else [link.choice() for link in job.links.choices()]
     lines = [line for part in _all_gather(choices) for line in part]
     kind = "mixed" if len(job.plan.meshes) > 1 else "homogeneous"
     console.line(f"{kind} run on {counted(job.args.world_size, 'rank')}, {job.device.type}:")
-    console.table(format_table(table))
+    console.table(format_table(stage_table(rows)))
     if job.plan.whole_replicas:
         console.line(_describe_replicas(job))
     for line in lines:

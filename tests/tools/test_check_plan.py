@@ -232,6 +232,61 @@ def test_experts_that_the_ranks_of_a_mesh_cannot_share_are_refused(
     assert "mesh 0 (nvidia): expert-parallel size 3, and the model has no experts" in told
 
 
+def test_experts_that_do_not_divide_a_stage_are_told_with_all_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text("meshes: [{vendor: amd, layers: [26], data: 3, experts: 2}]")
+    model.write_text(yaml.safe_dump(DEEPSEEK_LIKE))
+    ranks, experts, layers = refused(capsys, plan, "--world-size", 4, "--model", model)
+    assert ranks.startswith("the plan needs 3 ranks")
+    assert experts.startswith("mesh 0 (amd): expert-parallel size 2 times 1 rank that share each")
+    assert "--num-layers is 27" in layers
+
+
+def test_ranks_that_share_an_expert_are_the_models_where_a_mesh_names_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text(
+        "meshes:\n"
+        "- {vendor: nvidia, layers: [14], tensor: 2, experts: 2, sequence_parallel: true}\n"
+        "- {vendor: amd, layers: [13], data: 2, experts: 2}\n"
+    )
+    model.write_text(yaml.safe_dump(DEEPSEEK_LIKE))
+    (told,) = refused(capsys, plan, "--model", model)
+    assert "expert-parallel size 2 times 2 ranks that share each expert must divide the 2" in told
+    model.write_text(yaml.safe_dump({**DEEPSEEK_LIKE, "expert-tensor-parallel-size": 1}))
+    assert "TP 2  DP 1  EP 2" in drawn(capsys, plan, "--model", model)
+    model.write_text(yaml.safe_dump({**DEEPSEEK_LIKE, "expert-tensor-parallel-size": "one"}))
+    assert "expert-tensor-parallel-size is 'one'" in refused(capsys, plan, "--model", model)[0]
+
+
+def test_a_model_s_file_says_how_stages_are_interleaved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text("meshes: [{vendor: amd, layers: [14, 13]}]")
+    model.write_text(yaml.safe_dump({**DEEPSEEK_LIKE, "num-virtual-stages-per-pipeline-rank": 2}))
+    assert "stage 0  amd  layers 0-6, 14-20" in drawn(capsys, plan, "--model", model)
+    one = ("--num-virtual-stages-per-pipeline-rank", "1")
+    assert "stage 0  amd  layers 0-13" in drawn(capsys, plan, "--model", model, *one)
+
+
+def test_sizes_of_the_model_s_file_that_are_not_the_plan_s_are_refused_as_by_training(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"
+    plan.write_text("meshes: [{vendor: nvidia, layers: [14]}, {vendor: amd, layers: [13]}]")
+    sizes = dict.fromkeys(("tensor-model", "context", "expert-model"), 2)
+    flags = {f"{name}-parallel-size": size for name, size in sizes.items()}
+    model.write_text(yaml.safe_dump({**DEEPSEEK_LIKE, **flags}))
+    said = refused(capsys, plan, "--model", model)
+    assert [line.partition(" contradicts the plan, which says 1 1")[0] for line in said] == [
+        f"{flag} 2 of the model" for flag in flags
+    ]
+
+
 def test_latent_attention_over_tensor_parallel_ranks_asks_for_sequence_parallelism(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -319,6 +319,17 @@ def test_choices_of_which_none_can_be_are_named(
     assert not (tmp_path / "out").exists()
 
 
+def test_sizes_for_experts_that_divide_none_are_named(tmp_path: Path, refused: Refused) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(yaml.safe_dump(QWEN3_30B))
+    told = refused(main, request(tmp_path, "--model", str(model), "--experts", "7", "96"))
+    assert "no --experts size of 7, 96 divides the model's 128 experts" in told
+    assert "--experts 7, 8: the model llama3-8b has no experts" in refused(
+        main, request(tmp_path, "--experts", "7", "8")
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
     others = "mtp-num-layers: 1\n"

@@ -108,6 +108,11 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
     if model is not None:
         for path, profile in read_profiles.items():
             faults.sentences += _model_mismatches(path, profile, model, options.dtype)
+        if not model.num_experts and max(options.experts or (1,)) > 1:
+            faults.sentences.append(
+                f"--experts {_listed(options.experts)}: the model {options.model} has no experts; "
+                "leave it out"
+            )
     faults.refuse()
     assert cluster is not None
     assert read is not None
@@ -382,6 +387,11 @@ def infeasible_error(request: PlanningRequest) -> UserError:
             f"{what}: no --context size of {_listed(space.context)} both divides "
             f"{model.seq_length} tokens into two equal chunks a rank and has its ranks on one "
             "node, or on all GPUs of several; allow another, 1 always is"
+        )
+    if model.num_experts and all(model.num_experts % size for size in space.experts):
+        return UserError(
+            f"{what}: no --experts size of {_listed(space.experts)} divides the model's "
+            f"{model.num_experts} experts; allow another, 1 always is"
         )
     if all(space.global_batch % size for size in space.micro_batch):
         return UserError(

@@ -132,6 +132,21 @@ def test_a_job_for_which_it_cannot_plan_is_refused_at_the_start(
         FallbackPlanner(words)
 
 
+def test_layers_whose_cost_is_not_modelled_are_refused_at_the_start() -> None:
+    with pytest.raises(UserError, match="not know what layers of --mtp-num-layers cost; give a"):
+        FallbackPlanner([*TINY, "--mtp-num-layers", "1"])
+
+
+def test_a_plan_is_told_with_the_ranks_that_share_experts() -> None:
+    experts = (
+        "--num-experts 64 --moe-ffn-hidden-size 1408 --moe-router-topk 6 --sequence-parallel "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    layout, chosen = planned([*LLAMA_8B, *experts.split()], AMD, AMD)
+    sizes = {mesh["experts"] for mesh in yaml.safe_load(chosen.text)["meshes"]}
+    assert all(f", EP {size}, DP " in layout.name for size in sizes)
+
+
 def test_the_size_of_the_vocabulary_may_be_the_tokenizer_s() -> None:
     words = [*TINY_LLAMA, *MIXED, "--mock-data", "--tokenizer-type", "ByteLevelTokenizer"]
     assert planned(words, Node("nvidia", 1))[0].parts[0][1] == 1

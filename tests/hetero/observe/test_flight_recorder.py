@@ -325,6 +325,22 @@ def test_a_folder_that_cannot_be_made_is_told_once_and_raises_nothing(
     assert errors.count("no dump of the flight recorder can be written") == 1
 
 
+def test_a_long_reason_is_cut_between_words_in_the_log_and_whole_in_the_dump(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served = FlightRecorder(Recorder())
+    served.folder = tmp_path
+    served.start()
+    reason = "see the log of rank 17; " * 10 + "the end"
+    served.request(reason)
+    served.flush(seconds=20)
+    told = capfd.readouterr().err.partition("(")[2].partition(")")[0]
+    kept = told.removesuffix(" ...")
+    assert kept != told
+    assert reason.startswith(f"{kept} ")
+    assert reason in (tmp_path / "rank0.txt").read_text()
+
+
 def test_files_of_ranks_that_this_job_lacks_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
