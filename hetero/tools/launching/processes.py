@@ -71,7 +71,8 @@ def run_step(step: Step, watch: Callable[[], None] = lambda: None) -> None:
                 process = subprocess.Popen(
                     step.command,
                     cwd=step.directory,
-                    env=dict(step.environment),
+                    # What it prints and its errors are in the log in their order.
+                    env={**step.environment, "PYTHONUNBUFFERED": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=log
                     if step.output is None
