@@ -319,6 +319,18 @@ def test_choices_of_which_none_can_be_are_named(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_with_mtp_layers_has_fewer_of_the_others_on_the_last_stage(tmp_path: Path) -> None:
+    """And training takes the plan with the model's own flags, by which MTP layers are not
+    recomputed."""
+    model = tmp_path / "model.yaml"
+    more = "mtp-num-layers: 2\nrecompute-method: block\n"
+    model.write_text(model_file("llama3-8b").read_text() + more)
+    words = ("--no-replicas", "--tensor", "1", "--interleave", "1")
+    assert main(request(tmp_path, *words, "--model", str(model))) == 0
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    assert sum(plan.layers[-1]) < 32 / plan.stages
+
+
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
     # A misspelt flag is not left at its default.
