@@ -211,8 +211,6 @@ def _problems(args: Namespace) -> Iterator[str]:
             f"{AUTO_FLAG} cannot keep the order of --dataloader-type cyclic, which depends on the "
             "number of replicas; leave that out, or give a plan file with as many"
         )
-    if args.mtp_num_layers:
-        yield (f"{AUTO_FLAG} does not know what layers of --mtp-num-layers cost; give a plan file")
 
 
 def _node_kinds(supplies: Sequence[Supply]) -> Iterator[NodeKind]:

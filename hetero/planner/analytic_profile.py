@@ -234,6 +234,7 @@ class _PointModel:
             layer_activation_bytes=activation_bytes,
             embedding_activation_bytes=self._hidden_bytes,
             head_activation_bytes=self._logits * (self.element_bytes + 4) + 2 * self._hidden_bytes,
+            head_passing_bytes=self._logits * self.element_bytes,
             layer_working_bytes=working_bytes,
             layer_delayed_bytes=self._delayed_of(self.model.ffn, sparse=False),
             head_delayed_bytes=(self._logits + self.tokens * self.model.hidden)

@@ -25,9 +25,10 @@ class KindCandidates:
     embedding_seconds: FloatArray
     """Of one micro-batch, both passes."""
     head_seconds: FloatArray
-    """The same of the output layer."""
+    """The same of the output layer, with MTP layers."""
     head_update_seconds: FloatArray
-    """Gradient reduction and update of the output layer and the least layers beside it."""
+    """Gradient reduction and update of both and the least layers beside them, experts of MTP layers
+    apart."""
     link_seconds: FloatArray
     boundary_seconds: FloatArray
 

@@ -313,8 +313,8 @@ def tied_embedding_seconds(
     model: ModelShape,
     options: TrainingOptions,
 ) -> float:
-    """Summing the gradients of a tied embedding, which the first and last stage both hold."""
-    gradient = model.vocabulary * model.hidden * options.gradient_bytes
+    """Summing the gradients of an embedding of which the last stage has a copy."""
+    gradient = model.copied_parameters * options.gradient_bytes
     ends = zip((first, last), _ends(cluster, first, last), strict=True)
     return max(
         link.exchange_seconds(gradient / stage.tensor * ranks) for stage, (link, ranks) in ends

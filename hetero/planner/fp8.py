@@ -122,6 +122,8 @@ def divides(
     sides += [part // tensor for part in (model.projected_width, model.ffn, model.shared_ffn)]
     if ranks_per_expert is not None:
         sides.append(model.expert_ffn // ranks_per_expert)
+    if model.mtp_layers:
+        sides.append(model.hidden // tensor)
     if model.latent is not None:
         sides += [model.latent.query_rank, model.latent.key_value_rank, model.latent.rotated_size]
     return not any(side % ALIGNMENT for side in sides)

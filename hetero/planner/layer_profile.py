@@ -79,6 +79,9 @@ class PartCosts:
     """Activations that a layer keeps from its forward to its backward pass."""
     embedding_activation_bytes: float = 0.0
     head_activation_bytes: float = 0.0
+    head_passing_bytes: float = 0.0
+    """Of these, what is freed before further logits are computed: the logits themselves, of which
+    the loss keeps a copy. 0 where measured: then `head_working_bytes` has it."""
     layer_working_bytes: float = 0.0
     """Temporary memory during a layer's pass; counted once, whatever number is in flight."""
     embedding_working_bytes: float = 0.0

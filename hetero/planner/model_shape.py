@@ -35,7 +35,8 @@ class ModelShape:
     """A decoder-only transformer: an embedding, layers, a final norm and an output layer.
 
     Layers are equal, or of two sorts: dense ones, and sparse ones, whose MLP is a mixture of
-    experts.
+    experts. Behind the last one there may be layers for multi-token prediction (MTP), each like it
+    in sort and sizes.
     """
 
     layers: int
@@ -77,6 +78,8 @@ class ModelShape:
     latent: LatentAttention | None = None
     """Multi-latent attention, whose heads are `head_size` wide in queries and keys; None: keys and
     values are projected directly."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction, beside `layers`."""
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
@@ -87,6 +90,8 @@ class ModelShape:
             problems.append(
                 f"{self.heads} attention heads do not divide into {self.query_groups} query groups"
             )
+        if self.mtp_layers < 0:
+            problems.append(f"mtp-num-layers is {self.mtp_layers}; give at least 0")
         if self.num_experts:
             problems += self._expert_problems()
         if problems:
@@ -118,6 +123,7 @@ class ModelShape:
         """Whether the model can be split evenly over `tensor` tensor-parallel ranks."""
         parts = [self.heads, self.query_groups, self.ffn, self.vocabulary]
         parts += [self.shared_ffn] if self.shared_ffn else []
+        parts += [self.hidden] if self.mtp_layers else []
         parts += [self.seq_length] if sequence_parallel else []
         return not any(part % tensor for part in parts)
 
@@ -133,9 +139,10 @@ class ModelShape:
     def divided_sizes(self) -> str:
         """What tensor parallelism divides, for errors."""
         shared = f", {self.shared_ffn} of the shared experts" if self.shared_ffn else ""
+        hidden = f", hidden size {self.hidden} of MTP layers" if self.mtp_layers else ""
         return (
             f"the model's {self.heads} heads, {self.query_groups} query groups, {self.ffn} of the "
-            f"MLP{shared}, {self.vocabulary} rows of vocabulary"
+            f"MLP{shared}{hidden}, {self.vocabulary} rows of vocabulary"
         )
 
     @cached_property
@@ -259,18 +266,50 @@ class ModelShape:
         return (self.vocabulary + self.learned_positions) * self.hidden
 
     @property
+    def copied_parameters(self) -> int:
+        """Of the embedding, which a last stage that is not the first has a copy of where the output
+        layer or MTP layers share it; 0 where none does."""
+        return self.vocabulary * self.hidden if self.tied or self.mtp_layers else 0
+
+    @property
+    def mtp_is_sparse(self) -> bool:
+        """Whether MTP layers have experts, as the model's last layer then has."""
+        return self.mtp_layers > 0 and self.sparse_layers(range(self.layers - 1, self.layers)) > 0
+
+    @property
+    def mtp_projection_parameters(self) -> int:
+        """Of an MTP layer's projection, from a hidden state and an embedding to a hidden state."""
+        return 2 * self.hidden**2
+
+    @property
+    def mtp_layer_parameters(self) -> int:
+        """Of an MTP layer, experts but the shared ones apart: beside a layer it has the projection,
+        norms of what that takes, and a final one."""
+        layer = self.sparse_layer_parameters if self.mtp_is_sparse else self.layer_parameters
+        norms = 3 * self.norm_weights * self.hidden
+        return self.mtp_projection_parameters + norms + layer
+
+    @property
     def head_parameters(self) -> int:
-        """Parameters of final norm and output layer, with the last stage's copy of a tied one."""
-        return (self.vocabulary + self.norm_weights) * self.hidden
+        """Of what the last stage has beside its layers: final norm, output layer and MTP layers,
+        experts but the shared ones apart, with its copy of the embedding."""
+        output = self.vocabulary * self.hidden if not self.tied else 0
+        mtp = self.mtp_layers * self.mtp_layer_parameters
+        return self.copied_parameters + output + self.norm_weights * self.hidden + mtp
+
+    @property
+    def head_expert_parameters(self) -> int:
+        """Of all experts of MTP layers, the shared ones apart."""
+        return self.mtp_layers * self.expert_parameters if self.mtp_is_sparse else 0
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model; a tied output layer counts once."""
-        tied = self.vocabulary * self.hidden if self.tied else 0
+        """Parameters of the model; what shares the embedding counts once."""
         sparse = self.all_sparse_layers
         layers = (self.layers - sparse) * self.layer_parameters
         layers += sparse * (self.sparse_layer_parameters + self.expert_parameters)
-        return self.embedding_parameters + layers + self.head_parameters - tied
+        ends = self.embedding_parameters + self.head_parameters - self.copied_parameters
+        return layers + ends + self.head_expert_parameters
 
     @property
     def attention_flops(self) -> float:
@@ -300,15 +339,22 @@ class ModelShape:
 
     @property
     def head_flops(self) -> float:
-        """Forward FLOPs of one sample in the output layer."""
+        """Forward FLOPs of one sample in the output layer, once: MTP layers use it too."""
         return 2.0 * self.seq_length * self.vocabulary * self.hidden
+
+    @property
+    def mtp_projection_flops(self) -> float:
+        """Forward FLOPs of one sample in an MTP layer's projection."""
+        return 2.0 * self.seq_length * self.mtp_projection_parameters
 
     @property
     def flops(self) -> float:
         """Training FLOPs of one sample, without recomputation."""
         sparse = self.all_sparse_layers
         layers = (self.layers - sparse) * self.layer_flops + sparse * self.sparse_layer_flops
-        return 3.0 * (layers + self.head_flops)
+        layer = self.sparse_layer_flops if self.mtp_is_sparse else self.layer_flops
+        mtp = self.mtp_layers * (layer + self.mtp_projection_flops + self.head_flops)
+        return 3.0 * (layers + self.head_flops + mtp)
 
     def boundary_bytes(self, micro_batch: int, element_bytes: int = 2) -> int:
         """Size of the hidden state between two stages for one micro-batch, not sharded."""
@@ -324,11 +370,6 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     problems: list[str] = []
     if missing := [name for name in _REQUIRED if name not in given]:
         problems.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
-    problems += [
-        f"{source} says {name}, whose cost the planner does not know; write the plan by hand"
-        for name in _UNKNOWN_COSTS
-        if given.get(name)
-    ]
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"
@@ -386,6 +427,7 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
             norm_weights=1 if given.get("normalization") == "RMSNorm" else 2,
             learned_positions=numbers.get("max-position-embeddings", 0) if learned else 0,
             latent=latent,
+            mtp_layers=numbers.get("mtp-num-layers", 0),
             **_of_experts(given, numbers, ffn=ffn),
         )
     except UserError as error:
@@ -458,8 +500,11 @@ _OPTIONAL = (
     "qk-head-dim",
     "qk-pos-emb-head-dim",
     "v-head-dim",
+    "mtp-num-layers",
 )
-_UNKNOWN_COSTS = ("mtp-num-layers",)
+COUNTS = ("layers", "seq_length", "sparse_pattern", "mtp_layers")
+"""Fields of which the costs of a layer, the embedding and the output layer do not depend: a profile
+serves models that differ in them."""
 UNSAID: Mapping[str, Any] = {
     "num_experts": 0,
     "expert_ffn": 0,
@@ -467,6 +512,7 @@ UNSAID: Mapping[str, Any] = {
     "shared_ffn": 0,
     "shared_gate": False,
     "latent": None,
+    "mtp_layers": 0,
 }
 """What a dense model has of fields that a profile from before them does not name."""
 

@@ -45,8 +45,7 @@ def stage_memory(
     )
 
     def costs_of(one: StageShape) -> PartCosts:
-        whole = profile.costs(accelerator.name, one.point(model))
-        return memory_costs(whole, one, model=model, options=options)
+        return memory_costs(accelerator.name, one, model=model, profile=profile, options=options)
 
     memory = rank_memory(
         shape,

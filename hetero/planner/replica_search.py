@@ -66,12 +66,14 @@ def _reduction_lower_bound(problem: Problem, shape: ReplicaShape) -> float:
     """A lower bound of the gradient reduction: of the first stage, with one layer."""
     model = problem.model
     sparse = model.all_sparse_layers if shape.stages == 1 else model.sparse_pattern[:1].count(1)
-    experts = sparse * model.expert_parameters / shape.sizes.ranks_of_experts
+    experts = float(sparse * model.expert_parameters)
     layer = model.sparse_layer_parameters if sparse else model.layer_parameters
     parameters = float(model.embedding_parameters + layer)
     if shape.stages == 1:
-        parameters = model.parameters - sparse * model.expert_parameters
+        experts += model.head_expert_parameters
+        parameters = model.parameters - experts
     parameters /= shape.sizes.tensor
+    experts /= shape.sizes.ranks_of_experts
     dp_group = [
         stage_shape(
             problem,

@@ -228,6 +228,8 @@ class MeshShape:
             available[0] -= micro_batches[0] * costs.embedding_activation_bytes
         if last:
             available[-1] -= head * self.state_bytes + costs.head_activation_bytes
+            available[-1] -= self._head_expert_parameters(model) * self.expert_state_bytes
+            available[-1] -= self._head(model).fp8_weight_bytes(model)
         fp8 = self.stage.fp8
         available[0] -= first * fp8.bf16_at_start * micro_batches[0] * self._bf16_bytes()
         available[-1] -= last * fp8.bf16_at_end * micro_batches[-1] * self._bf16_bytes()
@@ -253,6 +255,25 @@ class MeshShape:
             own = bytes_per_layer[end], bytes_per_sparse_layer[end]
             held[end] = _held_at(*own, model.sparse_behind)
         return np.asarray((held <= available[:, None]).sum(axis=1) - 1)
+
+    def head_update_seconds(self, model: ModelShape, stage: int, *, parameters: float) -> float:
+        """Gradient reduction and update of what a last stage, `stage` of its mesh, has beside its
+        layers: so many `parameters` of a rank, and experts."""
+        seconds = float(parameters * self.update_seconds_per_parameter[stage])
+        if not model.mtp_layers:
+            return seconds
+        each = self.expert_update_seconds_per_parameter[stage]
+        seconds += float(self._head_expert_parameters(model) * each)
+        cast = self._head(model).weight_cast_bytes(model)
+        return seconds + cast / self.kind.accelerator.memory_bandwidth
+
+    def _head(self, model: ModelShape) -> StageShape:
+        """A last stage without layers."""
+        sparse = (0,) if model.num_experts else ()
+        return replace(self.stage, layers=(0,), sparse_layers=sparse, has_head=True)
+
+    def _head_expert_parameters(self, model: ModelShape) -> float:
+        return model.head_expert_parameters / self.stage.ranks_of_experts
 
     def _fp8_bytes(self, model: ModelShape, *, sparse: bool) -> float:
         """Of a layer's weights in fp8."""
@@ -333,10 +354,13 @@ def mesh_candidates(
 def embedding_and_head_parameters(
     model: ModelShape, tensor: int, *, single_stage: bool
 ) -> tuple[float, float]:
-    """A rank's parameters of (embedding, head); on a single stage a tied weight counts once."""
+    """A rank's parameters of (embedding, head), experts of MTP layers apart.
+
+    A single stage has no copy of its embedding.
+    """
     head = model.head_parameters
-    if single_stage and model.tied:
-        head -= model.vocabulary * model.hidden
+    if single_stage:
+        head -= model.copied_parameters
     return model.embedding_parameters / tensor, head / tensor
 
 
@@ -644,8 +668,8 @@ def pipeline_model(
     extra[-1] += problem.options.fp8.bf16_at_end * last.bf16_seconds(model)
     last_stage = meshes[-1].stages - 1
     extra_update[0] += embedding * first.update_seconds_per_parameter[0]
-    extra_update[-1] += head * last.update_seconds_per_parameter[last_stage]
-    if model.tied and stages > 1:
+    extra_update[-1] += last.head_update_seconds(model, last_stage, parameters=head)
+    if model.copied_parameters and stages > 1:
         final = replace(last.stage, first_gpu=last_stage * last.stage.ranks)
         tied = tied_embedding_seconds(
             problem.cluster, first.stage, final, model=model, options=problem.options

@@ -124,7 +124,12 @@ class StageShape:
         dense, sparse = (sum(counts) for counts in zip(*self.dense_and_sparse(), strict=True))
         for bf16_dense, bf16_sparse in self.bf16_layers:
             dense, sparse = dense - bf16_dense, sparse - bf16_sparse
-        count = dense * linear_parameters(model, sparse=False)
+        count = 0
+        if self.has_head:
+            count += model.mtp_layers * model.mtp_projection_parameters
+            dense += 0 if model.mtp_is_sparse else model.mtp_layers
+            sparse += model.mtp_layers if model.mtp_is_sparse else 0
+        count += dense * linear_parameters(model, sparse=False)
         if not sparse:
             return count / self.tensor
         count += sparse * linear_parameters(model, sparse=True)
@@ -152,12 +157,15 @@ class StageShape:
         )
 
     def parameters(self, model: ModelShape) -> float:
-        """Parameters of one rank. A tied embedding on a single stage counts once."""
+        """Parameters of one rank. A single stage has no copy of its embedding."""
         return self.shared_parameters(model) + self.expert_parameters(model)
 
     def expert_parameters(self, model: ModelShape) -> float:
         """Those of one rank that belong to experts; of experts that every token passes none."""
-        return sum(self.sparse_layers) * model.expert_parameters / self.ranks_of_experts
+        count = sum(self.sparse_layers) * model.expert_parameters
+        if self.has_head:
+            count += model.head_expert_parameters
+        return count / self.ranks_of_experts
 
     def shared_parameters(self, model: ModelShape) -> float:
         """All others of one rank."""
@@ -168,8 +176,8 @@ class StageShape:
             count += model.embedding_parameters
         if self.has_head:
             count += model.head_parameters
-        if self.has_embedding and self.has_head and model.tied:
-            count -= model.vocabulary * model.hidden
+        if self.has_embedding and self.has_head:
+            count -= model.copied_parameters
         return count / self.tensor
 
 

@@ -177,7 +177,7 @@ class CostModel:
     def _with_tied_embedding(
         self, reduce: list[float], stages: Sequence[Sequence[StageShape]]
     ) -> tuple[float, ...]:
-        if self.model.tied and len(reduce) > 1:
+        if self.model.copied_parameters and len(reduce) > 1:
             seconds = max(
                 tied_embedding_seconds(
                     self.cluster, one[0], one[-1], model=self.model, options=self.options

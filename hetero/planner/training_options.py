@@ -34,6 +34,9 @@ class TrainingOptions:
     """How tokens reach the ranks of their experts: "allgather", as in Megatron, or "alltoall"."""
     expert_imbalance: float = 1.2
     """Tokens of the busiest expert-parallel rank, in parts of the mean. All others wait for it."""
+    recomputes_mtp_layers: bool = True
+    """Whether MTP layers are recomputed where layers are: `--recompute-method block` recomputes
+    none of them."""
     fp8: Fp8 = BF16
     """Of meshes that say nothing else."""
     reserved_bytes: float = 1.5 * 2**30
@@ -53,8 +56,14 @@ class TrainingOptions:
             state_bytes=12 if in_half else 8,
             delay_weight_gradients=bool(given.get("delay-wgrad-compute")),
             expert_dispatcher=dispatcher_of(given),
+            recomputes_mtp_layers=recomputes_mtp_layers(given),
             fp8=Fp8.of_flags(given),
         )
+
+
+def recomputes_mtp_layers(flags: Mapping[str, Any]) -> bool:
+    """What Megatron's flags say of it. Names have no leading dashes."""
+    return flags.get("recompute-method") != "block"
 
 
 def dispatcher_of(flags: Mapping[str, Any]) -> str:

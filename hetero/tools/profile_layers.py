@@ -35,7 +35,7 @@ from hetero.planner.layer_profile import (
     PassTimes,
     load_profile,
 )
-from hetero.planner.model_shape import UNSAID, ModelShape, model_shape
+from hetero.planner.model_shape import COUNTS, UNSAID, ModelShape, model_shape
 from hetero.text import counted, integer, number, size_text
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from hetero.tools.preflight_checks.network import PathResult
 
 
-_SIZES = ("layers", "seq_length", "sparse_pattern")
-"""Fields of a model that costs of a layer do not depend on."""
 _UNSTEADY = 0.2
 """More than a virtual machine's speed drifts in a minute."""
 
@@ -233,8 +231,8 @@ def _sweep(
 
 
 def _size_free(model: dict[str, object]) -> dict[str, object]:
-    """What costs of a layer depend on: a profile serves any number of layers and tokens."""
-    return {key: value for key, value in model.items() if key not in _SIZES}
+    """What costs depend on: a profile serves any number of layers and tokens."""
+    return {key: value for key, value in model.items() if key not in COUNTS}
 
 
 def _source(args: argparse.Namespace, here: ProfiledDevice, sweep: Sweep) -> str:

@@ -286,6 +286,6 @@ def require_counted_to_the_byte(shape: list[str], tmp_path: Path) -> None:
     for row in run.report["stages"]:
         found = stage_memory(plan, row["stage"], model, micro_batches=2, options=options)
         assert found.states == row["state_bytes_per_rank"]
-    # The first and the last stage have a copy of the tied embedding each.
+    # The first and the last stage have a copy of the embedding each: it is tied, or MTP layers are.
     counted = model.parameters + model.vocabulary * model.hidden
     assert sum(row["parameters"] for row in run.report["stages"]) == counted

@@ -186,5 +186,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Pa
     assert resumed.numbers() == straight.numbers(since=1)
 
 
-def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:
-    require_counted_to_the_byte(flags(corpus, f"{DEEPSEEK} {V3} --bf16 {DISTRIBUTED}"), tmp_path)
+@pytest.mark.parametrize("more", ["", "--mtp-num-layers 1 --untie-embeddings-and-output-weights"])
+def test_the_planner_counts_what_ranks_hold_to_the_byte(more: str, corpus, tmp_path: Path) -> None:
+    words = flags(corpus, f"{DEEPSEEK} {V3} {more} --bf16 {DISTRIBUTED}")
+    require_counted_to_the_byte(words, tmp_path)

@@ -330,12 +330,20 @@ def test_sizes_for_experts_that_divide_none_are_named(tmp_path: Path, refused: R
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_with_mtp_layers_has_fewer_of_the_others_on_the_last_stage(tmp_path: Path) -> None:
+    """And training takes the plan with the model's own flags, by which MTP layers are not
+    recomputed."""
+    model = tmp_path / "model.yaml"
+    more = "mtp-num-layers: 2\nrecompute-method: block\n"
+    model.write_text(model_file("llama3-8b").read_text() + more)
+    words = ("--no-replicas", "--tensor", "1", "--interleave", "1")
+    assert main(request(tmp_path, *words, "--model", str(model))) == 0
+    plan = load_plan(tmp_path / "out" / "plan.yaml")
+    assert sum(plan.layers[-1]) < 32 / plan.stages
+
+
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, refused: Refused) -> None:
     model = tmp_path / "model.yaml"
-    others = "mtp-num-layers: 1\n"
-    model.write_text(model_file("llama3-8b").read_text() + others)
-    told = refused(main, request(tmp_path, "--model", str(model)))
-    assert told.count("says mtp-num-layers, whose cost the planner does not know") == 1
     # A misspelt flag is not left at its default.
     model.write_text("num-layers: 2\nhidden-size: x\nswiglo: true\nadd-bias-liner: false\n")
     told = refused(main, request(tmp_path, "--model", str(model)), several=True)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import get_attr_wrapped_model
 
 from hetero.data.layer_times import HostClock
 from hetero.errors import UserError
 from hetero.planner.accelerators import built_in_accelerators
 from hetero.planner.analytic_profile import AnalyticProfile
-from hetero.planner.layer_profile import MeasuredProfile, PassTimes, Point, load_profile
+from hetero.planner.layer_profile import (
+    MeasuredProfile,
+    PartCosts,
+    PassTimes,
+    Point,
+    load_profile,
+)
 from hetero.planner.model_shape import load_model, model_shape
+from hetero.planner.mtp_costs import costs_of_mtp_memory
+from hetero.planner.stage_shape import StageShape
+from hetero.planner.training_options import TrainingOptions
 from hetero.tools.layer_profile.measured_stage import (
     FIRST,
     LAST,
     MIDDLE,
+    MeasuredStage,
     StageMemory,
     measured_stage,
 )
@@ -28,6 +42,7 @@ from hetero.tools.layer_profile.swept_points import layers_of_deep_stages
 from hetero.tools.operators.layer_flags import model_arguments
 from hetero.tools.profile_layers import main
 from megatron.hetero.cpu_shim import cpu_shim
+from megatron.hetero.multi_token_prediction import Ahead, shift_batch
 from tests.tools.refusals import Refused
 
 LLAMA = (
@@ -188,6 +203,76 @@ def test_another_model_s_profile_stays_as_it_was(
     words = ["--out", out, "--accelerator", "one", *LLAMA, "--num-query-groups", "1"]
     assert "is the profile of another model or dtype" in refused(main, words)
     assert out.read_bytes() == before
+
+
+def test_a_profile_serves_a_model_with_mtp_layers_and_is_measured_without(
+    tmp_path: Path, measured: tuple[Path, MeasuredProfile]
+) -> None:
+    out = tmp_path / "both.json"
+    out.write_bytes(measured[0].read_bytes())
+    words = ["--out", str(out), "--accelerator", "two", "--recompute", "none"]
+    profile_in_two_rounds(*words, "--mtp-num-layers", "2")
+    both = load_profile(out)
+    without, beside = (both.costs(name, Point(1, 1, 32)) for name in ("one", "two"))
+    assert beside.head_activation_bytes == without.head_activation_bytes
+
+
+def forward_with_mtp_layers(stage: MeasuredStage, inputs: dict[str, Any]) -> torch.Tensor:
+    """As a step's, where `MeasuredStage` leaves MTP layers out."""
+    labels = inputs["labels"]
+    batch = {"tokens": labels, "labels": labels, "loss_mask": torch.ones_like(labels)}
+    ahead = Ahead.of(shift_batch(batch, stage.args.mtp_num_layers or 0), weight=1.0)
+    chunk = stage.model.chunks[0]
+    take = get_attr_wrapped_model(chunk, "set_input_tensor")
+    take([inputs["hidden"].detach().requires_grad_()])
+    more = {} if ahead is None else {"ahead": ahead}
+    output: torch.Tensor = chunk(None, None, None, labels=labels, **more)
+    return output.float().sum()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("mtp_layers", [1, 2])
+def test_mtp_layers_keep_what_follows_from_a_layer_and_the_head(
+    recompute: str, mtp_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a last stage, with the float32 logits of all losses. Norms of a CPU keep somewhat more
+    than is counted, and a recomputed layer's last norm less."""
+    sizes = "--hidden-size 128 --ffn-hidden-size 352 --padded-vocab-size 4096 --bf16"
+    args = model_arguments([*LLAMA[:-4], *sizes.split()])
+    full = ("full", "uniform", 1) if recompute == "full" else (None, None, None)
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    vars(args).update(zip(names, full, strict=True))
+
+    def memory(which: int, layers: int, predicting: int | None = None) -> StageMemory:
+        own = argparse.Namespace(**vars(args) | {"mtp_num_layers": predicting})
+        device = torch.device("cpu")
+        with measured_stage(own, stage=which, layers=layers, vendor="amd", device=device) as stage:
+            return stage.memory(micro_batch=8, seq_length=64)
+
+    with cpu_shim():
+        shallow, deep = (memory(MIDDLE, layers) for layers in (1, 3))
+        monkeypatch.setattr(MeasuredStage, "_forward", forward_with_mtp_layers)
+        without, found = memory(LAST, 1), memory(LAST, 1, mtp_layers)
+    layer = (deep.activation_bytes - shallow.activation_bytes) / 2
+    costs = PartCosts(
+        layer=PassTimes(1, 1),
+        embedding=PassTimes(0, 0),
+        head=PassTimes(0, 0),
+        layer_activation_bytes=layer,
+        head_activation_bytes=without.activation_bytes - layer,
+    )
+    stage = StageShape(
+        kind="here",
+        layers=(1,),
+        has_embedding=False,
+        has_head=True,
+        micro_batch=8,
+        recompute=recompute,
+    )
+    model = replace(model_shape(args), mtp_layers=mtp_layers, seq_length=64)
+    composed = costs_of_mtp_memory(costs, costs, stage, model=model, options=TrainingOptions())
+    predicted = layer + composed.head_activation_bytes
+    assert predicted == pytest.approx(found.activation_bytes, rel=0.05)
 
 
 EXPERTS = (

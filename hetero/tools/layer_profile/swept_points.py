@@ -247,6 +247,8 @@ def _flags(
     # Every layer is of the precision that is measured, also at an end of a stage.
     changed["first_last_layers_bf16"] = False
     changed["fp8_format"] = args.fp8_format if fp8 else None
+    # Their costs follow from those of a layer, the embedding and the head.
+    changed["mtp_num_layers"] = None
     # Alone it has no sequence to divide.
     changed["sequence_parallel"] = tensor > 1 and "--sequence-parallel" in args.typed_flags
     return argparse.Namespace(**{**vars(args), **changed})

@@ -24,10 +24,14 @@ from hetero.planner.layer_profile import (
     ProfileError,
     load_profile,
 )
-from hetero.planner.model_shape import UNSAID, ModelShape, load_model, read_flags
+from hetero.planner.model_shape import COUNTS, UNSAID, ModelShape, load_model, read_flags
 from hetero.planner.search_space import Problem, SearchSpace, context_sizes, expert_sizes
 from hetero.planner.solution import find_best_plans
-from hetero.planner.training_options import TrainingOptions, dispatcher_of
+from hetero.planner.training_options import (
+    TrainingOptions,
+    dispatcher_of,
+    recomputes_mtp_layers,
+)
 from hetero.presets import model_file
 from hetero.text import counted
 from hetero.tools.planning.model_config import flags_of_config
@@ -36,8 +40,6 @@ from megatron.hetero.arguments.config_file import FLAG, expand_config_files
 from megatron.hetero.arguments.parser import build_parser, split_words
 from megatron.hetero.arguments.unknown import check_unsupported, is_unsupported
 
-_MAY_DIFFER = ("layers", "seq_length", "sparse_pattern")
-"""Fields in which a profile's model may differ from the planned one."""
 _MAX_GLOBAL_BATCH = 1_000_000_000
 """The search enumerates its divisors."""
 
@@ -122,6 +124,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
         _training(options),
         expert_dispatcher=read.expert_dispatcher,
         expert_imbalance=options.expert_imbalance,
+        recomputes_mtp_layers=read.recomputes_mtp_layers,
         fp8=read.fp8,
     )
     largest_node = max(kind.gpus_per_node for kind in cluster.kinds)
@@ -152,6 +155,7 @@ class _Model:
 
     shape: ModelShape
     expert_dispatcher: str
+    recomputes_mtp_layers: bool
     fp8: Fp8
     """With what the command line says of it."""
     flags: frozenset[str]
@@ -191,7 +195,7 @@ def _model(
     assert model is not None
     assert fp8 is not None
     names = frozenset(one.flag.removeprefix("--") for one in given)
-    return _Model(model, dispatcher_of(flags), fp8, names)
+    return _Model(model, dispatcher_of(flags), recomputes_mtp_layers(flags), fp8, names)
 
 
 def _fp8(flags: Mapping[str, Any], options: argparse.Namespace) -> Fp8:
@@ -236,7 +240,7 @@ def _model_mismatches(
     differing = {
         name: value
         for name, value in measured.items()
-        if name not in _MAY_DIFFER and value != planned.get(name, value)
+        if name not in COUNTS and value != planned.get(name, value)
     }
     if not differing:
         return []

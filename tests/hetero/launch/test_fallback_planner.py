@@ -97,6 +97,14 @@ def test_ranks_share_experts_in_sizes_that_the_planner_chooses() -> None:
     assert check_words(words, chosen.text, ranks=16) == []
 
 
+def test_a_model_with_mtp_layers_has_a_plan_of_which_the_last_stage_holds_fewer_layers() -> None:
+    words = [*LLAMA_8B, *"--mtp-num-layers 3 --untie-embeddings-and-output-weights".split()]
+    _, chosen = planned(words, Node("nvidia", 1, H100, 192 * GIB), Node("amd", 1, H100, 192 * GIB))
+    first, last = (sum(mesh["layers"]) for mesh in yaml.safe_load(chosen.text)["meshes"])
+    assert last < first
+    assert check_words(words, chosen.text, ranks=2) == []
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_make_it_fit() -> None:
     said = refusal(LLAMA_8B, Node("nvidia", 1, H100, 80 * GIB))
     assert "no plan fits on 1 node of nvidia NVIDIA H100 80GB HBM3 with 1 rank of 80.00 GiB" in said
@@ -130,11 +138,6 @@ def test_a_job_for_which_it_cannot_plan_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(UserError, match=reason):
         FallbackPlanner(words)
-
-
-def test_layers_whose_cost_is_not_modelled_are_refused_at_the_start() -> None:
-    with pytest.raises(UserError, match="not know what layers of --mtp-num-layers cost; give a"):
-        FallbackPlanner([*TINY, "--mtp-num-layers", "1"])
 
 
 def test_a_plan_is_told_with_the_ranks_that_share_experts() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
-from hetero.planner.model_shape import load_model, model_from_flags
+from hetero.planner.model_shape import load_model, model_from_flags, model_shape
+from hetero.tools.operators.layer_flags import model_arguments
+from megatron.hetero.metrics import model_flops_per_token
 from tests.hetero.planner.expert_models import (
     DEEPSEEK_LIKE,
     DEEPSEEK_V3_LIKE,
@@ -165,9 +167,46 @@ def test_what_is_wrong_with_experts_is_told_at_once() -> None:
         model(DEEPSEEK_LIKE, moe_layer_freq="[0]*[1]")
 
 
-def test_a_model_whose_cost_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="says mtp-num-layers, whose cost"):
-        model({**DEEPSEEK_LIKE, "mtp-num-layers": 1})
+def test_an_mtp_layer_has_the_parameters_that_its_publisher_counts() -> None:
+    """Of DeepSeek-V3's MTP layer 11.5 billion are its own, beside the shared embedding and output
+    layer."""
+    v3 = DEEPSEEK_V3_LIKE | LATENT | {"q-lora-rank": 1536}
+    without, one = model(v3), model(v3 | {"mtp-num-layers": 1})
+    assert one.parameters - without.parameters == pytest.approx(11.5e9, rel=0.01)
+    assert one.copied_parameters == 129280 * 7168
+    assert one.head_parameters - without.head_parameters == pytest.approx(
+        one.copied_parameters + one.mtp_layer_parameters
+    )
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--num-experts 8 --moe-ffn-hidden-size 96 --moe-layer-freq [0]*2+[1]*4",
+        "--num-experts 8 --moe-ffn-hidden-size 96 --moe-layer-freq [1]*4+[0]*2",
+        "--multi-latent-attention --q-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
+        "--v-head-dim 16",
+    ],
+    ids=["dense", "experts-last", "dense-last", "latent"],
+)
+def test_operations_are_those_that_a_run_reports(layers: int, more: str) -> None:
+    words = (
+        "--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+        "--max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm "
+        "--swiglu --disable-bias-linear --padded-vocab-size 1024 "
+        f"--mtp-num-layers {layers} {more}"
+    )
+    args = model_arguments(words.split())
+    shape = model_shape(args)
+    assert shape.mtp_layers == layers
+    assert shape.flops == pytest.approx(args.seq_length * model_flops_per_token(args), rel=1e-12)
+
+
+def test_a_number_of_mtp_layers_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="mtp-num-layers is -1; give at least 0"):
+        model({**DEEPSEEK_LIKE, "mtp-num-layers": -1})
 
 
 def test_latent_attention_has_the_parameters_that_its_publisher_counts() -> None:

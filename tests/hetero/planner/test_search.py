@@ -201,6 +201,21 @@ def test_no_other_pipeline_is_shorter(seed: int) -> None:
         assert found.candidates[0].seconds == pytest.approx(shortest, rel=1e-9)
 
 
+def with_mtp_layers(problem: Problem, layers: int) -> Problem:
+    return replace(problem, model=replace(problem.model, mtp_layers=layers))
+
+
+@pytest.mark.parametrize("seed", range(0, 220, 20))
+def test_no_other_pipeline_with_mtp_layers_is_shorter(seed: int) -> None:
+    problem = with_mtp_layers(random_problem(seed), 1 + seed % 3)
+    found = search(problem)
+    shortest = min(every_pipeline(problem), default=None)
+    if shortest is None:
+        assert not found.candidates
+    else:
+        assert found.candidates[0].seconds == pytest.approx(shortest, rel=1e-9)
+
+
 def test_what_few_micro_batches_keep_in_flight_leaves_room_for_layers() -> None:
     """One micro-batch is in flight on every stage, however many stages there are."""
     problem = even_problem(memory=(12, 1), layers=4, batch=1)
@@ -230,9 +245,13 @@ def test_only_interleaved_pipelines_are_no_whole_replicas() -> None:
         assert bool(search(replace(problem, space=space)).candidates) is proposed
 
 
+@pytest.mark.parametrize("mtp_layers", [0, 2])
 @pytest.mark.parametrize("seed", range(0, 220, 10))
-def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int) -> None:
-    problem = random_problem(seed)
+def test_a_plan_costs_what_the_planner_says_of_it_and_fits(seed: int, mtp_layers: int) -> None:
+    problem = with_mtp_layers(random_problem(seed), mtp_layers)
+    if mtp_layers:
+        # Of chunks of so unequal cost the estimate says less.
+        problem = replace(problem, space=replace(problem.space, chunks=(1,)))
     for candidate in search(problem).candidates:
         played = simulate_candidate(problem, candidate).prediction
         assert played.fits
@@ -255,6 +274,15 @@ def test_the_vendor_with_more_memory_holds_what_is_in_flight() -> None:
     problem = even_problem(memory=(40, 20), layers=8, batch=8)
     first = search(problem).candidates[0]
     assert [mesh.shape.kind.name for mesh in first.meshes] == ["one", "two"]
+
+
+def test_the_last_stage_gets_fewer_layers_the_more_mtp_layers_it_has() -> None:
+    """Each takes 4/3 of a layer there, of which the first of two equal stages takes half over."""
+    even = even_problem(memory=(400, 400), layers=16, batch=64)
+    found = [search(with_mtp_layers(even, count)).candidates[0] for count in range(5)]
+    behind = [one.split.layers[-1] for one in found]
+    assert behind == [8, 7, 7, 6, 5]
+    assert all(sum(one.split.layers) == 16 for one in found)
 
 
 @pytest.mark.parametrize("total", [7, 12, 30])

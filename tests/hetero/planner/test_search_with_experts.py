@@ -147,8 +147,13 @@ def of_pattern(*pattern: int) -> ModelShape:
 
 @pytest.mark.parametrize(
     "of",
-    [of_pattern(*[0] * 4, *[1] * 8), of_pattern(*[1, 0] * 6), of_pattern(*[1] * 12)],
-    ids=["dense first", "alternating", "all sparse"],
+    [
+        of_pattern(*[0] * 4, *[1] * 8),
+        of_pattern(*[1, 0] * 6),
+        of_pattern(*[1] * 12),
+        replace(of_pattern(*[0] * 4, *[1] * 4), mtp_layers=1),
+    ],
+    ids=["dense first", "alternating", "all sparse", "mtp"],
 )
 def test_as_many_layers_as_memory_holds_do_fit_wherever_they_are(of: ModelShape) -> None:
     asked = problem(of, nodes("L40S", gpus_per_node=4), tensor=(1,), micro_batch=(1,))
@@ -183,8 +188,12 @@ def fits(asked: Problem, mesh: MeshCandidate, layers: int) -> bool:
     return all(rank.peak <= limit for ranks in costs.memory for rank in ranks)
 
 
-def test_the_estimate_of_a_model_of_equal_sparse_layers_is_that_of_its_costs() -> None:
-    asked = problem(QWEN, nodes("H200", "MI325X"), replicas=False)
+@pytest.mark.parametrize("mtp_layers", [0, 2])
+def test_the_estimate_of_a_model_of_equal_sparse_layers_is_that_of_its_costs(
+    mtp_layers: int,
+) -> None:
+    of = replace(QWEN, mtp_layers=mtp_layers)
+    asked = problem(of, nodes("H200", "MI325X"), replicas=False)
     for candidate in search(asked, num_candidates=5).candidates:
         pipeline = candidate.pipeline(asked)
         costs = simulate_candidate(asked, candidate).costs
