@@ -370,6 +370,9 @@ def model_from_flags(flags: Mapping[str, Any], *, source: str) -> ModelShape:
     problems: list[str] = []
     if missing := [name for name in _REQUIRED if name not in given]:
         problems.append(f"{source} does not say {', '.join(missing)}, without which it has no size")
+    if given.get("tokenizer-type") == "ByteLevelTokenizer":
+        more = given.get("tokenizer-special-tokens") or ()
+        given.setdefault("vocab-size", _BYTE_LEVEL_TOKENS + len(more))
     if not {"padded-vocab-size", "vocab-size"} & set(given):
         problems.append(
             f"{source} does not say padded-vocab-size, the rows of the embedding; add it"
@@ -480,6 +483,8 @@ def _integer(value: object) -> int:
 
 
 _OTHER_NAMES = {"encoder-num-layers": "num-layers", "encoder-seq-length": "seq-length"}
+_BYTE_LEVEL_TOKENS = 256 + 2
+"""One for each byte, one that ends a document and one that pads."""
 _VOCABULARY_MULTIPLE = 128
 """Megatron's default."""
 _REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")

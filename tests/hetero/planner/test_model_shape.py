@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from hetero.errors import UserError
 from hetero.planner.model_shape import load_model, model_from_flags, model_shape
 from hetero.tools.operators.layer_flags import model_arguments
+from hetero.yaml_file import load_yaml
 from megatron.hetero.metrics import model_flops_per_token
+from tests.commands import PRESETS
 from tests.hetero.planner.expert_models import (
     DEEPSEEK_LIKE,
     DEEPSEEK_V3_LIKE,
@@ -37,6 +40,14 @@ def test_presets_have_the_parameters_that_their_publishers_count(
     name: str, parameters: int
 ) -> None:
     assert load_model(name).parameters == parameters
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_preset_can_be_planned(path: Path) -> None:
+    assert load_model(path.stem).vocabulary == load_yaml(path, source="")["model"].get(
+        "padded-vocab-size",
+        384,  # of bytes, the end and the padding, padded as training does
+    )
 
 
 def test_flags_given_beside_a_preset_win() -> None:
