@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--replicas",
         type=integer(1),
         default=1,
-        help="data-parallel ranks of each stage (default: 1)",
+        help="data-parallel ranks of each stage",
     )
     args, flags = parser.parse_with_run_flags(argv)
     args.typed = list(sys.argv[1:] if argv is None else argv)
