@@ -111,7 +111,11 @@ class StandbyPool:
             os.close(there)
             files.append((process, os.fdopen(here, "rb")))
             with self._lock:
-                self._idle.append(process)
+                if not self._closed.is_set():
+                    self._idle.append(process)
+                    continue
+            process.kill()
+            process.wait()
         for process, ready in files:
             with ready:
                 ready.read()
