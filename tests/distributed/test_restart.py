@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 
+from hetero.startup.process import LAUNCHER_VARIABLE
 from hetero.tools.runs import SIMULATED
 from tests.distributed.harness import (
     ENTRY,
@@ -127,7 +128,12 @@ class Job:
         first = sum(self._sizes[:node])
         # Forks, which end when the processes that stand for them have been killed.
         ranks = [self.rank(first + number) for number in range(self._sizes[node])]
-        for process in self.processes(node):
+        processes = self.processes(node)
+        # The launcher first: while it lives, it tells the others that its ranks were killed.
+        known = (one.environ().get(LAUNCHER_VARIABLE) for one in processes)
+        launcher = psutil.Process(int(next(filter(None, known))))
+        launcher.kill()
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         _, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
