@@ -1,4 +1,4 @@
-"""The server of tests/preloaded.py: imports torch and megatron-core, and forks for whoever asks.
+"""The server of tests/preloaded.py: imports torch and megatron-core, and forks on request.
 
 Started by itself, it imports when somebody asks for the first time, which not every session does.
 """

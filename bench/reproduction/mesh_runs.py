@@ -76,15 +76,18 @@ _SIZES = {"TP": "tensor", "CP": "context", "DP": "data", "EP": "expert"}
 
 def parse_pair(text: str) -> Pair:
     """`TP2/DP2`, `DP4xEP4/DP4xEP2`; a size that is not given is 1. For a parser of flags."""
-    shapes = []
-    for mesh in text.upper().split("/"):
-        found = [re.fullmatch(r"([TCDE]P)(\d+)", size) for size in mesh.split("X")]
-        sizes = {_SIZES[one[1]]: int(one[2]) for one in found if one}
-        if len(sizes) == len(found) and min(sizes.values()) > 0:
-            shapes.append(Shape(**sizes))
-    if len(shapes) != 2 or len(shapes) != text.count("/") + 1:
+    meshes = [_parse_shape(mesh) for mesh in text.upper().split("/")]
+    shapes = [shape for shape in meshes if shape is not None]
+    if not len(meshes) == len(shapes) == 2:
         raise argparse.ArgumentTypeError(f"{text!r} is no two meshes; write TP2xDP1/TP1xDP2")
-    return Pair(shapes[0], shapes[1])
+    return Pair(*shapes)
+
+
+def _parse_shape(text: str) -> Shape | None:
+    found = [re.fullmatch(r"([TCDE]P)(\d+)", size) for size in text.split("X")]
+    sizes = {_SIZES[one[1]]: int(one[2]) for one in found if one}
+    is_valid = len(sizes) == len(found) and min(sizes.values()) > 0
+    return Shape(**sizes) if is_valid else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,8 +257,12 @@ class MeshShape:
         return np.asarray((held <= available[:, None]).sum(axis=1) - 1)
 
     def head_update_seconds(self, model: ModelShape, stage: int, *, parameters: float) -> float:
-        """Gradient reduction and update of what a last stage, `stage` of its mesh, has beside its
-        layers: so many `parameters` of a rank, and experts."""
+        """Seconds of gradient reduction and update of a last stage's head and MTP layers.
+
+        Args:
+            stage: its number in the mesh.
+            parameters: of one rank, experts not included.
+        """
         seconds = float(parameters * self.update_seconds_per_parameter[stage])
         if not model.mtp_layers:
             return seconds

@@ -273,7 +273,7 @@ def test_a_model_s_file_says_how_stages_are_interleaved(
     assert "stage 0  amd  layers 0-13" in drawn(capsys, plan, "--model", model, *one)
 
 
-def test_sizes_of_the_model_s_file_that_are_not_the_plan_s_are_refused_as_by_training(
+def test_sizes_of_the_model_file_that_contradict_the_plan_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plan, model = tmp_path / "plan.yaml", tmp_path / "model.yaml"

@@ -89,7 +89,7 @@ def interrupted(process: preloaded.Started, is_reached: Callable[[], object]) ->
     assert process.returncode == 130, said
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    # Launchers that other tests have killed leave state, which is removed by whoever comes next.
+    # State left by launchers that other tests have killed is removed by the next one.
     left = "removed the state in memory of a launcher that was killed"
     return "".join(line for line in said.splitlines(keepends=True) if left not in line)
 

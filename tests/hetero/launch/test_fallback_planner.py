@@ -97,7 +97,7 @@ def test_ranks_share_experts_in_sizes_that_the_planner_chooses() -> None:
     assert check_words(words, chosen.text, ranks=16) == []
 
 
-def test_a_model_with_mtp_layers_has_a_plan_of_which_the_last_stage_holds_fewer_layers() -> None:
+def test_the_last_stage_of_a_model_with_mtp_layers_holds_fewer_layers() -> None:
     words = [*LLAMA_8B, *"--mtp-num-layers 3 --untie-embeddings-and-output-weights".split()]
     _, chosen = planned(words, Node("nvidia", 1, H100, 192 * GIB), Node("amd", 1, H100, 192 * GIB))
     first, last = (sum(mesh["layers"]) for mesh in yaml.safe_load(chosen.text)["meshes"])

@@ -22,7 +22,7 @@ from hetero.launch.plan_search import Layout, Supply
 from hetero.launch.rendezvous import JobRendezvous
 from hetero.launch.rounds import LOOK_SECONDS, Round
 from hetero.recover.history import JobHistory
-from tests.distributed.harness import free_port
+from tests.distributed.harness import free_port, wait_for
 
 PATIENCE = 60.0
 KILLED = ProcessExit(rank=1, host="b", code=-9, time=1)
@@ -98,11 +98,9 @@ def await_leave(launcher: JobRendezvous) -> None:
 
 
 def await_join(host: JobRendezvous, key: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    assert host._store is not None
-    while not host._store.check([key]):
-        assert time.monotonic() < deadline, "nobody joined"
-        time.sleep(0.05)
+    store = host._store
+    assert store is not None
+    wait_for(lambda: store.check([key]), seconds=PATIENCE, what="a node that joins")
 
 
 def test_numbered_nodes_are_in_the_order_of_their_numbers(launchers) -> None:

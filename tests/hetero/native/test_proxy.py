@@ -28,7 +28,7 @@ def test_threads_that_need_it_at_once_get_one_proxy(monkeypatch: pytest.MonkeyPa
     assert len(set(found)) == 1
     assert wait_for(lambda: len(threads_named("hetero-proxy")) == before + 1)
     binding.native().proxy_free(found[0])
-    # /proc has a thread for a moment after whoever joins it goes on.
+    # A thread is still listed in /proc for a moment after its join has returned.
     assert wait_for(lambda: len(threads_named("hetero-proxy")) == before)
 
 

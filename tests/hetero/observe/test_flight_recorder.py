@@ -168,7 +168,7 @@ def test_torchfrtrace_names_a_mismatch(tmp_path: Path, how: str, said: list[str]
     assert found.count("sequence number") == 1
 
 
-def test_signals_to_the_launcher_and_a_call_that_is_late_show_it_and_the_script_goes_on(
+def test_a_script_goes_on_after_signals_and_a_late_call_have_written_its_record(
     launch: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     dumps = [tmp_path / "dumps" / f"rank_{rank}" for rank in (0, 1)]

@@ -63,7 +63,7 @@ def run(connect: Opens, *sides: Callable[[Exchange], Any] | None) -> list[Any]:
 
 @contextmanager
 def meeting(members: int) -> Iterator[None]:
-    """No member waits for the outcome before so many have submitted.
+    """No member waits for the outcome before this number of members has submitted.
 
     They may come far apart on a busy machine, and a timeout counts from a member's own wait.
     """
