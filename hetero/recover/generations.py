@@ -15,8 +15,8 @@ from hetero.recover.node_state import COPIES_VARIABLE, STATE_VARIABLE, copies_na
 from hetero.recover.stored_files import FOLDER, INDEX_FILE, SAVING, folder_name, iterations
 
 _REMOVAL_SECONDS = 60.0
-_LONGEST_COPY_SECONDS = 60.0
-"""Since the begin of a generation. A launcher that cannot copy it has said so."""
+_LONGEST_STALL_SECONDS = 60.0
+"""Without a byte of a copy. A launcher that cannot copy has said so."""
 
 
 def copied_nodes(environ: Mapping[str, str] = os.environ) -> list[int]:
@@ -40,7 +40,10 @@ class Generations:
     copies_of: Sequence[int] = ()
     """The nodes whose state this node's launcher copies into `path`."""
     _newest: str = ""
-    _begun_at: float = 0.0
+    _arrived: int = 0
+    """Bytes of the copies of `_newest` that are under way, when last looked at."""
+    _moved_at: float = 0.0
+    """When they were seen to become more."""
     _removal: threading.Thread | None = None
 
     def begin_run(self, iteration: int) -> None:
@@ -53,7 +56,6 @@ class Generations:
     def begin(self, iteration: int) -> Path:
         """Make the folder in which a generation is written. Raises OSError."""
         self.close()
-        self._begun_at = time.monotonic()
         saving = self.path / (folder_name(iteration) + SAVING)
         shutil.rmtree(saving, ignore_errors=True)
         saving.mkdir()
@@ -73,6 +75,7 @@ class Generations:
         In a thread: the kernel takes its time for gigabytes.
         """
         self._newest = folder_name(iteration)
+        self._arrived, self._moved_at = 0, time.monotonic()
         going = [self.path / folder_name(i) for i in iterations(self.path)[: -self.KEPT]]
         if going:
             self._removal = threading.Thread(
@@ -81,14 +84,18 @@ class Generations:
             self._removal.start()
 
     def awaits_copies(self) -> bool:
-        """Whether this node's launcher has not copied all of the last generation of this run.
+        """Whether this node's launcher still copies the last generation of this run.
 
-        False 60 s after its begin.
+        False where not a byte more has come for 60 s.
         """
-        if time.monotonic() - self._begun_at > _LONGEST_COPY_SECONDS:
+        if not self._newest:
             return False
-        copies = (self.path / copies_name(node) / self._newest for node in self.copies_of)
-        return bool(self._newest) and not all(folder.is_dir() for folder in copies)
+        folders = [self.path / copies_name(node) / self._newest for node in self.copies_of]
+        lacking = [folder for folder in folders if not folder.is_dir()]
+        arrived = sum(_written_bytes(folder.with_name(folder.name + SAVING)) for folder in lacking)
+        if arrived != self._arrived:
+            self._arrived, self._moved_at = arrived, time.monotonic()
+        return bool(lacking) and time.monotonic() - self._moved_at < _LONGEST_STALL_SECONDS
 
     def close(self) -> None:
         """Wait for what is being removed."""
@@ -104,3 +111,10 @@ def _remove(going: Sequence[Path]) -> None:
         with suppress(OSError):
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _written_bytes(folder: Path) -> int:
+    """Of the files of a folder, which have their full size from the beginning."""
+    with suppress(OSError):
+        return sum(entry.stat().st_blocks * 512 for entry in folder.iterdir())
+    return 0

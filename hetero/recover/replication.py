@@ -2,7 +2,8 @@
 
 A `StateServer` shows a node's folder to whoever has the token of the job, a `Replicator` keeps a
 copy of another node's generations, and `fetch` gets what a node lacks before its ranks start again.
-Bytes move by sendfile and in large reads, both without Python's lock. No torch.
+Files move in blocks over several connections; each block is compared with its checksum while it is
+in the cache. Bytes move by sendfile and in large reads, without Python's lock. No torch.
 
 A request is one line of JSON, {"token", "ask", ...}; the answer a line {"bytes": N} and N bytes, or
 {"error": why}, after which the server closes the connection.
@@ -18,8 +19,10 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,11 @@ from hetero.errors import HeteroError, print_line
 from hetero.recover.choose import Choice, Fetch
 from hetero.recover.node_state import RANK_FILE, Inventory, NodeState, copies_name
 from hetero.recover.stored_files import (
+    BLOCK_BYTES,
     INDEX_FILE,
     SAVING,
     NamedFiles,
-    checksum_problem,
+    StoredFile,
     files_of_index,
     folder_name,
 )
@@ -40,14 +44,19 @@ from hetero.startup.addresses import keep_alive, listen_everywhere
 KEPT = 2
 """Generations of a node that its partner keeps."""
 _PATH = re.compile(rf"(of_\d+/)?iter_\d{{7,}}/(index\.json|{RANK_FILE.pattern})")
-_BUFFER_BYTES = 4 << 20
+_STREAMS = 8
+"""Connections over which files come, a block at a time on each."""
+_BUFFER_BYTES = 1 << 20
+"""Stays in a core's cache between its arrival, its checksum and the copy into the file."""
 _LARGEST_LINE = 4096
 _REQUEST_SECONDS = 5.0
 """For a whole request to arrive: strangers are not waited for."""
+_CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 60.0
 """A connection on which nothing is asked, or nothing moves, is closed."""
 _LOOK_SECONDS = 0.5
-_CONNECTIONS = 32
+_CONNECTIONS = 512
+"""At once: after a loss every node may open `_STREAMS` to one."""
 _PART = ".part"
 
 
@@ -84,6 +93,8 @@ class StateServer:
     def close(self) -> None:
         """Stop; transfers that are under way end."""
         self._closed.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends an accept that waits
         self._thread.join(2 * _LOOK_SECONDS)
         self._listener.close()
         with self._guard:
@@ -161,12 +172,15 @@ class StateClient:
     """One connection to a StateServer. Its calls raise HeteroError, which names the node."""
 
     def __init__(self, peer: Peer, *, seconds: float = _IDLE_SECONDS) -> None:
-        """`seconds`: for the connection, and for every wait without a byte."""
+        """`seconds`: for every wait without a byte."""
         self._peer = peer
         try:
-            self._connection = socket.create_connection((peer.host, peer.port), timeout=seconds)
+            self._connection = socket.create_connection(
+                (peer.host, peer.port), timeout=_CONNECT_SECONDS
+            )
         except OSError as error:
             raise self._failure(error) from error
+        self._connection.settimeout(seconds)
         keep_alive(self._connection)
 
     def inventory(self) -> Inventory:
@@ -180,24 +194,34 @@ class StateClient:
         """A small file."""
         return self._whole({"ask": "file", "path": path}).decode()
 
-    def save(self, path: str, target: Path) -> None:
-        """Write a file's bytes to `target`."""
-        if not _PATH.fullmatch(path):
-            raise HeteroError(f"{self._peer} names {path!r}, which is no file of state")
-        try:
-            left = self._ask({"ask": "file", "path": path})
-            buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, left))))
-            with target.open("wb", buffering=0) as file:
-                while left:
-                    count = self._connection.recv_into(buffer[: min(left, len(buffer))])
-                    if not count:
-                        raise ConnectionError("it closed the connection")
-                    left -= count
-                    data = buffer[:count]
-                    while len(data):
-                        data = data[file.write(data) :]
-        except OSError as error:
-            raise self._failure(error) from error
+    def copy_block(self, path: str, *, file: int, begin: int, size: int, buffer: memoryview) -> int:
+        """Write the bytes [begin, begin + size) of a file to the same place of `file`.
+
+        Returns their CRC-32. Raises OSError where they cannot be written.
+        """
+        count, checksum, end = self._ask_for(path, begin, size), 0, begin + size
+        if count != size:
+            raise HeteroError(
+                f"{self._peer} holds damaged state: {path} ends at byte {begin + count}"
+            )
+        while begin < end:
+            try:
+                count = self._connection.recv_into(buffer[: min(end - begin, len(buffer))])
+                if not count:
+                    raise ConnectionError("it closed the connection")
+            except OSError as error:
+                raise self._failure(error) from error
+            data = buffer[:count]
+            checksum = zlib.crc32(data, checksum)
+            while len(data):
+                written = os.pwrite(file, data, begin)
+                data, begin = data[written:], begin + written
+        return checksum
+
+    def cancel(self) -> None:
+        """End the connection from another thread: what waits on it fails at once."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._connection.close()
@@ -213,6 +237,14 @@ class StateClient:
                     raise ConnectionError("it closed the connection")
                 view = view[count:]
             return bytes(data)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _ask_for(self, path: str, begin: int, size: int) -> int:
+        if not _PATH.fullmatch(path):
+            raise HeteroError(f"{self._peer} names {path!r}, which is no file of state")
+        try:
+            return self._ask({"ask": "file", "path": path, "begin": begin, "end": begin + size})
         except OSError as error:
             raise self._failure(error) from error
 
@@ -243,8 +275,146 @@ class StateClient:
         self.close()
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A file that is to be at `target`, byte for byte as its index says."""
+
+    target: Path
+    stored: StoredFile
+    node: int
+    """Who has it."""
+    path: str
+    """In that node's state."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+class _Connections:
+    """Connections to other nodes' servers, for threads of this node, until `close`."""
+
+    def __init__(self, peers: Mapping[int, Peer]) -> None:
+        self._peers = peers
+        self._open: set[StateClient] = set()
+        self._guard = threading.Lock()
+        self.is_closed = False
+
+    def open(self, node: int) -> StateClient:
+        """Raises HeteroError where it cannot be reached, and after `close`."""
+        if node not in self._peers:
+            raise HeteroError(f"no server of node {node} is known, which holds state")
+        client = StateClient(self._peers[node])
+        with self._guard:
+            if self.is_closed:
+                client.close()
+                raise HeteroError("copying was stopped")
+            self._open.add(client)
+        return client
+
+    def close(self) -> None:
+        """From any thread; calls that wait for bytes raise HeteroError at once."""
+        with self._guard:
+            self.is_closed = True
+            for client in self._open:
+                client.cancel()
+
+    def forget(self, client: StateClient) -> None:
+        """Close one that `open` has returned."""
+        with self._guard:
+            self._open.discard(client)
+        client.close()
+
+    def bring(self, wanted: Sequence[_Wanted], *, deadline: float = float("inf")) -> None:
+        """Write files, block by block from several threads; this is one of them.
+
+        Raises HeteroError, with the node at fault, at the first block that cannot be had, that has
+        another checksum or that is not here by `deadline`, of time.monotonic().
+        """
+        files: list[int] = []
+        try:
+            blocks: list[tuple[_Wanted, int, int]] = []
+            for one in wanted:
+                flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC
+                files.append(os.open(one.target, flags, 0o600))
+                os.ftruncate(files[-1], one.stored.size)
+                blocks += [(one, files[-1], n) for n in range(len(one.stored.blocks))]
+            # By turns of the files: the kernel lets one thread at a time write to a file.
+            left = deque(sorted(blocks, key=lambda block: block[2]))
+            problems: list[HeteroError] = []
+            threads = [
+                threading.Thread(
+                    target=self._bring_blocks,
+                    args=(left, problems, deadline),
+                    name="state copy",
+                    daemon=True,
+                )
+                for _ in range(min(_STREAMS, len(blocks)) - 1)
+            ]
+            for thread in threads:
+                thread.start()
+            self._bring_blocks(left, problems, deadline)
+            for thread in threads:
+                thread.join()
+        except OSError as error:
+            raise _no_room(error) from error
+        finally:
+            for file in files:
+                os.close(file)
+        if problems:
+            raise problems[0]
+
+    def _bring_blocks(
+        self,
+        left: deque[tuple[_Wanted, int, int]],
+        problems: list[HeteroError],
+        deadline: float,
+    ) -> None:
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        clients: dict[int, StateClient] = {}
+        try:
+            while not problems and not self.is_closed:
+                try:
+                    one, file, number = left.popleft()
+                except IndexError:
+                    return
+                if time.monotonic() > deadline:
+                    raise HeteroError(f"{self._peers[one.node]} did not send {one.name} in time")
+                if one.node not in clients:
+                    clients[one.node] = self.open(one.node)
+                begin = number * BLOCK_BYTES
+                checksum = clients[one.node].copy_block(
+                    one.path,
+                    file=file,
+                    begin=begin,
+                    size=min(BLOCK_BYTES, one.stored.size - begin),
+                    buffer=buffer,
+                )
+                if checksum != one.stored.blocks[number]:
+                    raise HeteroError(
+                        f"{self._peers[one.node]} holds damaged state: {one.name} has other bytes "
+                        f"than were written (block {number})"
+                    )
+            if self.is_closed:
+                raise HeteroError("copying was stopped")
+        except HeteroError as error:
+            problems.append(error)
+        except OSError as error:
+            problems.append(_no_room(error))
+        finally:
+            for client in clients.values():
+                self.forget(client)
+
+
+def _no_room(error: OSError) -> HeteroError:
+    return HeteroError(
+        f"{socket.gethostname()} cannot keep state that comes from another node "
+        f"({error.strerror or error})"
+    )
+
+
 class Replicator:
-    """Keeps the newest generations of another node in this node's memory, from a thread.
+    """Keeps the newest generations of another node in this node's memory, from threads.
 
     What has been copied stays when the other node is lost; nothing is removed before something
     newer is here and its checksums match.
@@ -264,6 +434,7 @@ class Replicator:
         self._poll_seconds = poll_seconds
         self.problem: str | None = None
         """Why the last look failed; None after one that did not."""
+        self._connections = _Connections({source.node: source})
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
         self._thread.start()
@@ -273,26 +444,34 @@ class Replicator:
         """The newest iteration of which there is a copy."""
         return next((one.iteration for one in self._state.copies_of(self._source.node)), None)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread has not ended yet."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
-        """Stop; the copies stay. A transfer ends within its wait for bytes."""
+        """Stop at once, also where the other node does not answer; whole copies stay."""
         self._closed.set()
-        self._thread.join(_IDLE_SECONDS)
+        self._connections.close()
+        # It may still connect to a host that is gone; it touches no file after that.
+        self._thread.join(_LOOK_SECONDS)
 
     def _run(self) -> None:
         client: StateClient | None = None
         while not self._closed.is_set():
             try:
-                client = client or StateClient(self._source)
+                client = client or self._connections.open(self._source.node)
                 self._look(client)
                 self.problem = None
             except (HeteroError, OSError) as error:
                 if client is not None:
-                    client.close()
+                    self._connections.forget(client)
                 client = None
-                self._tell(f"{error}")
+                if not self._closed.is_set():
+                    self._tell(f"{error}")
             self._closed.wait(self._poll_seconds)
         if client is not None:
-            client.close()
+            self._connections.forget(client)
 
     def _tell(self, problem: str) -> None:
         if self.problem is None:
@@ -321,11 +500,10 @@ class Replicator:
         try:
             text = client.text(f"{name}/{INDEX_FILE}")
             index = _parsed(text, self._source)
-            for file in sorted(present):
-                if self._closed.is_set():
-                    return
-                client.save(f"{name}/{file}", saving / file)
-                _require_sound(saving / file, index, file, self._source)
+            fetches = [Fetch(file, self._source.node, name) for file in sorted(present)]
+            self._connections.bring(
+                [_wanted(saving / one.file, index, one, self._source) for one in fetches]
+            )
             (saving / INDEX_FILE).write_text(text)
             shutil.rmtree(self._folder / name, ignore_errors=True)
             saving.rename(self._folder / name)
@@ -355,8 +533,9 @@ def fetch(
 ) -> None:
     """Bring every file of a chosen generation into this node's own folder of it.
 
-    Files that the node has as a copy of another's are linked, which costs nothing. Each is compared
-    with its checksum. Afterwards ranks find the generation in `state.folder`.
+    What comes from another node is compared with its checksums. Files that the node has as a copy
+    of another's are linked, which costs no memory; they were compared when they came. Afterwards
+    ranks find the generation in `state.folder`, and compare all of it before they load.
 
     Args:
         node: this node's number.
@@ -374,61 +553,51 @@ def fetch(
     # An own folder that lacks files is completed in place: its ranks have written it, and it is
     # only taken for whole once all are there.
     folder = final.with_name(final.name + SAVING) if is_new else final
-    with _clients(peers) as client_of:
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        index: NamedFiles | None = None if is_new else _index_in(folder)
-        for one in fetches:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise HeteroError(
-                    f"the state of iteration {choice.iteration} did not arrive from node "
-                    f"{one.node} within {seconds:g} s; it lacks {one.file}"
-                )
-            part = folder / (one.file + _PART)
-            part.unlink(missing_ok=True)
-            if one.node == node:
-                os.link(state.folder / one.folder / one.file, part)
-            else:
-                client_of(one.node).save(f"{one.folder}/{one.file}", part)
-            source = peers.get(one.node)
-            if one.file == INDEX_FILE:
-                index = _parsed(part.read_text(), source or f"node {node}")
-                if index.digest != choice.digest:
-                    raise HeteroError(
-                        f"{source or f'node {node}'} has replaced iteration {choice.iteration} "
-                        "since it was chosen; choose again"
-                    )
-            elif index is not None:
-                try:
-                    _require_sound(part, index, one.file, source or f"node {node}")
-                except HeteroError:
-                    part.unlink(missing_ok=True)
-                    raise
+    connections = _Connections(peers)
+    if is_new:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        text = _index_text(state, fetches[0], node=node, connections=connections)
+        source = peers.get(fetches[0].node, f"node {node}")
+        index = _parsed(text, source)
+        if index.digest != choice.digest:
+            raise HeteroError(
+                f"{source} has replaced iteration {choice.iteration} since it was chosen; choose "
+                "again"
+            )
+        (folder / INDEX_FILE).write_text(text)
+    else:
+        index = _index_in(folder)
+    wanted = []
+    for one in fetches[is_new:]:
+        part = folder / (one.file + _PART)
+        part.unlink(missing_ok=True)
+        if one.node == node:
+            os.link(state.folder / one.folder / one.file, part)
             part.rename(folder / one.file)
+        else:
+            wanted.append(_wanted(part, index, one, peers.get(one.node, f"node {one.node}")))
+    try:
+        connections.bring(wanted, deadline=deadline)
+    except HeteroError:
+        for each in wanted:
+            each.target.unlink(missing_ok=True)
+        raise
+    for each in wanted:
+        each.target.rename(folder / each.name)
     if is_new:
         shutil.rmtree(final, ignore_errors=True)
         folder.rename(final)
 
 
-@contextmanager
-def _clients(peers: Mapping[int, Peer]) -> Iterator[Callable[[int], StateClient]]:
-    """One connection to each node that is asked for."""
-    opened: dict[int, StateClient] = {}
-
-    def client_of(node: int) -> StateClient:
-        if node not in peers:
-            raise HeteroError(f"no server of node {node} is known, which holds state")
-        if node not in opened:
-            opened[node] = StateClient(peers[node])
-        return opened[node]
-
+def _index_text(state: NodeState, one: Fetch, *, node: int, connections: _Connections) -> str:
+    if one.node == node:
+        return (state.folder / one.folder / INDEX_FILE).read_text()
+    client = connections.open(one.node)
     try:
-        yield client_of
+        return client.text(f"{one.folder}/{INDEX_FILE}")
     finally:
-        for client in opened.values():
-            client.close()
+        connections.forget(client)
 
 
 def _index_in(folder: Path) -> NamedFiles:
@@ -445,13 +614,14 @@ def _parsed(text: str, source: object) -> NamedFiles:
         raise HeteroError(f"{source}: {error}") from error
 
 
-def _require_sound(path: Path, index: NamedFiles, file: str, source: object) -> None:
-    """Raise HeteroError unless `path`, which may have another name yet, is `file`."""
-    stored = index.files.get(file)
+def _wanted(target: Path, index: NamedFiles, one: Fetch, source: object) -> _Wanted:
+    """A file of an index. Raises HeteroError where the index does not name it, or not whole."""
+    stored = index.files.get(one.file)
     if stored is None:
-        raise HeteroError(f"{source} has {file}, which its {INDEX_FILE} does not name")
-    if (problem := checksum_problem(path, stored)) is not None:
-        raise HeteroError(f"{source} holds damaged state: {problem.replace(_PART, '')}")
+        raise HeteroError(f"{source} has {one.file}, which its {INDEX_FILE} does not name")
+    if len(stored.blocks) != -(-stored.size // BLOCK_BYTES):
+        raise HeteroError(f"{source} holds damaged state: {one.file} has too few checksums")
+    return _Wanted(target, stored, one.node, f"{one.folder}/{one.file}")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

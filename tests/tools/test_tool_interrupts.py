@@ -140,6 +140,7 @@ STARTING = {
     "restart_times": "--json {folder}/out.json",
     "run_versions": "--pythons python3 --folder {folder}",
     "signal_table": OUT,
+    "state_copy": "--json {folder}/out.json",
     "time_preprocessing": "--out {folder}/out.json",
     "train_public_commands": OUT,
     "verify": OUT,

@@ -155,6 +155,11 @@ class Saver:
     def in_flight(self) -> bool:
         return self._pending is not None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its part, which `finish` would wait for."""
+        return self._pending is not None and self._pending.state is SaveState.WRITING
+
     def reserve(self, write_items: Sequence[WriteItem]) -> None:
         """Allocate snapshot memory for such items in a thread. Not collective."""
         if self._snapshot is not None:

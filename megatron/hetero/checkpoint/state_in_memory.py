@@ -136,13 +136,16 @@ class StateInMemory:
         self._folder.begin_run(iteration)
 
     def due(self, iteration: int) -> bool:
-        """Whether to begin a generation, once all nodes have their copies of the one before.
+        """Whether to begin a generation: once the one before is written, and copied by all nodes.
 
-        Otherwise no generation may be left of which a lost node's part is on another node.
+        Training would wait for the writing. Without the copies no generation may be left of which a
+        lost node's part is on another node.
         """
         if iteration % self._interval != 0:
             return False
-        waits = self._folder.is_writer and self._folder.generations.awaits_copies()
+        waits = self._saver.is_writing or (
+            self._folder.is_writer and self._folder.generations.awaits_copies()
+        )
         if any(self._control.all_gather_ints(int(waits))):
             self._left_out += 1
             return False
@@ -179,7 +182,7 @@ class StateInMemory:
             outcome = self._saver.finish()
         self._report(outcome)
         if self._count:
-            left_out = f", {self._left_out} left out as others were copied" * (self._left_out > 0)
+            left_out = f", {self._left_out} left out while others were kept" * (self._left_out > 0)
             self._say(
                 f"state in memory: {counted(self._count, 'generation')}{left_out}; training stood "
                 f"still for {self.timings.total_s:.3f} s in all"

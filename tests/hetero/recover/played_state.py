@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hetero.recover.stored_files import INDEX_FILE, SAVING, folder_name
+from hetero.recover.stored_files import BLOCK_BYTES, INDEX_FILE, SAVING, folder_name
 
 
 def rank_file(rank: int) -> str:
@@ -21,7 +21,13 @@ def content(rank: int, iteration: int, attempt: str = "") -> bytes:
 
 
 def write_generation(
-    folder: Path, iteration: int, *, world: int, ranks: Iterable[int], attempt: str = ""
+    folder: Path,
+    iteration: int,
+    *,
+    world: int,
+    ranks: Iterable[int],
+    attempt: str = "",
+    block: int = BLOCK_BYTES,
 ) -> str:
     """What the node of some ranks has of a checkpoint of `world` ranks; returns its digest.
 
@@ -31,7 +37,10 @@ def write_generation(
     saving = path.with_name(path.name + SAVING)
     saving.mkdir(parents=True)
     files: Mapping[str, list] = {
-        rank_file(rank): [len(data), [zlib.crc32(data)]]
+        rank_file(rank): [
+            len(data),
+            [zlib.crc32(data[begin : begin + block]) for begin in range(0, len(data), block)],
+        ]
         for rank in range(world)
         for data in [content(rank, iteration, attempt)]
     }

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import HeteroError
+from hetero.recover import replication
 from hetero.recover.choose import choose
 from hetero.recover.node_state import NodeState
 from hetero.recover.replication import Peer, Replicator, StateClient, StateServer, fetch
@@ -50,14 +52,22 @@ def copy_of(state: NodeState, node: int, iteration: int, rank: int) -> bytes:
     return (state.folder / f"of_{node}" / folder_name(iteration) / rank_file(rank)).read_bytes()
 
 
-def test_a_server_tells_what_its_node_has_and_sends_files(nodes, peers, tmp_path: Path) -> None:
+def test_a_server_tells_what_its_node_has_and_sends_blocks(nodes, peers, tmp_path: Path) -> None:
     write_generation(nodes[0].folder, 10, world=2, ranks=[0])
-    with StateClient(peers[0]) as client:
+    path, data = f"iter_0000010/{rank_file(0)}", content(0, 10)
+    with StateClient(peers[0]) as client, (tmp_path / "got").open("w+b") as got:
         assert client.inventory() == nodes[0].inventory()
-        client.save(f"iter_0000010/{rank_file(0)}", tmp_path / "got")
-        assert (tmp_path / "got").read_bytes() == content(0, 10)
-        with pytest.raises(HeteroError, match="no longer has iter_0000010"):
-            client.save(f"iter_0000010/{rank_file(1)}", tmp_path / "none")
+
+        def copy(path: str, *, begin: int, size: int) -> int:
+            buffer = memoryview(bytearray(100))
+            return client.copy_block(path, file=got.fileno(), begin=begin, size=size, buffer=buffer)
+
+        assert copy(path, begin=300, size=300) == zlib.crc32(data[300:600])
+        assert got.read() == bytes(300) + data[300:600]
+        with pytest.raises(HeteroError, match=f"damaged state: {path} ends at byte {len(data)}"):
+            copy(path, begin=len(data) - 10, size=11)
+    with StateClient(peers[0]) as client, pytest.raises(HeteroError, match="no longer has iter_"):
+        client.text(f"iter_0000010/{rank_file(1)}")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +124,76 @@ def test_copies_of_a_lost_node_stay_and_one_line_says_that_it_is_gone(nodes) -> 
         replicator.close()
     (line,) = said
     assert "node 0" in line
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of a block, of which a file then has several."""
+    monkeypatch.setattr(replication, "BLOCK_BYTES", 100)
+    return 100
+
+
+def test_files_of_many_blocks_are_copied_and_fetched_whole(nodes, peers, small_blocks) -> None:
+    write_generation(nodes[0].folder, 10, world=3, ranks=range(3), block=small_blocks)
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.01, say=print)
+    wait_for(lambda: replicator.newest == 10)
+    replicator.close()
+    assert [copy_of(nodes[1], 0, 10, rank) for rank in range(3)] == [
+        content(rank, 10) for rank in range(3)
+    ]
+    resume(nodes[:1], peers, node=0)
+    resume(nodes, peers, node=1)
+    assert nodes[1].generations() == nodes[0].generations()
+
+
+def test_one_damaged_block_of_many_is_named(nodes, peers, small_blocks) -> None:
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0, 1], block=small_blocks)
+    path = nodes[0].folder / "iter_0000010" / rank_file(1)
+    data = bytearray(path.read_bytes())
+    data[3 * small_blocks] ^= 1
+    path.write_bytes(data)
+    said = sentence_of(resume, nodes, peers, node=1, error=HeteroError)
+    assert f"node 0 at 127.0.0.1:{peers[0].port} holds damaged state" in said
+    assert f"{rank_file(1)} has other bytes than were written (block 3)" in said
+    assert nodes[1].generations() == ()
+
+
+def test_what_does_not_come_in_time_is_named(nodes, peers) -> None:
+    write_generation(nodes[0].folder, 10, world=1, ranks=[0])
+    choice = choose({n: state.inventory() for n, state in enumerate(nodes)}, None)
+    with pytest.raises(HeteroError, match=f"node 0 .* did not send {rank_file(0)} in time"):
+        fetch(nodes[1], choice, node=1, peers=peers, seconds=-1)
+    assert nodes[1].generations() == ()
+
+
+def test_a_replicator_stops_while_the_other_node_is_silent(nodes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        peer = Peer(0, "127.0.0.1", silent.getsockname()[1], TOKEN)
+        said: list[str] = []
+        replicator = Replicator(nodes[1], peer, say=said.append)
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(1), "it asks, and waits for the answer"
+            replicator.close()
+            wait_for(lambda: not replicator.is_running)
+    assert said == []
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(nodes) -> None:
+    server = StateServer(nodes[0], token=TOKEN)
+    peer = Peer(0, "127.0.0.1", server.port, TOKEN)
+    index = json.loads('{"sha256": "x", "checkpoint": {"files": {}}}')
+    index["checkpoint"]["files"][rank_file(0)] = [len(content(0, 10)), []]
+    write_generation(nodes[0].folder, 10, world=1, ranks=[0])
+    (nodes[0].folder / "iter_0000010" / "index.json").write_text(json.dumps(index))
+    said: list[str] = []
+    replicator = Replicator(nodes[1], peer, poll_seconds=0.01, say=said.append)
+    wait_for(lambda: replicator.problem is not None)
+    replicator.close()
+    server.close()
+    assert "rank_00000.safetensors has too few checksums" in said[0]
+    assert list((nodes[1].folder / "of_0").iterdir()) == []
 
 
 def test_a_spare_without_state_takes_no_copy_from_its_partner(nodes, peers) -> None:
