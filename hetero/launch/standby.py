@@ -28,8 +28,20 @@ _OF_TRAINING = (
     "megatron.hetero.pretrain",
     "megatron.hetero.initialize",
     "megatron.hetero.trainer",
+    "megatron.hetero.cpu_shim",
+    "megatron.hetero.overview",
     "megatron.core.tokenizers.text.text_tokenizer",
+    "megatron.core.tokenizers.text.models",
+    "hetero.cli",
+    "hetero.tools.tool_command_line",
 )
+_OF_GPUS = (
+    "megatron.hetero.compiled_kernels",
+    "liger_kernel.ops.swiglu",
+    "torch._inductor.compile_fx",
+    "triton.compiler",
+)
+"""What the first step imports besides where there is a GPU: kernels, and what compiles them."""
 _ENTRY = "pretrain_gpt.py"
 _DELAY_SECONDS = 30.0
 """After a start of ranks, before new ones are made: they would compete with it."""
@@ -171,6 +183,10 @@ def _import(script: str) -> None:
         import_megatron_core()
         for name in _OF_TRAINING:
             importlib.import_module(name)
+        if importlib.import_module("torch").cuda.is_available():
+            for name in _OF_GPUS:
+                with suppress(ImportError):  # not all are needed, or installed
+                    importlib.import_module(name)
     else:
         importlib.import_module("torch.distributed")
 

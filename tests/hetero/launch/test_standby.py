@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 
 from hetero.launch import standby
 from hetero.launch.standby import StandbyPool, become_rank
+from tests import preloaded
 
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 60.0
 SCRIPT = """
 import os, sys
@@ -90,3 +93,31 @@ def test_closing_the_pool_leaves_no_process(script: Path) -> None:
     pool.close()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert pool.take() is None
+
+
+TRAINS = """
+import sys
+from hetero.launch import standby
+standby._import("pretrain_gpt.py")
+before = set(sys.modules)
+from hetero.cli import main
+code = main(["pretrain", *sys.argv[1:]])
+large = ("hetero.", "megatron.hetero.", "torch._dynamo", "torch._inductor", "torch.optim")
+print("later:", *sorted(name for name in set(sys.modules) - before if name.startswith(large)))
+sys.exit(code)
+"""
+
+
+def test_it_has_imported_what_a_rank_of_training_imports(tmp_path: Path) -> None:
+    words = ["--yaml-cfg", str(ROOT / "examples/presets/tiny.yaml"), "--train-iters", "3"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": preloaded.python_path(), "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "iteration" in done.stdout
+    assert done.stdout.splitlines()[-1] == "later:"
