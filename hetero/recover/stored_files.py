@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 INDEX_FILE = "index.json"
 BLOCK_BYTES = 64 << 20
 """Each block of a file has a checksum of its own."""
+_BUFFER_BYTES = 1 << 20
+"""Read at once: stays in a core's cache until its checksum is computed."""
 FOLDER = re.compile(r"iter_(\d{7,})")
 SAVING = ".saving"
 """The ending of a checkpoint's folder while it is written."""
@@ -67,29 +69,32 @@ def files_of_index(text: str) -> NamedFiles:
 
 def checksum_problem(path: Path, expected: StoredFile) -> str | None:
     """Compare a file with its size and checksums; returns what is wrong, or None."""
+    found = (block_problem(path, expected, n) for n in range(max(1, len(expected.blocks))))
+    return next((problem for problem in found if problem is not None), None)
+
+
+def block_problem(path: Path, expected: StoredFile, number: int) -> str | None:
+    """The same for the file's size and one of its blocks, so that several threads can share it."""
+    if len(expected.blocks) != math.ceil(expected.size / BLOCK_BYTES):
+        return f"{path.name} has too few checksums"
+    begin = number * BLOCK_BYTES
+    end = min(begin + BLOCK_BYTES, expected.size)
+    buffer, checksum = memoryview(bytearray(min(_BUFFER_BYTES, max(1, end - begin)))), 0
     try:
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{path.name} has {size} bytes instead of {expected.size}"
-        buffer = bytearray(min(BLOCK_BYTES, max(1, expected.size)))
         with path.open("rb", buffering=0) as file:
-            for number, checksum in enumerate(expected.blocks):
-                wanted = min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES)
-                view = memoryview(buffer)[:wanted]
-                _read_fully(file, view)
-                if zlib.crc32(view) != checksum:
-                    return f"{path.name} has other bytes than were written (block {number})"
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.size:
+                return f"{path.name} has {size} bytes instead of {expected.size}"
+            while begin < end:
+                count = os.preadv(file.fileno(), [buffer[: end - begin]], begin)
+                if not count:
+                    raise OSError("it became shorter while it was read")
+                checksum = zlib.crc32(buffer[:count], checksum)
+                begin += count
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror or error})"
-    covered = math.ceil(expected.size / BLOCK_BYTES)
-    return None if covered == len(expected.blocks) else f"{path.name} has too few checksums"
-
-
-def _read_fully(file: BinaryIO, view: memoryview) -> None:
-    while len(view):
-        count = file.readinto(view)  # type: ignore[attr-defined]
-        if not count:
-            raise OSError("it became shorter while it was read")
-        view = view[count:]
+    if expected.blocks and checksum != expected.blocks[number]:
+        return f"{path.name} has other bytes than were written (block {number})"
+    return None

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
-from hetero.recover.stored_files import BLOCK_BYTES, checksum_problem
+from hetero.recover.stored_files import BLOCK_BYTES, block_problem
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.folder import RELEASE
 from megatron.hetero.checkpoint.index import (
@@ -31,6 +31,8 @@ from megatron.hetero.checkpoint.index import (
     read_index,
 )
 from megatron.hetero.checkpoint.regions import Region
+
+_VERIFYING_THREADS = 4
 
 
 class CheckpointReader:
@@ -146,13 +148,15 @@ class CheckpointReader:
 
         Raises DamagedCheckpoint.
         """
-        mine = sorted(self.index.files)[part::parts]
-        with ThreadPoolExecutor(max_workers=max(1, min(4, len(mine)))) as pool:
-            problems = pool.map(
-                lambda name: checksum_problem(self.folder / name, self.index.files[name]), mine
-            )
-            for problem in problems:
+        blocks = [
+            (self.folder / name, stored, number)
+            for name, stored in sorted(self.index.files.items())
+            for number in range(max(1, len(stored.blocks)))
+        ][part::parts]
+        with ThreadPoolExecutor(max_workers=_VERIFYING_THREADS) as pool:
+            for problem in pool.map(lambda block: block_problem(*block), blocks):
                 if problem is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
                     raise DamagedCheckpoint(problem)
 
     def close(self) -> None:
