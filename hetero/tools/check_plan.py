@@ -46,6 +46,7 @@ from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
 from hetero.text import counted, integer, size_text
 from hetero.tools import tool_command_line
+from hetero.tools.planning.sequence_length import add_seq_length, seq_length_given
 
 _UNLIMITED = 1 << 30
 """Micro-batches where no global batch is given: enough to fill any pipeline."""
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file of the run's flags, or the name of a preset",
     )
+    add_seq_length(parser, default="the model file's")
     for name in ("micro-batch-size", "global-batch-size"):
         parser.add_argument(f"--{name}", type=integer(1), help="as of `hetero pretrain`")
     parser.add_argument(
@@ -153,9 +155,13 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
     if options.model is not None:
         flags, source = faults.read(lambda: read_flags(options.model)) or ({}, "")
         if source:
+            flags |= seq_length_given(options)
             model = faults.read(lambda: model_from_flags(flags, source=source))
-    elif options.gpu_memory:
-        faults.sentences.append("--gpu-memory needs --model, from which a rank's memory follows")
+    else:
+        if options.gpu_memory:
+            faults.add(["--gpu-memory needs --model, from which a rank's memory follows"])
+        if options.seq_length is not None:
+            faults.add(["--seq-length needs --model, whose samples have that length"])
     sizes: dict[str, int | None] = {
         "micro-batch-size": 1,
         "global-batch-size": None,

@@ -99,6 +99,20 @@ def test_model_adds_parameters_memory_and_boundary_bytes(
     assert "boundary: 256.0 MiB a step in 16 slabs, from 4 ranks to 8, then gathered" in text
 
 
+def test_a_longer_sequence_than_the_model_file_s_counts_in_sizes_and_constraints(
+    capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path
+) -> None:
+    model = ("--model", "llama3.1-8b")
+    text = drawn(capsys, plan_file, *model, "--seq-length", 32768)
+    assert "boundary: 1.00 GiB a step" in text  # four times that of the file's 8192 tokens
+    (line,) = refused(capsys, plan_file, *model, "--seq-length", 262144)
+    assert line.endswith("max-position-embeddings 131072 is below a seq-length of 262144")
+    path = tmp_path / "context.yaml"
+    path.write_text("meshes: [{vendor: amd, layers: [32], context: 4}]")
+    (line,) = refused(capsys, path, *model, "--seq-length", 8196)
+    assert line.startswith("--seq-length 8196 must be a multiple of 8")
+
+
 def test_memory_has_weights_in_fp8_of_the_meshes_that_compute_so(
     capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path
 ) -> None:
@@ -338,6 +352,7 @@ def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
         (("--world-size", "x"), "--world-size: must be a whole number of at least 1, not 'x'"),
         (("--gpus-per-node", "intel=8"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
         (("--gpu-memory", "nvidia=80"), "--gpu-memory needs --model"),
+        (("--seq-length", "4096"), "--seq-length needs --model"),
         (("--model", "gpt5"), "gpt5 is neither a file nor a preset"),
         (("--global-batch-size", "30"), "must be a multiple of the 4 sequences of a step"),
         (("--micro-batch",), "unrecognized arguments: --micro-batch"),
