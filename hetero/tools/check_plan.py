@@ -27,7 +27,10 @@ if __name__ == "__main__":
 from hetero.errors import Faults
 from hetero.plan.file import PlanFile, read_plan_file
 from hetero.plan.plan import (
+    ATTENTION_BACKENDS,
+    FP8_FORMATS,
     NO_FP8,
+    RECOMPUTE,
     VENDORS,
     Mesh,
     Plan,
@@ -50,6 +53,12 @@ from hetero.tools.planning.sequence_length import add_seq_length, seq_length_giv
 
 _UNLIMITED = 1 << 30
 """Micro-batches where no global batch is given: enough to fill any pipeline."""
+_CHOICES = {
+    "recompute-granularity": RECOMPUTE[1:],
+    "attention-backend": ATTENTION_BACKENDS,
+    "fp8-format": FP8_FORMATS,
+}
+"""What a model's file may say of options that a mesh takes from it."""
 _MAX_RANKS = 1 << 20
 """More are taken for a mistyped number."""
 
@@ -97,7 +106,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
             for mesh in file.meshes
         ]
         file = replace(file, meshes=tuple(meshes))
-        faults.sentences += _problems(file, run, options)
+        faults.add(_problems(file, run, options))
     faults.refuse()
     assert file is not None
     return file.plan(), run
@@ -176,11 +185,13 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
             faults.sentences.append(f"{name} is {value!r}; it must be a whole number of at least 1")
             value = None
         sizes[name] = value
-    costs = TrainingOptions.of_flags(flags)
+    for name, choices in _CHOICES.items():
+        if flags.get(name) not in (None, *choices):
+            faults.add([f"{name} is {flags.pop(name)!r}; it must be one of {', '.join(choices)}"])
     return _TrainingRun(
         flags,
         model,
-        costs,
+        faults.read(lambda: TrainingOptions.of_flags(flags)) or TrainingOptions(),
         micro_batch=sizes["micro-batch-size"],
         global_batch=sizes["global-batch-size"],
         chunks=sizes["num-virtual-stages-per-pipeline-rank"] or 1,
@@ -214,11 +225,14 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         return
     if world_size is not None:
         yield from world_size_problems(meshes, world_size)
-    of_experts = [
-        problem
-        for name, mesh in zip(mesh_names(meshes), meshes, strict=True)
-        for problem in expert_rank_problems(mesh, name=f"{name}: ")
-    ]
+    is_dense = run.model is not None and not run.model.num_experts
+    of_experts: list[str] = []
+    for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
+        if is_dense and mesh.experts > 1:
+            size = f"expert-parallel size {mesh.experts}"
+            of_experts.append(f"{name}: {size}, and the model has no experts")
+        else:
+            of_experts += expert_rank_problems(mesh, name=f"{name}: ")
     yield from of_experts
     yield from _contradictions(meshes, run)
     if (ranks := sum(mesh.world_size for mesh in meshes)) > _MAX_RANKS:
@@ -301,11 +315,9 @@ def _context_problems(
 
 
 def _expert_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape) -> Iterator[str]:
+    if not model.num_experts:
+        return
     for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
-        if not model.num_experts:
-            if mesh.experts > 1:
-                yield f"{name}: expert-parallel size {mesh.experts}, and the model has no experts"
-            continue
         sizes = {
             f"--num-experts {model.num_experts}": (model.num_experts, mesh.experts),
             f"--moe-ffn-hidden-size {model.expert_ffn}": (model.expert_ffn, mesh.ranks_per_expert),
