@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser((__doc__ or "").partition("\n")[0])
+    parser = Parser((__doc__ or "").partition("\n")[0], takes_run_flags=True)
     parser.add_argument(
         "--out",
         type=Path,
