@@ -98,6 +98,16 @@ def _check(options: argparse.Namespace) -> str:
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
     """The plan and the training run. Raises UserError with every problem of both."""
     faults = Faults()
+    for flag, values in (
+        ("--gpus-per-node", options.gpus_per_node),
+        ("--gpu-memory", options.gpu_memory),
+    ):
+        named = [vendor for vendor, _ in values]
+        faults.add(
+            f"{flag} names {vendor} {named.count(vendor)} times; give each vendor one number"
+            for vendor in named
+            if named.count(vendor) > 1
+        )
     run = _read_run(options, faults)
     file = faults.read(lambda: read_plan_file(options.plan, chunks=run.chunks))
     if file is not None:
@@ -149,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _vendor_value(text: str) -> tuple[str, int]:
-    vendor, _, number = text.partition("=")
-    if vendor not in VENDORS:
+    vendor, equals, number = text.partition("=")
+    if vendor not in VENDORS or not equals:
         raise argparse.ArgumentTypeError(
             f"must be VENDOR=N, with one of {', '.join(VENDORS)}, not {text!r}"
         )

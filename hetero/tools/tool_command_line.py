@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         self._wrong, self._without_value = [], []
         found, others = super().parse_known_args(self._words, namespace)
         if self._wrong:
-            self.error(self._wrong.pop())
+            self.refuse(self._wrong)
         return found, others
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
@@ -88,13 +88,16 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(words[:cut]), words[cut + 1 :]
 
     def error(self, message: str) -> NoReturn:
-        """End with this error and all that have been found before it."""
-        sentences = [*self._wrong, message]
+        self.refuse([*self._wrong, message])
+
+    def refuse(self, sentences: Sequence[str]) -> NoReturn:
+        """End with these errors, one at least, and flags that are unknown."""
+        sentences = list(sentences)
         if not self._takes_run_flags and self._subparsers is None:
             own = self._words[: self._words.index("--")] if "--" in self._words else self._words
             flags = [word.partition("=")[0] for word in own if word.startswith("--")]
             unknown = [flag for flag in flags if flag not in self._option_string_actions]
-            if unknown and not message.startswith(_UNKNOWN):
+            if unknown and not sentences[-1].startswith(_UNKNOWN):
                 sentences.append(_UNKNOWN + " ".join(unknown))
         sentences[-1] += "; --help lists the flags"
         sentence = str(UserError(*sentences))

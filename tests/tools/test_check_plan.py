@@ -384,6 +384,8 @@ def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     [
         (("--world-size", "x"), "--world-size: must be a whole number of at least 1, not 'x'"),
         (("--gpus-per-node", "intel=8"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
+        (("--gpus-per-node", "nvidia"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
+        (("--gpus-per-node", "amd=8", "amd=4"), "--gpus-per-node names amd 2 times"),
         (("--gpu-memory", "nvidia=80"), "--gpu-memory needs --model"),
         (("--seq-length", "4096"), "--seq-length needs --model"),
         (("--model", "gpt5"), "gpt5 is neither a file nor a preset"),
