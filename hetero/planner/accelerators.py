@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -84,7 +85,7 @@ def accelerator_from_mapping(name: str, data: object, *, where: str) -> Accelera
     label = f"{where}: the accelerator {name}"
     faults = Faults()
     faults.sentences += unknown_keys(data, _KEYS, where=label)
-    if missing := [key for key in ("vendor", *_NUMBERS) if key not in data]:
+    if missing := missing_keys(data, ("vendor", *_NUMBERS), _KEYS):
         faults.sentences.append(f"{label} lacks {', '.join(missing)}")
     if data.get("vendor", VENDORS[0]) not in VENDORS:
         faults.sentences.append(
@@ -164,6 +165,14 @@ def unknown_keys(entry: Mapping[Any, Any], keys: Set[str], *, where: str) -> lis
         f"{where}: unknown key {key!r}; the keys are {', '.join(sorted(keys))}"
         for key in sorted(set(map(str, entry)) - keys)
     ]
+
+
+def missing_keys(entry: Mapping[Any, Any], needed: Sequence[str], keys: Set[str]) -> list[str]:
+    """Those of `needed` that `entry` lacks, but for what one of its unknown keys is meant to be:
+    that one is told already."""
+    known = sorted(keys)
+    near = [get_close_matches(str(key), known, n=1) for key in entry if str(key) not in keys]
+    return [key for key in needed if key not in entry and [key] not in near]
 
 
 @cache

@@ -15,6 +15,7 @@ from hetero.planner.accelerators import (
     accelerator_from_mapping,
     built_in_accelerators,
     figure,
+    missing_keys,
     unknown_keys,
 )
 from hetero.text import counted
@@ -232,12 +233,11 @@ def _known_accelerators(
 
 
 def _name(entry: object, known: Mapping[str, tuple[str, Accelerator | None]]) -> str:
-    """The name of a kind of node; empty where the entry has none."""
+    """The name of a kind of node; empty where the entry has none, or one that is refused."""
     if not isinstance(entry, Mapping):
         return ""
-    accelerator = str(entry.get("accelerator", ""))
-    name = entry.get("name", known.get(accelerator.lower(), (accelerator, None))[0])
-    return "" if name is None else str(name)
+    name = entry.get("name", known.get(str(entry.get("accelerator")).lower(), ("", None))[0])
+    return str(name) if _is_name(name) else ""
 
 
 def _name_problems(names: Sequence[str], pairs: Iterable[frozenset[str]]) -> list[str]:
@@ -267,7 +267,8 @@ def _kind_from_mapping(
     if isinstance(entry, Mapping):
         faults.sentences += unknown_keys(entry, _KIND_KEYS, where=where)
     if not isinstance(entry, Mapping) or "accelerator" not in entry:
-        faults.sentences.append(f"{where}: expected at least an accelerator")
+        if not isinstance(entry, Mapping) or missing_keys(entry, ["accelerator"], _KIND_KEYS):
+            faults.sentences.append(f"{where}: expected at least an accelerator")
         raise UserError(*faults.sentences)
     if "name" in entry and not _is_name(entry["name"]):
         faults.sentences.append(
@@ -288,21 +289,22 @@ def _kind_from_mapping(
             "'accelerators'"
         )
 
-    def count(key: str, default: int) -> int:
-        return faults.read(partial(_count, entry.get(key, default), f"{where}: {key}")) or 1
+    def count(key: str, default: int) -> int | None:
+        return faults.read(partial(_count, entry.get(key, default), f"{where}: {key}"))
 
-    nodes, gpus = count("nodes", 1), count("gpus_per_node", 8)
-    if nodes * gpus > MOST_GPUS:
+    nodes, gpus = count("nodes", 1), count("gpus_per_node", 8) or 1
+    if (nodes or 1) * gpus > MOST_GPUS:
         faults.sentences.append(
             f"{where}: {nodes} nodes of {gpus} GPUs are more than the {MOST_GPUS} GPUs of a kind "
             "that can be planned for; lower nodes or gpus_per_node"
         )
+        nodes = None
     addresses = faults.read(partial(_addresses, entry.get("addresses"), nodes, where)) or ()
-    rails = count("rails", gpus)
+    rails = count("rails", gpus) or 1
     nic = accelerator.nic_bandwidth if accelerator is not None else 1.0
     rail = faults.read(lambda: _link(entry, default_gbits=nic * gpus * 8e-9 / rails, where=where))
     faults.refuse()
-    if accelerator is None or rail is None:
+    if accelerator is None or rail is None or nodes is None:
         return None
     return NodeKind(
         name=_name(entry, known),
@@ -316,13 +318,18 @@ def _kind_from_mapping(
     )
 
 
-def _addresses(value: object, nodes: int, where: str) -> tuple[str, ...]:
+def _addresses(value: object, nodes: int | None, where: str) -> tuple[str, ...]:
+    """`nodes`: how many there are; None where that is refused."""
     if value is None:
         return ()
-    if not _is_list(value) or len(value) != nodes or not all(_is_name(one) for one in value):
+    if (
+        not _is_list(value)
+        or not all(_is_name(one) for one in value)
+        or (nodes is not None and len(value) != nodes)
+    ):
+        count = "nodes" if nodes is None else counted(nodes, "node")
         raise UserError(
-            f"{where}: addresses must list the address or host name of each of the "
-            f"{counted(nodes, 'node')}"
+            f"{where}: addresses must list the address or host name of each of the {count}"
         )
     return tuple(map(str, value))
 
@@ -335,7 +342,7 @@ def _link_from_mapping(entry: object, where: str) -> tuple[frozenset[str], LinkM
     ends = [str(name) for name in entry["between"]]
     if _link_ends(entry) is None:
         faults.sentences.append(f"{where}: between: {ends} must name two kinds of nodes")
-    if "rail_gbits" not in entry:
+    if missing_keys(entry, ["rail_gbits"], _LINK_KEYS):
         faults.sentences.append(f"{where}, between {' and '.join(ends)}, lacks rail_gbits")
     link = faults.read(lambda: _link(entry, default_gbits=1, where=where))
     faults.refuse()

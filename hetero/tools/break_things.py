@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO
 
@@ -262,21 +263,19 @@ def _break_things(options: argparse.Namespace) -> str:
     )
     if options.dry_run:
         return "\n".join(_line(one, options) for one in planned)
-    job = LocalJob(options.pid)
-    nodes, node = _checked(options, job, kinds)
-    if options.out is not None:
-        require_results_file(options.out)
+    job, nodes, node = _checked(options, kinds)
     with ExitStack() as stack:
         log = stack.enter_context(options.out.open("a")) if options.out is not None else None
         return _Breaker(job, options, nodes=nodes, node=node, stack=stack, log=log).run(planned)
 
 
-def _checked(options: argparse.Namespace, job: LocalJob, kinds: Sequence[Kind]) -> tuple[int, int]:
-    """The number of nodes and of this one. Raises UserError with all that is wrong."""
-    faults = Faults()
-    launcher, host = job.launcher(), socket.gethostname()
+def _checked(options: argparse.Namespace, kinds: Sequence[Kind]) -> tuple[LocalJob, int, int]:
+    """The job, how many nodes it has and which is this. Raises UserError with all that is wrong."""
+    faults, host = Faults(), socket.gethostname()
+    job = faults.read(lambda: LocalJob(options.pid))
+    launcher = None if job is None else faults.read(job.launcher)
     words = [] if launcher is None else launcher.cmdline()
-    if launcher is None:
+    if launcher is None and not faults.sentences:
         faults.add([f"no launcher runs on {host}; start `hetero run` first"])
     nodes = options.nnodes or int(_value(words, "--nnodes", "1").rpartition(":")[2])
     node = options.node_rank
@@ -297,8 +296,11 @@ def _checked(options: argparse.Namespace, job: LocalJob, kinds: Sequence[Kind]) 
             faults.add([f"{host} has no interface {', '.join(missing)}"])
         if os.geteuid() != 0 or shutil.which("nft") is None:
             faults.add(["faults of the network need root and nft (nftables)"])
+    if options.out is not None:
+        faults.read(lambda: require_results_file(options.out))
     faults.refuse()
-    return nodes, node
+    assert job is not None
+    return job, nodes, node
 
 
 class _Breaker:
@@ -480,7 +482,7 @@ def _rank(process: psutil.Process) -> str:
 
 
 def _value(words: Sequence[str], flag: str, default: str) -> str:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag:
             return value if equals else following

@@ -27,7 +27,10 @@ if __name__ == "__main__":
 from hetero.errors import Faults
 from hetero.plan.file import PlanFile, read_plan_file
 from hetero.plan.plan import (
+    ATTENTION_BACKENDS,
+    FP8_FORMATS,
     NO_FP8,
+    RECOMPUTE,
     VENDORS,
     Mesh,
     Plan,
@@ -46,9 +49,16 @@ from hetero.planner.plan_memory import stage_memory
 from hetero.planner.training_options import TrainingOptions
 from hetero.text import counted, integer, size_text
 from hetero.tools import tool_command_line
+from hetero.tools.planning.sequence_length import add_seq_length, seq_length_given
 
 _UNLIMITED = 1 << 30
 """Micro-batches where no global batch is given: enough to fill any pipeline."""
+_CHOICES = {
+    "recompute-granularity": RECOMPUTE[1:],
+    "attention-backend": ATTENTION_BACKENDS,
+    "fp8-format": FP8_FORMATS,
+}
+"""What a model's file may say of options that a mesh takes from it."""
 _MAX_RANKS = 1 << 20
 """More are taken for a mistyped number."""
 
@@ -88,6 +98,16 @@ def _check(options: argparse.Namespace) -> str:
 def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
     """The plan and the training run. Raises UserError with every problem of both."""
     faults = Faults()
+    for flag, values in (
+        ("--gpus-per-node", options.gpus_per_node),
+        ("--gpu-memory", options.gpu_memory),
+    ):
+        named = [vendor for vendor, _ in values]
+        faults.add(
+            f"{flag} names {vendor} {named.count(vendor)} times; give each vendor one number"
+            for vendor in named
+            if named.count(vendor) > 1
+        )
     run = _read_run(options, faults)
     file = faults.read(lambda: read_plan_file(options.plan, chunks=run.chunks))
     if file is not None:
@@ -96,7 +116,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, _TrainingRun]:
             for mesh in file.meshes
         ]
         file = replace(file, meshes=tuple(meshes))
-        faults.sentences += _problems(file, run, options)
+        faults.add(_problems(file, run, options))
     faults.refuse()
     assert file is not None
     return file.plan(), run
@@ -127,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file of the run's flags, or the name of a preset",
     )
+    add_seq_length(parser, default="the model file's")
     for name in ("micro-batch-size", "global-batch-size"):
         parser.add_argument(f"--{name}", type=integer(1), help="as of `hetero pretrain`")
     parser.add_argument(
@@ -138,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _vendor_value(text: str) -> tuple[str, int]:
-    vendor, _, number = text.partition("=")
-    if vendor not in VENDORS:
+    vendor, equals, number = text.partition("=")
+    if vendor not in VENDORS or not equals:
         raise argparse.ArgumentTypeError(
             f"must be VENDOR=N, with one of {', '.join(VENDORS)}, not {text!r}"
         )
@@ -153,9 +174,13 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
     if options.model is not None:
         flags, source = faults.read(lambda: read_flags(options.model)) or ({}, "")
         if source:
+            flags |= seq_length_given(options)
             model = faults.read(lambda: model_from_flags(flags, source=source))
-    elif options.gpu_memory:
-        faults.sentences.append("--gpu-memory needs --model, from which a rank's memory follows")
+    else:
+        if options.gpu_memory:
+            faults.add(["--gpu-memory needs --model, from which a rank's memory follows"])
+        if options.seq_length is not None:
+            faults.add(["--seq-length needs --model, whose samples have that length"])
     sizes: dict[str, int | None] = {
         "micro-batch-size": 1,
         "global-batch-size": None,
@@ -170,11 +195,13 @@ def _read_run(options: argparse.Namespace, faults: Faults) -> _TrainingRun:
             faults.sentences.append(f"{name} is {value!r}; it must be a whole number of at least 1")
             value = None
         sizes[name] = value
-    costs = TrainingOptions.of_flags(flags)
+    for name, choices in _CHOICES.items():
+        if flags.get(name) not in (None, *choices):
+            faults.add([f"{name} is {flags.pop(name)!r}; it must be one of {', '.join(choices)}"])
     return _TrainingRun(
         flags,
         model,
-        costs,
+        faults.read(lambda: TrainingOptions.of_flags(flags)) or TrainingOptions(),
         micro_batch=sizes["micro-batch-size"],
         global_batch=sizes["global-batch-size"],
         chunks=sizes["num-virtual-stages-per-pipeline-rank"] or 1,
@@ -208,11 +235,14 @@ def _problems(file: PlanFile, run: _TrainingRun, options: argparse.Namespace) ->
         return
     if world_size is not None:
         yield from world_size_problems(meshes, world_size)
-    of_experts = [
-        problem
-        for name, mesh in zip(mesh_names(meshes), meshes, strict=True)
-        for problem in expert_rank_problems(mesh, name=f"{name}: ")
-    ]
+    is_dense = run.model is not None and not run.model.num_experts
+    of_experts: list[str] = []
+    for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
+        if is_dense and mesh.experts > 1:
+            size = f"expert-parallel size {mesh.experts}"
+            of_experts.append(f"{name}: {size}, and the model has no experts")
+        else:
+            of_experts += expert_rank_problems(mesh, name=f"{name}: ")
     yield from of_experts
     yield from _contradictions(meshes, run)
     if (ranks := sum(mesh.world_size for mesh in meshes)) > _MAX_RANKS:
@@ -295,11 +325,9 @@ def _context_problems(
 
 
 def _expert_problems(meshes: Sequence[Mesh], run: _TrainingRun, model: ModelShape) -> Iterator[str]:
+    if not model.num_experts:
+        return
     for name, mesh in zip(mesh_names(meshes), meshes, strict=True):
-        if not model.num_experts:
-            if mesh.experts > 1:
-                yield f"{name}: expert-parallel size {mesh.experts}, and the model has no experts"
-            continue
         sizes = {
             f"--num-experts {model.num_experts}": (model.num_experts, mesh.experts),
             f"--moe-ffn-hidden-size {model.expert_ffn}": (model.expert_ffn, mesh.ranks_per_expert),

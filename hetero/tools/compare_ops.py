@@ -77,8 +77,8 @@ class _Command(Parser):
     """The parser of one command, as argparse builds it."""
 
     def __init__(self, *, prog: str) -> None:
-        super().__init__("Flags that are not listed here are those of pretrain_gpt.py.")
-        self.prog = prog
+        listed = "Flags that are not listed here are those of pretrain_gpt.py."
+        super().__init__(listed, prog=prog, takes_run_flags=True)
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, *, reference: bool) -> None:

@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +32,9 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from hetero.errors import HeteroError, UserError
+from hetero.errors import Faults, HeteroError, UserError
 from hetero.link import FAMILIES, TRANSPORTS
+from hetero.link.ring import PAGE
 from hetero.native.binding import ENGINE_RAILS
 from hetero.plan import VENDOR_VARIABLE, VENDORS
 from hetero.startup.addresses import lead_gloo_towards
@@ -44,7 +45,7 @@ from hetero.tools.benchmark.program import BACKENDS, run_rank
 from hetero.tools.benchmark.record import CollectiveOptions, LinkOptions
 from hetero.tools.benchmark.report import write_report
 from hetero.tools.launching.spawned_ranks import run_ranks
-from hetero.tools.tool_command_line import Parser, make_results_folder, run
+from hetero.tools.tool_command_line import Parser, make_results_folder, require_writable, run
 
 _MEASURED = (*TRANSPORTS, "nccl")
 """The transports of a boundary and, beside them, what a mesh of GPUs uses within itself."""
@@ -87,15 +88,22 @@ def parse_options(argv: Sequence[str]) -> tuple[LinkOptions | CollectiveOptions,
         given.parts = given.parts or CollectiveOptions.parts
     options = kind(**{field.name: getattr(given, field.name) for field in fields(kind)})
     if isinstance(options, LinkOptions):
-        if options.chunk_bytes is not None and options.chunk_bytes > options.ring_bytes:
-            links.error(f"--chunk {options.chunk_bytes} is larger than --ring {options.ring_bytes}")
-        if _under_launcher():
-            links.error("links starts its two processes itself; start it without a launcher")
+        if problems := list(_link_problems(options)):
+            links.refuse(problems)
     elif options.reduction == "avg" and "int" in options.dtype:
         collectives.error(
             f"--reduction avg of {options.dtype} would be cut off; give a floating dtype"
         )
     return options, given.out
+
+
+def _link_problems(options: LinkOptions) -> Iterator[str]:
+    if options.ring_bytes < 2 * PAGE:
+        yield f"--ring {options.ring_bytes} is smaller than two pages, {2 * PAGE} bytes"
+    if options.chunk_bytes is not None and options.chunk_bytes > options.ring_bytes:
+        yield f"--chunk {options.chunk_bytes} is larger than --ring {options.ring_bytes}"
+    if _under_launcher():
+        yield "links starts its two processes itself; start it without a launcher"
 
 
 def _add_common_flags(
@@ -239,16 +247,21 @@ def _under_launcher() -> bool:
 
 def measure(options: LinkOptions | CollectiveOptions, out: str, command: Sequence[str]) -> str:
     """Measure and write. HeteroError for results that are wrong and for what broke."""
-    folder = make_results_folder(out)
+    parts = options.parts if isinstance(options, CollectiveOptions) else (2,)
+    local_size, simulated = sum(parts), len(parts) > 1
     if _under_launcher():
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        _require_gpus(options, local_size, simulated=VENDOR_VARIABLE in os.environ)
+        simulated = VENDOR_VARIABLE in os.environ
+    faults = Faults()
+    faults.read(lambda: _require_gpus(options, local_size, simulated=simulated))
+    faults.read(lambda: require_writable(Path(out), f"--out {out}"))
+    faults.refuse()
+    folder = make_results_folder(out)
+    if _under_launcher():
         lead_gloo_towards(os.environ.get("MASTER_ADDR", ""))
         store, rank, size = next(iter(dist.rendezvous("env://")))
         failed = _run_rank(rank, size, store, options=options, out=out, command=command)
     else:
-        parts = options.parts if isinstance(options, CollectiveOptions) else (2,)
-        _require_gpus(options, sum(parts), simulated=len(parts) > 1)
         store = dist.TCPStore(
             "127.0.0.1",
             0,

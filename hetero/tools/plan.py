@@ -27,6 +27,7 @@ from hetero.planner.solution import solve
 from hetero.text import integer, number
 from hetero.tools.planning.plan_files import write_solution
 from hetero.tools.planning.planning_request import PlanningRequest, infeasible_error, read_request
+from hetero.tools.planning.sequence_length import add_seq_length
 from hetero.tools.planning.solution_table import solution_text
 from hetero.tools.planning.what_if import SWEEPS, sweep
 from hetero.tools.tool_command_line import Parser, run
@@ -50,10 +51,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "a folder with one",
     )
     parser.add_argument("--global-batch", type=integer(1), required=True, help="samples of a step")
-    parser.add_argument(
-        "--seq-length",
-        type=integer(1),
-        help="default: the model file's; for a config.json, 4096 or what the model can process",
+    add_seq_length(
+        parser, default="the model file's; for a config.json, 4096 or what the model can process"
     )
     parser.add_argument(
         "--profile",

@@ -37,6 +37,7 @@ from hetero.planner.layer_profile import (
 )
 from hetero.planner.model_shape import COUNTS, UNSAID, ModelShape, model_shape
 from hetero.text import counted, integer, number, size_text
+from hetero.tools.operators.layer_flags import DTYPES, model_arguments
 from hetero.tools.reports.page import write_whole
 from hetero.tools.reports.text_table import aligned
 from hetero.tools.tool_command_line import Parser, require_results_file, run
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser((__doc__ or "").partition("\n")[0])
+    parser = Parser((__doc__ or "").partition("\n")[0], takes_run_flags=True)
     parser.add_argument(
         "--out",
         type=Path,
@@ -112,14 +113,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace) -> str:
-    require_results_file(options.out)
-    before = load_profile(options.out) if options.out.exists() else None
+    args, model, before = _read(options)
     import_megatron_core()
     from hetero.tools.layer_profile.profiled_device import device_here
-    from hetero.tools.operators.layer_flags import DTYPES, model_arguments
 
-    args = model_arguments(options.flags)
-    model = model_shape(args)
     dtype = next(name for name, torch_name in DTYPES.items() if torch_name == args.params_dtype)
     described = {**asdict(model), "dtype": dtype}
     # A profile of an earlier version does not say its dtype.
@@ -139,6 +136,24 @@ def _measure(options: argparse.Namespace) -> str:
     return "\n".join(
         [*lines, f"{options.out}: {counted(len(measured.points), 'point')} of {here.accelerator}"]
     )
+
+
+def _read(
+    options: argparse.Namespace,
+) -> tuple[argparse.Namespace, ModelShape, MeasuredProfile | None]:
+    """The model's flags, its shape, and the profile that is there. Raises UserError with all that
+    is wrong with them and with --out."""
+    faults = Faults()
+    faults.read(lambda: require_results_file(options.out))
+    before = None
+    if options.out.exists() and not options.out.is_dir():
+        before = faults.read(lambda: load_profile(options.out))
+    args = faults.read(lambda: model_arguments(options.flags))
+    model = None if args is None else faults.read(lambda: model_shape(args))
+    faults.refuse()
+    assert args is not None
+    assert model is not None
+    return args, model, before
 
 
 def _precisions(args: argparse.Namespace) -> tuple[bool, ...]:

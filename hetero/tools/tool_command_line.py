@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hetero.errors import HeteroError, UserError, print_error, write_error_file
 from hetero.text import HelpFormatter
@@ -29,16 +29,54 @@ class Interrupted(HeteroError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence, like every other error of the tools.
+    """An argument parser that tells all that is wrong at once, like every other error of the tools.
 
     Every process of a launcher finds the same error: one of each node says it, and all tell it.
     """
 
-    def __init__(self, description: str, *, prog: str | None = None) -> None:
-        """`prog` is for argparse, which makes the parsers of a tool's commands."""
+    def __init__(
+        self, description: str, *, prog: str | None = None, takes_run_flags: bool = False
+    ) -> None:
+        """`prog` is for argparse, which makes the parsers of a tool's commands. `takes_run_flags`:
+        `parse_known_args` is what is called, and what it does not know are pretrain_gpt.py's."""
         super().__init__(
             description=description, prog=prog, allow_abbrev=False, formatter_class=HelpFormatter
         )
+        self._takes_run_flags = takes_run_flags
+        self._words: list[str] = []
+        self._wrong: list[str] = []
+        self._without_value: list[argparse.Action] = []
+
+    def parse_known_args(  # type: ignore[override]  # argparse's are overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self._words = list(sys.argv[1:] if args is None else args)
+        self._wrong, self._without_value = [], []
+        found, others = super().parse_known_args(self._words, namespace)
+        if self._wrong:
+            self.refuse(self._wrong)
+        return found, others
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """Of argparse, which asks it how many of the words behind a flag are its values."""
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self._wrong.append(str(error))
+            self._without_value.append(action)
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Of argparse, which reads the values of a flag with it and ends at the first wrong one."""
+        if action in self._without_value:
+            return None
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            if action.nargs == argparse.PARSER:  # a command that there is not: whose are the flags?
+                raise
+            self._wrong.append(str(error))
+            return None
 
     def parse_with_run_flags(
         self, argv: Sequence[str] | None
@@ -50,13 +88,29 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(words[:cut]), words[cut + 1 :]
 
     def error(self, message: str) -> NoReturn:
-        sentence = f"{message}; --help lists the flags"
+        self.refuse([*self._wrong, message])
+
+    def refuse(self, sentences: Sequence[str]) -> NoReturn:
+        """End with these errors, one at least, and flags that are unknown."""
+        sentences = list(sentences)
+        if not self._takes_run_flags and self._subparsers is None:
+            own = self._words[: self._words.index("--")] if "--" in self._words else self._words
+            flags = [word.partition("=")[0] for word in own if word.startswith("--")]
+            unknown = [flag for flag in flags if flag not in self._option_string_actions]
+            if unknown and not sentences[-1].startswith(_UNKNOWN):
+                sentences.append(_UNKNOWN + " ".join(unknown))
+        sentences[-1] += "; --help lists the flags"
+        sentence = str(UserError(*sentences))
         launched = "TORCHELASTIC_ERROR_FILE" in os.environ
         speaks = not launched or os.environ.get("LOCAL_RANK", "0") == "0"
         if speaks:
             print_error(sentence)
         write_error_file(sentence, printed=speaks, known_to_all=True)
         self.exit(UserError.exit_code)
+
+
+_UNKNOWN = "unrecognized arguments: "
+"""argparse's words."""
 
 
 def make_results_folder(path: str | Path, flag: str = "--out") -> Path:

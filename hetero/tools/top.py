@@ -31,7 +31,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hetero.errors import HeteroError, UserError
+from hetero.errors import HeteroError
 from hetero.text import counted, seconds
 from hetero.tools.tool_command_line import Parser, run
 
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser("Show a run while it runs, in a terminal.")
     parser.add_argument(
         "address",
+        type=_address,
         metavar="HOST:PORT",
         help="where it is shown: what a run with --hetero-metrics-port prints",
     )
@@ -56,20 +57,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _address(text: str) -> tuple[str, int]:
+    """The host and the port of HOST:PORT, or of the page's URL."""
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no HOST:PORT; give what the run printed behind 'live view:'"
+        )
+    return host, port
+
+
 class LiveView:
     """Asks a run for its state."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT, or the page's URL. Raises UserError."""
-        try:
-            parts = urlsplit(address if "://" in address else f"//{address}")
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if not host or not port:
-            raise UserError(
-                f"{address!r} is no HOST:PORT; give what the run printed behind 'live view:'"
-            )
+    def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
 
     def state(self) -> dict[str, Any]:
@@ -304,7 +309,7 @@ def _rate(value: float | None) -> str:
 
 def show(args: argparse.Namespace) -> str:
     """Show states until the run or the user ends it. Raises HeteroError."""
-    view, console = LiveView(args.address), Console()
+    view, console = LiveView(*args.address), Console()
     state = view.state()
     if args.once:
         if not state["has_rates"]:

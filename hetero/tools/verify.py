@@ -127,7 +127,7 @@ def _parse(argv: Sequence[str] | None) -> Options:
     if not steps:
         problems.append("--only and --skip leave no step to run")
     if problems:
-        parser.error("; ".join(problems))
+        parser.refuse(problems)
     return Options(
         nnodes=given.nnodes,
         nproc_per_node=given.nproc_per_node,

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import get_blend_from_list
 
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 from hetero.text import counted
 from megatron.hetero.dataset_description import TokenizerInfo, tokenizer_mismatch
 from megatron.hetero.tokenizer.vocabulary import known_tokens
@@ -41,6 +42,8 @@ _DTYPES: dict[int, Any] = {
 }
 _REMEDY = "make it again with hetero preprocess-data"
 _SAMPLED_TOKENS = 1 << 20
+_MOST_TOLD = 5
+"""Mistakes that an error has: a blend may have hundreds of datasets in one missing folder."""
 Checked = TypeVar("Checked")
 
 
@@ -167,9 +170,10 @@ def _check_descriptions(args: argparse.Namespace, prefixes: list[str], vocab_siz
     tokenizer = TokenizerInfo(kind, vocab_size, digest, begin=begin)
     said = [tokenizer_mismatch(prefix, tokenizer) for prefix in dict.fromkeys(prefixes)]
     if found := [text for text in said if text is not None]:
-        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        more = f"; and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
+        told = "; ".join(found[:_MOST_TOLD])
         raise UserError(
-            f"this run's tokenizer is a {tokenizer}, and {'; '.join(found[:5])}{more}; name the "
+            f"this run's tokenizer is a {tokenizer}, and {told}{more}; name the "
             "tokenizer that made the data, or preprocess the text with this run's"
         )
 
@@ -234,21 +238,27 @@ def named_prefixes(args: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 def check_datasets(args: argparse.Namespace, *, read_indexes: bool = True) -> CheckedData:
-    """Check all datasets that the flags name. Raises UserError.
+    """Check all datasets that the flags name. Raises UserError with what is wrong with each.
 
     Without `read_indexes`, checks only file headers and returns an empty result. Indexes may be
     gigabytes, so one rank per node reads them for the others.
     """
-    listed = named_prefixes(args)
+    faults, listed = Faults(), named_prefixes(args)
     if not read_indexes:
         for prefix, _ in listed:
-            check_header(prefix)
+            faults.read(partial(check_header, prefix))
+        _refuse(faults)
         return CheckedData()
-    _check_descriptions(args, [prefix for prefix, _ in listed], args.tokenizer_vocab_size)
+    prefixes = [prefix for prefix, _ in listed]
+    faults.read(lambda: _check_descriptions(args, prefixes, args.tokenizer_vocab_size))
+    is_another = bool(faults.sentences)  # whose tokens are no further mistake
     empty_splits, digests = set(), []
     for prefix, name in listed:
-        summary = inspect_index(prefix)
-        _check_vocabulary(prefix, summary, known_tokens(args))
+        summary = faults.read(partial(inspect_index, prefix))
+        if summary is None:
+            continue
+        if not is_another:
+            faults.read(partial(_check_vocabulary, prefix, summary, known_tokens(args)))
         digests.append(_digest(prefix, summary))
         if name is None:
             tokens = split_tokens(args.split, summary.lengths)
@@ -256,12 +266,21 @@ def check_datasets(args: argparse.Namespace, *, read_indexes: bool = True) -> Ch
             tokens = [summary.tokens if split == name else -1 for split in SPLITS]
         empty_splits |= {split for split, count in zip(SPLITS, tokens, strict=True) if count == 0}
         if -1 < tokens[0] < args.seq_length + 1 and not args.skip_train:
-            raise UserError(
+            sentence = (
                 f"--seq-length {args.seq_length} is longer than the data: {prefix} holds "
                 f"{counted(summary.tokens, 'token')}, {tokens[0]} of them for training; use more "
                 "text, a shorter sequence or a larger training part in --split"
             )
+            faults.add([sentence])
+    _refuse(faults)
     return CheckedData(frozenset(empty_splits), tuple(digests))
+
+
+def _refuse(faults: Faults) -> None:
+    """Raise UserError with what was found; of many datasets with what is wrong with the first."""
+    if more := faults.sentences[_MOST_TOLD:]:
+        faults.sentences[_MOST_TOLD:] = [f"and {len(more)} more of other datasets"]
+    faults.refuse()
 
 
 def require_same_data(payloads: Sequence[dict[str, Any]]) -> None:

@@ -268,10 +268,10 @@ def test_a_checkpoint_moves_between_expert_parallel_sizes_bit_for_bit(
 
 def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:
     """Of a layer the experts differ from rank to rank, and their state goes over fewer of them."""
-    require_counted_to_the_byte(flags(corpus, f"{DEEPSEEK} --bf16 {DISTRIBUTED}"), tmp_path)
+    assert_counted_to_the_byte(flags(corpus, f"{DEEPSEEK} --bf16 {DISTRIBUTED}"), tmp_path)
 
 
-def require_counted_to_the_byte(shape: list[str], tmp_path: Path) -> None:
+def assert_counted_to_the_byte(shape: list[str], tmp_path: Path) -> None:
     """Of a run of a model with experts, and 512 rows of vocabulary, on three meshes."""
     meshes = [mesh(1, data=2, experts=2), mesh(1, data=2), mesh(2)]
     words = [*shape, *write_plan(meshes, tmp_path)]

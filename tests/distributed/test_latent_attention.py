@@ -13,7 +13,7 @@ from tests.distributed.harness import MIXED, train
 from tests.distributed.plan_cases import Case, across
 from tests.distributed.test_context_parallelism import EIGHT, mesh, stored
 from tests.distributed.test_context_parallelism import flags as grouped_flags
-from tests.distributed.test_experts import DEEPSEEK, require_counted_to_the_byte
+from tests.distributed.test_experts import DEEPSEEK, assert_counted_to_the_byte
 from tests.distributed.test_meshes import write_plan
 
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -189,4 +189,4 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(corpus, tmp_path: Pa
 @pytest.mark.parametrize("more", ["", "--mtp-num-layers 1 --untie-embeddings-and-output-weights"])
 def test_the_planner_counts_what_ranks_hold_to_the_byte(more: str, corpus, tmp_path: Path) -> None:
     words = flags(corpus, f"{DEEPSEEK} {V3} {more} --bf16 {DISTRIBUTED}")
-    require_counted_to_the_byte(words, tmp_path)
+    assert_counted_to_the_byte(words, tmp_path)

@@ -15,7 +15,7 @@ from megatron.hetero.generation import whole_model
 from tests.distributed.harness import MIXED, read_rows, train
 from tests.distributed.plan_cases import Case, across
 from tests.distributed.test_context_parallelism import EIGHT, flags, mesh, stored
-from tests.distributed.test_experts import DEEPSEEK, require_counted_to_the_byte
+from tests.distributed.test_experts import DEEPSEEK, assert_counted_to_the_byte
 from tests.distributed.test_meshes import write_plan
 
 # A large weight, so that a wrong factor of these losses shows.
@@ -166,7 +166,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(corpus, tmp_path: Path) 
 def test_the_planner_counts_what_ranks_hold_to_the_byte(corpus, tmp_path: Path) -> None:
     """With latent attention too, untied: tests/distributed/test_latent_attention.py."""
     words = flags(corpus, f"{TWO} {DEEPSEEK} --bf16 {DISTRIBUTED}")
-    require_counted_to_the_byte(words, tmp_path)
+    assert_counted_to_the_byte(words, tmp_path)
 
 
 def test_without_weight_the_layers_change_nothing_nor_does_an_evaluation_see_them(

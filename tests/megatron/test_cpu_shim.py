@@ -138,6 +138,7 @@ def test_a_stream_of_the_cpu_has_nothing_to_wait_for() -> None:
         stream = torch.cuda.current_stream()
         stream.wait_event(None)
         stream.wait_stream(torch.cuda.current_stream(CPU))
+        assert isinstance(stream, torch.cpu.Stream)
 
 
 def test_only_megatron_core_sees_type_names_of_cuda() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from hetero.errors import HeteroError, UserError
 from megatron.hetero.data import CyclicSampler, MicroBatches, SequentialSampler, build_datasets
-from megatron.hetero.dataset_checks import inspect_index, split_tokens
+from megatron.hetero.dataset_checks import check_datasets, inspect_index, split_tokens
 from megatron.hetero.tokenizer.build import build_tokenizer
 from tests.distributed.harness import launch_well
 from tests.megatron.launches import parsed
@@ -301,6 +302,24 @@ def test_a_missing_file_is_named() -> None:
     assert "PREFIX.idx does not exist" in _refusal(None, data)
     assert "PREFIX.bin does not exist" in _refusal(index, None)
     assert "name the prefix of both files, without .bin or .idx" in _refusal(None, None)
+
+
+@pytest.mark.parametrize("read_indexes", [True, False])
+def test_every_missing_dataset_of_a_blend_is_told_and_of_many_the_first(
+    tmp_path: Path, read_indexes: bool
+) -> None:
+    def refusal(count: int) -> Sequence[str]:
+        prefixes = [str(tmp_path / f"missing{number}") for number in range(count)]
+        args = Namespace(mock_data=False, data_path=prefixes, split="1", tokenizer_vocab_size=9)
+        with pytest.raises(UserError) as caught:
+            check_datasets(args, read_indexes=read_indexes)
+        return caught.value.sentences
+
+    first, second = refusal(2)
+    assert "missing0.idx does not exist" in first
+    assert "missing1.idx does not exist" in second
+    *told, rest = refusal(8)
+    assert (len(told), rest) == (5, "and 3 more of other datasets")
 
 
 @given(st.integers(0, INDEX_BYTES - 1))

@@ -99,6 +99,20 @@ def test_model_adds_parameters_memory_and_boundary_bytes(
     assert "boundary: 256.0 MiB a step in 16 slabs, from 4 ranks to 8, then gathered" in text
 
 
+def test_a_longer_sequence_than_the_model_file_s_counts_in_sizes_and_constraints(
+    capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path
+) -> None:
+    model = ("--model", "llama3.1-8b")
+    text = drawn(capsys, plan_file, *model, "--seq-length", 32768)
+    assert "boundary: 1.00 GiB a step" in text  # four times that of the file's 8192 tokens
+    (line,) = refused(capsys, plan_file, *model, "--seq-length", 262144)
+    assert line.endswith("max-position-embeddings 131072 is below a seq-length of 262144")
+    path = tmp_path / "context.yaml"
+    path.write_text("meshes: [{vendor: amd, layers: [32], context: 4}]")
+    (line,) = refused(capsys, path, *model, "--seq-length", 8196)
+    assert line.startswith("--seq-length 8196 must be a multiple of 8")
+
+
 def test_memory_has_weights_in_fp8_of_the_meshes_that_compute_so(
     capsys: pytest.CaptureFixture[str], plan_file: Path, tmp_path: Path
 ) -> None:
@@ -195,6 +209,38 @@ def test_plan_and_model_errors_are_reported_together(
     assert len(of_the_plan) == 3
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "choices"),
+    [
+        ("recompute-granularity", "ful", "selective, full"),
+        ("attention-backend", "flsh", "flash, fused, unfused, local, auto"),
+        ("fp8-format", "hybird", "e4m3, hybrid"),
+    ],
+)
+def test_an_option_that_the_model_s_file_misspells_is_told_with_all_else(
+    capsys: pytest.CaptureFixture[str],
+    plan_file: Path,
+    tmp_path: Path,
+    flag: str,
+    value: str,
+    choices: str,
+) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(f"{model_file('llama3.1-8b').read_text()}\nmore: {{{flag}: {value}}}\n")
+    option, ranks = refused(capsys, plan_file, "--model", model, "--world-size", 12)
+    assert option == f"{flag} is {value!r}; it must be one of {choices}"
+    assert ranks.startswith("the plan needs 16 ranks")
+
+
+def test_an_expert_size_of_a_dense_model_is_told_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("meshes: [{vendor: amd, layers: [32], data: 4, experts: 3}]")
+    (told,) = refused(capsys, path, "--model", "llama3.1-8b")
+    assert told == "mesh 0 (amd): expert-parallel size 3, and the model has no experts"
+
+
 def test_sequences_that_context_parallel_ranks_cannot_share_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -229,7 +275,8 @@ def test_experts_that_the_ranks_of_a_mesh_cannot_share_are_refused(
     assert "mesh 1 (amd): a mixture of experts with tensor-parallel size 3 needs sequence_" in told
     model.write_text(model_file("llama3-8b").read_text())
     told = "\n".join(refused(capsys, plan, "--model", str(model)))
-    assert "mesh 0 (nvidia): expert-parallel size 3, and the model has no experts" in told
+    assert told.count("expert-parallel size 3, and the model has no experts") == 1
+    assert "mesh 0 (nvidia): expert-parallel" in told
 
 
 def test_experts_that_do_not_divide_a_stage_are_told_with_all_else(
@@ -337,7 +384,10 @@ def test_memory_that_cannot_fit_is_refused_with_what_would_make_it_fit(
     [
         (("--world-size", "x"), "--world-size: must be a whole number of at least 1, not 'x'"),
         (("--gpus-per-node", "intel=8"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
+        (("--gpus-per-node", "nvidia"), "must be VENDOR=N, with one of nvidia, amd, cpu"),
+        (("--gpus-per-node", "amd=8", "amd=4"), "--gpus-per-node names amd 2 times"),
         (("--gpu-memory", "nvidia=80"), "--gpu-memory needs --model"),
+        (("--seq-length", "4096"), "--seq-length needs --model"),
         (("--model", "gpt5"), "gpt5 is neither a file nor a preset"),
         (("--global-batch-size", "30"), "must be a multiple of the 4 sequences of a step"),
         (("--micro-batch",), "unrecognized arguments: --micro-batch"),

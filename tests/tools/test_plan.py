@@ -546,6 +546,16 @@ def test_a_config_of_hugging_face_is_planned_as_it_is(in_a_folder: bool, tmp_pat
     assert (args.padded_vocab_size, args.seq_length) == (49280, 4096)
 
 
+def test_a_folder_without_a_config_is_told_so_unless_it_has_a_preset_s_name(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(main, request(tmp_path, "--model", str(tmp_path)))
+    assert f"the model {tmp_path} is a folder without config.json" in said
+    monkeypatch.chdir(tmp_path)
+    Path("llama3.2-1b").mkdir()
+    assert main(request(tmp_path, "--no-replicas", "--model", "llama3.2-1b")) == 0
+
+
 def test_what_a_config_has_no_flag_for_is_told_with_the_rest(
     tmp_path: Path, refused: Refused
 ) -> None:

@@ -42,5 +42,7 @@ def test_what_a_tool_cannot_do_is_one_sentence_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("sys.argv", [launch.section, *words])
-    assert launch.result.format(**places) in refused(main_of(launch.section), words)
+    expected = launch.result.format(**places).split(" // ")
+    said = refused(main_of(launch.section), words, several=len(expected) > 1)
+    assert [one for one in expected if one not in said] == []
     assert set(tmp_path.rglob("*")) == before

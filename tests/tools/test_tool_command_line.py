@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from hetero.errors import UserError
+from hetero.text import integer
 from hetero.tools.tool_command_line import Parser, run
 from tests.commands import ROOT
 
@@ -69,6 +70,55 @@ def test_a_reader_who_leaves_ends_it_without_a_word(tmp_path, command, environ) 
     os.close(writer)
     assert ended.stderr == ""
     assert ended.returncode in (128 + signal.SIGPIPE, -signal.SIGPIPE)
+
+
+ALL_WRONG = (
+    "error: 5 errors:",
+    "  argument --tensor: must be a whole number of at least 1, not 'x'",
+    "  argument --batch: expected one argument",
+    "  argument --kind: invalid choice: 'c' (choose from ",
+    "  the following arguments are required: --out",
+    "  unrecognized arguments: --tensr; --help lists the flags",
+)
+
+
+@pytest.mark.parametrize("of_a_command", [False, True])
+def test_all_that_is_wrong_with_a_command_line_is_told_at_once(
+    of_a_command: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = whole = Parser("Does nothing.")
+    if of_a_command:
+        parser = whole.add_subparsers(dest="command", required=True).add_parser(
+            "do", description="Does it."
+        )
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--tensor", nargs="+", type=integer(1))
+    parser.add_argument("--batch", type=integer(1))
+    parser.add_argument("--kind", choices=("a", "b"))
+    words = ["do"] * of_a_command
+    for given, said in (
+        ("f --tensor 1 x y --batch --kind c --tensr", ALL_WRONG),
+        ("f --out o --batch", ["error: argument --batch: expected one argument; --help lists"]),
+        ("f --out o --tensr 4", ["error: unrecognized arguments: --tensr 4"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            whole.parse_args([*words, *given.split()])
+        assert ended.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert all(line.startswith(told) for line, told in zip(lines, said, strict=True)), lines
+    assert whole.parse_args([*words, *"f --out o --batch 3".split()]).batch == 3
+
+
+def test_flags_of_a_run_are_unknown_to_a_tool_that_takes_them_and_no_mistake(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = Parser("Does nothing.", takes_run_flags=True)
+    parser.add_argument("--batch", type=integer(1))
+    assert parser.parse_known_args(["--batch", "3", "--bf16"])[1] == ["--bf16"]
+    with pytest.raises(SystemExit):
+        parser.parse_known_args(["--batch", "x", "--bf16"])
+    assert "--bf16" not in capsys.readouterr().err
 
 
 def test_what_stands_behind_the_dashes_is_pretrain_gpts_and_the_help_says_so(

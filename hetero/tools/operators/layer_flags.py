@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from hetero.errors import UserError
+from hetero.errors import Faults, UserError
 from megatron.hetero.arguments import build_parser, parse_args
 from megatron.hetero.arguments.config_file import expand_config_files
 from megatron.hetero.arguments.data import SPLITS
@@ -92,18 +92,23 @@ def model_arguments(words: Sequence[str], *, vocabulary: int | None = None) -> a
             words += [flag, *values]
     if given.isdisjoint(("--mock-data", *_DATA)):
         words += ["--mock-data"]
+    faults = Faults()
     if given.isdisjoint(("--vocab-size", "--padded-vocab-size")):
         if vocabulary is None:
-            raise UserError(
-                "the flags do not say --padded-vocab-size, the rows of the embedding; add it "
-                "(no tokenizer is read for it)"
+            faults.add(
+                [
+                    "the flags do not say --padded-vocab-size, the rows of the embedding; add it "
+                    "(no tokenizer is read for it)"
+                ]
             )
-        words += ["--vocab-size", str(vocabulary)]
+        words += ["--vocab-size", str(vocabulary or 1)]
     elif "--tokenizer-type" not in given and "--vocab-size" not in given:
         words += ["--vocab-size", "1"]
     if "--tokenizer-type" not in given:
         words += ["--tokenizer-type", "NullTokenizer"]
-    args = parse_args(words, world_size=1)
+    args = faults.read(lambda: parse_args(words, world_size=1))
+    faults.refuse()
+    assert args is not None
     if args.padded_vocab_size is None:
         args.padded_vocab_size = padded_vocab_size(
             args.vocab_size,

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from hetero.errors import UserError
+from hetero.presets import model_file
 from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
 from megatron.hetero.huggingface.configuration import args_from_config, read_json
@@ -25,6 +27,14 @@ def flags_of_config(name: str) -> str | None:
     if (path / _CONFIG).is_file():
         path /= _CONFIG
     if path.suffix != ".json":
+        if path.is_dir():
+            try:
+                model_file(name)  # a preset, whose name the folder happens to have
+            except UserError:
+                raise UserError(
+                    f"the model {name} is a folder without {_CONFIG}; give one that has it, in "
+                    "Hugging Face's format, a file of Megatron's flags, or a preset's name"
+                ) from None
         return None
     args = args_from_config(read_json(path), source=str(path))
     flags: dict[str, Any] = {}

@@ -35,6 +35,7 @@ from hetero.planner.training_options import (
 from hetero.presets import model_file
 from hetero.text import counted
 from hetero.tools.planning.model_config import flags_of_config
+from hetero.tools.planning.sequence_length import seq_length_given
 from hetero.tools.tool_command_line import require_writable
 from megatron.hetero.arguments.config_file import FLAG, expand_config_files
 from megatron.hetero.arguments.parser import build_parser, split_words
@@ -82,7 +83,6 @@ class _CombinedProfile:
 def read_request(options: argparse.Namespace) -> PlanningRequest:
     """The request of a command line. Raises UserError with every problem found."""
     faults = Faults()
-    changed = {} if options.seq_length is None else {"seq_length": options.seq_length}
     shares_state = not options.no_distributed_optimizer
     cluster = faults.read(lambda: load_cluster(options.cluster))
     model_yaml = None
@@ -95,7 +95,7 @@ def read_request(options: argparse.Namespace) -> PlanningRequest:
             if model_yaml is not None:
                 name = str(Path(folder) / "model.yaml")
                 Path(name).write_text(model_yaml, "utf-8")
-            return _model(name, changed, options=options, shares_state=shares_state)
+            return _model(name, options=options, shares_state=shares_state)
 
         read = faults.read(read_model)
     model = None if read is None else read.shape
@@ -162,9 +162,7 @@ class _Model:
     """Those that it gives, without dashes."""
 
 
-def _model(
-    name: str, changed: Mapping[str, Any], *, options: argparse.Namespace, shares_state: bool
-) -> _Model:
+def _model(name: str, *, options: argparse.Namespace, shares_state: bool) -> _Model:
     """Read the model's file. Raises UserError.
 
     Every key is known to pretrain_gpt.py: one that is misspelt would leave a default.
@@ -189,7 +187,7 @@ def _model(
     left_out, _ = check_unsupported(one for one in given if is_unsupported(one.flag))
     faults.sentences += [f"the model {file}: {said}" for said in left_out]
     faults.sentences = [said.replace(f"{FLAG} ", "the model ", 1) for said in faults.sentences]
-    model = faults.read(lambda: load_model(name, **changed))
+    model = faults.read(lambda: load_model(name, **seq_length_given(options)))
     fp8 = faults.read(lambda: _fp8(flags, options))
     faults.refuse()
     assert model is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,16 @@ from megatron.hetero.huggingface.families import BY_TYPE, FAMILIES, Family
 
 _JSON_NAMES: Mapping[type, str] = {list: "list", dict: "mapping"}
 _MISSING = object()
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers"), 10_000
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000),
+    "max_position_embeddings": 1_000_000_000,
+}
+_MOST_ELSE = 100_000_000
+"""More of any size no model has: such a number is a mistake, and layers and experts are listed one
+by one before anything is compared with the weights."""
 T = TypeVar("T")
 
 
@@ -41,23 +52,26 @@ class ConfigReader:
             self.problems.append(f"{said}, which are two names of one size; keep the model's own")
         return next(iter(known.values())) if known else self.value(names[0])
 
-    def number(self, name: str, default: float, *, above_zero: bool = False) -> float:
-        """A number of at least 0."""
+    def number(
+        self, name: str, default: float, *, above_zero: bool = False, below: float = math.inf
+    ) -> float:
+        """A number of at least 0, and finite."""
         value = self.value(name, default)
         if value is None and name == "attention_dropout":
             return default
-        return self.checked_number(name, value, default, above_zero=above_zero)
+        return self.checked_number(name, value, default, above_zero=above_zero, below=below)
 
     def size(self, *names: str, minimum: int = 1) -> int:
         """A whole number, of the first of several names of one key."""
         value = self.first(names)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+        maximum = _MOST.get(names[0], _MOST_ELSE)
+        if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
             return value
         if names[0] not in self._wrong:
             self._wrong.add(names[0])
             self.problems.append(
-                f"{names[0]} {value!r} instead of a whole number of at least {minimum}; take the "
-                "model's own config.json"
+                f"{names[0]} {reprlib.repr(value)} instead of a whole number of at least {minimum} "
+                f"and at most {maximum}; take the model's own config.json"
             )
         return max(minimum, 1)
 
@@ -87,13 +101,20 @@ class ConfigReader:
         return kind()
 
     def checked_number(
-        self, name: str, value: Any, default: float, *, above_zero: bool = False
+        self,
+        name: str,
+        value: Any,
+        default: float,
+        *,
+        above_zero: bool = False,
+        below: float = math.inf,
     ) -> float:
         """`value`, or `default` and a problem if it is not a number of at least 0."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 <= value < math.inf and (value or not above_zero):
+        if is_number and 0 <= value < below and (value or not above_zero):
             return float(value)
         expected = "a number above 0" if above_zero else "a number of at least 0"
+        expected += "" if below == math.inf else f" and below {below:g}"
         self.problems.append(
             f"{name} {value!r} instead of {expected}; take the model's own config.json"
         )

@@ -55,11 +55,11 @@ def args_from_config(config: Mapping[str, Any], *, source: str) -> dict[str, Any
         **rope_args(read),
         **expert_args(read),
         "make_vocab_size_divisible_by": 128,
-        "layernorm_epsilon": read.number("rms_norm_eps", 1e-6, above_zero=True),
+        "layernorm_epsilon": read.number("rms_norm_eps", 1e-6, above_zero=True, below=1),
         "untie_embeddings_and_output_weights": not read.value("tie_word_embeddings", False),
         "bias_gelu_fusion": False,
         "hidden_dropout": 0.0,
-        "attention_dropout": read.number("attention_dropout", 0.0),
+        "attention_dropout": read.number("attention_dropout", 0.0, below=1),
     }
     _require_supported(read)
     _require_no_window(read, args["max_position_embeddings"])
@@ -105,6 +105,8 @@ def _sizes(config: ConfigReader) -> dict[str, Any]:
     width = hidden // heads
     if config.value("head_dim") is not None and not config.family.latent_attention:
         width = config.size("head_dim")
+    elif not width and config.has_sizes("num_attention_heads", "hidden_size"):
+        config.problems.append(f"{counted(heads, 'attention head')} for a hidden_size of {hidden}")
     rows = config.size("vocab_size")
     return {
         "num_layers": config.size("num_hidden_layers"),

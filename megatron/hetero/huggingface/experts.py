@@ -62,7 +62,8 @@ def _pattern(config: ConfigReader, experts: Experts) -> int | list[int]:
     elif experts.dense_layers is not None:
         dense = set(range(config.size(experts.dense_layers, minimum=0)))
     pattern = [int(layer not in dense) for layer in range(layers)]
-    if not any(pattern):
+    of_layers = ("num_hidden_layers", experts.dense_layers or "", "decoder_sparse_step")
+    if not any(pattern) and config.has_sizes(*of_layers):
         config.problems.append(
             f"no layer with experts, because of its {experts.dense_layers}; only a model with at "
             "least one can be converted"

@@ -105,7 +105,7 @@ def stream(
     return right
 
 
-def cross_and_compare(
+def assert_both_ways_arrive(
     links: Both, chance: random.Random, *, sizes: Sequence[int], before: Callable[[int], None]
 ) -> None:
     """Send messages of any of these sizes both ways at once, some at a time, and compare them."""

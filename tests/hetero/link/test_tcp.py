@@ -30,8 +30,8 @@ from hetero.observe.record import Recorder
 from hetero.startup.process import allow_open_files
 from tests.hetero.link.joined import (
     MESSAGES,
+    assert_both_ways_arrive,
     at,
-    cross_and_compare,
     is_broken,
     noise,
     stream,
@@ -254,7 +254,7 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(network: Network, seed: i
             if number in strikes:
                 FAULTS[chance.choice(list(FAULTS))](rails[strikes[number]])
 
-        cross_and_compare(links, chance, sizes=SIZES, before=strike)
+        assert_both_ways_arrive(links, chance, sizes=SIZES, before=strike)
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")])

@@ -21,8 +21,8 @@ from tests.emulated_streams import EmulatedDevice
 from tests.hetero.link.joined import (
     MESSAGES,
     Both,
+    assert_both_ways_arrive,
     at,
-    cross_and_compare,
     stream,
     threads_named,
     times_asleep,
@@ -105,7 +105,7 @@ def test_a_fault_of_any_kind_at_any_time_costs_no_byte(nics: LoopbackNics, seed:
         nics[name].holds_writes = True
     chunk_bytes = chance.choice([512, 4096, CHUNK_BYTES])
     with Setup(read_back=read_back, chunk_bytes=chunk_bytes).links() as links:
-        cross_and_compare(links, chance, sizes=SIZES, before=at(when, strike))
+        assert_both_ways_arrive(links, chance, sizes=SIZES, before=at(when, strike))
 
 
 def test_an_idle_link_s_carriers_never_wake(nics: LoopbackNics) -> None:

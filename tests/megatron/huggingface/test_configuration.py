@@ -162,6 +162,11 @@ def test_transformers_5_has_one_key_for_everything_about_rope() -> None:
         ({"rms_norm_eps": None}, "rms_norm_eps None instead of a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps 0 instead of a number above 0"),
         ({"attention_dropout": "none"}, "attention_dropout 'none' instead of a number"),
+        ({"attention_dropout": 1}, "1 instead of a number of at least 0 and below 1"),
+        ({"rms_norm_eps": 1.5}, "rms_norm_eps 1.5 instead of a number above 0 and below 1"),
+        ({"num_hidden_layers": 10**9}, "of at least 1 and at most 10000"),
+        ({"hidden_size": 10**400}, "hidden_size 1"),
+        ({"hidden_size": 16, "num_key_value_heads": 32}, "32 attention heads for a hidden_size"),
     ],
 )
 def test_what_no_flag_stands_for_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -176,6 +181,16 @@ def test_all_that_no_flag_stands_for_is_told_at_once() -> None:
     assert len(raised.value.sentences) == 4
     for name in ("attention_bias True", "hidden_act 'gelu'", "'yarn'", "num_hidden_layers None"):
         assert name in said
+
+
+def test_sizes_that_no_model_has_are_told_at_once_and_before_their_layers_are_listed() -> None:
+    too_many = {"num_hidden_layers": 10**12, "n_routed_experts": 10**12}
+    wrong = too_many | {"first_k_dense_replace": 10**12, "attention_dropout": 2}
+    with pytest.raises(UserError) as raised:
+        _args(_real("deepseek_v3_bf16"), **wrong)
+    told = raised.value.sentences
+    assert {sentence.partition(" has ")[2].split()[0] for sentence in told} == set(wrong)
+    assert len(told) == len(wrong)
 
 
 @pytest.mark.parametrize(
