@@ -27,7 +27,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
-from hetero.errors import HeteroError, UserError
+from hetero.errors import Faults, HeteroError, UserError
 from hetero.plan import Coordinate, Plan
 from hetero.startup.exchange import JobExchanges
 from hetero.text import counted
@@ -652,33 +652,26 @@ def agree_on_tokenizer(
     Sets the sizes of the vocabulary. Only one rank per node should `read_indexes`; the result is
     shared with the others.
     """
-    tokenizer, payload, problem = None, {}, None
-    try:
-        tokenizer = build_tokenizer(args)
-        args.tokenizer_vocab_size = int(tokenizer.vocab_size)
-        args.tokenizer_digest = tokenizer_digest(tokenizer)
-        args.tokenizer_begin = list(tokenizer.begin)
-        fim = fill_in_middle(args, tokenizer)
-        special = None if fim is None else fim.ids
-        payload = {
-            "host": socket.gethostname(),
-            "tokenizer": [
-                args.tokenizer_vocab_size,
-                [args.tokenizer_digest, args.tokenizer_begin, special],
-            ],
-            "absent": [],
-            "data": [],
-        }
-        if not args.mock_data:
-            found = check_datasets(args, read_indexes=read_indexes)
-            payload |= {"absent": sorted(found.empty_splits), "data": list(found.digests)}
-    except UserError as error:
-        problem = error
+    faults = Faults()
+    read = faults.read(lambda: _read_tokenizer(args))
+    data = None
+    if not args.mock_data:
+        # What the files hold can be compared with a tokenizer alone.
+        reads = read_indexes and read is not None
+        data = faults.read(lambda: check_datasets(args, read_indexes=reads))
+    payload = {
+        "host": socket.gethostname(),
+        "tokenizer": None if read is None else read[1],
+        "absent": [] if data is None else sorted(data.empty_splits),
+        "data": [] if data is None else list(data.digests),
+    }
+    problem = UserError(*faults.sentences) if faults.sentences else None
     payloads = exchanges.exchange("data files", payload=payload, error=problem)
     empty_splits = frozenset(name for record in payloads for name in record["absent"])
     require_same_data(payloads)
-    # Every rank has built one, or the exchange has raised.
-    assert tokenizer is not None
+    # Every rank has read one, or the exchange has raised.
+    assert read is not None
+    tokenizer, _ = read
     args.padded_vocab_size = embedding_rows(
         args, args.tokenizer_vocab_size, base_vocab_size=tokenizer.base_vocab_size
     )
@@ -686,6 +679,18 @@ def agree_on_tokenizer(
     prefixes = [prefix for prefix, _ in named_prefixes(args)]
     digests = dict(zip(prefixes, payloads[0]["data"], strict=False))
     return AgreedTokenizer(tokenizer, empty_splits, digests)
+
+
+def _read_tokenizer(args: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """This run's tokenizer, and what tells it apart from another. Raises UserError."""
+    tokenizer = build_tokenizer(args)
+    args.tokenizer_vocab_size = int(tokenizer.vocab_size)
+    args.tokenizer_digest = tokenizer_digest(tokenizer)
+    args.tokenizer_begin = list(tokenizer.begin)
+    fim = fill_in_middle(args, tokenizer)
+    special = None if fim is None else fim.ids
+    ids = [args.tokenizer_digest, args.tokenizer_begin, special]
+    return tokenizer, [args.tokenizer_vocab_size, ids]
 
 
 def agree_on_datasets(

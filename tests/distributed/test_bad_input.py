@@ -85,6 +85,15 @@ def test_a_sequence_longer_than_the_data_which_leaves_no_file_and_no_folder(
     assert [*tmp_path.rglob("*")] == [kept]
 
 
+def test_a_tokenizer_and_data_that_are_missing_are_told_together(tmp_path: Path) -> None:
+    flags = ["--tokenizer-type", "SentencePieceTokenizer", "--split", "90,10,0"]
+    flags += ["--tokenizer-model", str(tmp_path / "no.model"), "--data-path", str(tmp_path / "no")]
+    (outcome,) = launch([*TINY_LLAMA, *flags], 1, seconds=60)
+    assert_refused([outcome], "2 errors")
+    for said in ("no.model cannot be read", "no.idx does not exist"):
+        assert outcome.stderr.count(said) == 1
+
+
 @pytest.mark.parametrize("tensor", ["1", "2"])
 def test_data_of_another_tokenizer(corpus, tensor: str) -> None:
     """With the vocabulary split over ranks megatron-core would train on it in silence."""
