@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -76,7 +77,13 @@ def _read_entry(
         for key in map(str, entry)
         if key not in KEYS
     )
-    faults.add(f"the key {key!r} is missing" for key in ("vendor", "layers") if key not in entry)
+    # A key that is misspelt is told already.
+    near = [get_close_matches(str(key), KEYS, n=1) for key in entry if str(key) not in KEYS]
+    faults.add(
+        f"the key {key!r} is missing"
+        for key in ("vendor", "layers")
+        if key not in entry and [key] not in near
+    )
     listed: Any = entry.get("layers")
     stages = len(listed) if isinstance(listed, list) else 0
     layers = None

@@ -232,6 +232,18 @@ def test_an_option_that_the_model_s_file_misspells_is_told_with_all_else(
     assert ranks.startswith("the plan needs 16 ranks")
 
 
+@pytest.mark.parametrize(
+    "mesh", ["{vender: amd, layers: [32]}", "{vendor: amd, layer: [32]}"], ids=["vendor", "layers"]
+)
+def test_a_key_that_is_misspelt_is_not_told_as_missing_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: str
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(f"meshes: [{mesh}]")
+    (told,) = refused(capsys, path, "--model", "llama3.1-8b")
+    assert "unknown key" in told
+
+
 def test_an_expert_size_of_a_dense_model_is_told_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

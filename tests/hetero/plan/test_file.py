@@ -211,7 +211,6 @@ def test_all_that_is_wrong_with_a_file_is_said_at_once() -> None:
         "p.yaml: mesh 0: tensor '2' must be a whole number of at least 1",
         "p.yaml: mesh 2: unknown key 'layer'",
         "p.yaml: mesh 2: the key 'vendor' is missing",
-        "p.yaml: mesh 2: the key 'layers' is missing",
         "p.yaml: mesh 2: data 0 must be a whole number of at least 1",
         "p.yaml: mesh 3: a stage has layers -1",
         "p.yaml: mesh 3: context '2' must be a whole number of at least 1",
