@@ -3,7 +3,8 @@
     python bench/state_copy.py --json state_copy.json [--gigabytes 2] [--files 1 8] [--tries 3]
 
 *Emulated*: two processes of this host play two nodes. One holds a generation of random bytes, in as
-many files as ranks; the other's Replicator copies it, and `fetch` brings it in place for a restart.
+many files as ranks; the other's Replicator copies it, and `fetch` brings it in place for a restart
+in which the ranks have moved there.
 Beside them, in the same process and on the same files, what bare TCP takes: `sendfile` and
 `recv_into` into one buffer, on one connection and on four. CPU seconds are those of both processes.
 """
@@ -160,7 +161,8 @@ def measured(*, size: int, files: int, tries: int) -> list[Speed]:
 
     def fetch_all(state: NodeState) -> None:
         inventories = {0: type(state.inventory()).from_record(record), 1: state.inventory()}
-        fetch(state, choose(inventories, None), node=1, peers={0: peer})
+        choice = choose(inventories, None, ranks={1: range(files)})
+        fetch(state, choice, node=1, peers={0: peer})
 
     paths: dict[str, Callable[[NodeState], None]] = {
         "bare TCP, 1 connection": lambda _: _bare(bare_port, size=size, files=files, connections=1),

@@ -7,11 +7,12 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import accumulate, pairwise
 from typing import Any
 
 from hetero.errors import HeteroError, print_line
 from hetero.launch.rounds import Round
-from hetero.recover.choose import Level, choose
+from hetero.recover.choose import choose
 from hetero.recover.history import JobHistory, begin_round, read_attempt
 from hetero.recover.node_state import Inventory, NodeState
 from hetero.recover.partners import partners
@@ -87,10 +88,10 @@ class JobState:
             number: Inventory.from_record(entry.state["inventory"])
             for number, entry in enumerate(formed.nodes)
         }
+        ends = [0, *accumulate(entry.processes for entry in formed.nodes)]
+        ranks = {number: range(*span) for number, span in enumerate(pairwise(ends))}
         # The ranks compare it with what is on disk.
-        choice = choose(inventories, None)
-        if choice.level is not Level.MEMORY:
-            return True
+        choice = choose(inventories, None, ranks=ranks)
         try:
             fetch(self._state, choice, node=node, peers=peers)
             return True

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hetero.recover.node_state import Generation, Inventory, copies_name
+from hetero.recover.node_state import Generation, Inventory, copies_name, rank_of
 from hetero.recover.stored_files import INDEX_FILE, folder_name
 from hetero.text import counted
 
@@ -43,6 +43,8 @@ class Choice:
     """Of the generation's index; empty for the disk."""
     fetches: Mapping[int, tuple[Fetch, ...]] = field(default_factory=dict)
     """What each node has to fetch before its ranks start; for nodes that lack something."""
+    holders: Mapping[str, int] = field(default_factory=dict)
+    """The node that has each file in its own folder of the generation, once all have fetched."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,22 @@ class _Place:
     generation: Generation
 
 
-def choose(inventories: Mapping[int, Inventory], on_disk: int | None) -> Choice:
+def choose(
+    inventories: Mapping[int, Inventory],
+    on_disk: int | None,
+    *,
+    ranks: Mapping[int, Iterable[int]],
+) -> Choice:
     """Choose the newest iteration of which every file is held by a node that is there.
 
-    Every node is to get all files of the generation: any layout may follow, in which a rank reads
-    what ranks of other nodes have written. That costs each node the memory of the whole state once,
-    until two newer generations replace it, and the time to receive it. To fetch only what a node's
-    ranks read would need their layout, which the launcher does not know.
+    A node fetches what its own ranks have written, where it lacks that, and keeps what it holds as
+    copies of others'. So no more than before has to fit there. Any layout may follow: what else its
+    ranks read, they read from the holders.
 
     Args:
         inventories: of the nodes that are there, by their numbers; empty for a node without state.
         on_disk: the newest iteration on disk.
+        ranks: of each node, in the round that begins.
     """
     passed_over: list[str] = []
     for iteration, digest in _newest_first(inventories):
@@ -72,12 +79,14 @@ def choose(inventories: Mapping[int, Inventory], on_disk: int | None) -> Choice:
         named = places[0].generation.named
         missing = [file for file in sorted(named) if _holder(places, file, None) is None]
         if not missing:
+            fetches = _fetches(inventories, places, named, ranks)
             return Choice(
                 Level.MEMORY,
                 iteration,
                 _reason(places, iteration, on_disk, passed_over),
                 digest,
-                _fetches(inventories, places, named),
+                fetches,
+                _holders(places, named, fetches),
             )
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         passed_over.append(f"of iteration {iteration} no node has {missing[0]}{more}")
@@ -119,22 +128,37 @@ def _holder(places: list[_Place], file: str, node: int | None) -> _Place | None:
 
 
 def _fetches(
-    inventories: Mapping[int, Inventory], places: list[_Place], named: Iterable[str]
+    inventories: Mapping[int, Inventory],
+    places: list[_Place],
+    named: Iterable[str],
+    ranks: Mapping[int, Iterable[int]],
 ) -> dict[int, tuple[Fetch, ...]]:
     fetches = {}
     for node in sorted(inventories):
         here = [p for p in places if p.node == node and "/" not in p.folder]
-        wanted = [
-            file for file in sorted(named) if not here or file not in here[0].generation.present
-        ]
+        own = set(ranks.get(node, ()))
         lacking = [] if here else [_index_of(places, node)]
-        for file in wanted:
+        for file in sorted(named):
+            if here and file in here[0].generation.present:
+                continue
             holder = _holder(places, file, node)
             assert holder is not None
-            lacking.append(Fetch(file, holder.node, holder.folder))
+            if holder.node == node or rank_of(file) in own:
+                lacking.append(Fetch(file, holder.node, holder.folder))
         if lacking:
             fetches[node] = tuple(lacking)
     return fetches
+
+
+def _holders(
+    places: list[_Place], named: Iterable[str], fetches: Mapping[int, Iterable[Fetch]]
+) -> dict[str, int]:
+    """A node that has written a file, if it is there, else one that has fetched it."""
+    held = {one.file: node for node, each in fetches.items() for one in each}
+    for place in places:
+        if "/" not in place.folder:
+            held |= dict.fromkeys(place.generation.present, place.node)
+    return {file: held[file] for file in sorted(named)}
 
 
 def _index_of(places: list[_Place], node: int) -> Fetch:

@@ -4,6 +4,8 @@
     FOLDER/iter_0000120/                  a generation: index.json, and files of this node's ranks
     FOLDER/iter_0000130.saving/           one that is being written
     FOLDER/of_2/iter_0000120/             the copy of what node 2 has of that generation
+    FOLDER/holders.json                   after a restart: the nodes that have the other files
+    FOLDER/read_by_0/                     what local rank 0 reads of them, until it has loaded
 
 The folder outlives a rank, because the kernel keeps its pages, and ends with the launcher. No
 torch.
@@ -128,6 +130,14 @@ def _names_in(ranges: Mapping[str, Iterable[Sequence[int]]]) -> Iterator[str]:
             yield from (f"rank_{rank:05d}.{suffix}" for rank in range(first, last + 1))
 
 
+def rank_of(file: str) -> int:
+    """The rank that has written a file. Raises ValueError for another name."""
+    match = RANK_FILE.fullmatch(file)
+    if match is None:
+        raise ValueError(f"{file} is no rank's file")
+    return int(match[1])
+
+
 def copies_name(node: int) -> str:
     """The folder of the copies of a node's state."""
     return f"of_{node}"
@@ -198,6 +208,14 @@ class NodeState:
     def copies_of(self, node: int) -> tuple[Generation, ...]:
         """The copies of a node's state, the newest first."""
         return tuple(self._found_in(self.folder / copies_name(node)))
+
+    def places(self, digest: str) -> Iterator[tuple[Path, Generation]]:
+        """The folders here that have files of a generation, own ones and copies."""
+        copies = [self.folder / name for name in _names(self.folder) if _COPY.fullmatch(name)]
+        for folder in (self.folder, *copies):
+            for one in self._found_in(folder):
+                if one.digest == digest:
+                    yield folder / one.name, one
 
     def inventory(self) -> Inventory:
         """Everything that is here and complete as far as names and sizes say."""

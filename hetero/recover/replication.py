@@ -23,7 +23,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ _LOOK_SECONDS = 0.5
 _CONNECTIONS = 512
 """At once: after a loss every node may open `_STREAMS` to one."""
 _PART = ".part"
+_HOLDERS_FILE = "holders.json"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,38 @@ class Peer:
 
     def __str__(self) -> str:
         return f"node {self.node} at {self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who has the files of a generation that a node's own folder of it lacks."""
+
+    iteration: int
+    digest: str
+    """Of the generation's index."""
+    files: Mapping[str, int]
+    """The node, by file."""
+    peers: Mapping[int, Peer]
+
+    def write(self, folder: Path) -> None:
+        """For the ranks of this node: into its state. Raises OSError."""
+        record = asdict(self)
+        record["peers"] = [asdict(peer) for peer in self.peers.values()]
+        (folder / _HOLDERS_FILE).write_text(json.dumps(record))
+
+    @classmethod
+    def read(cls, folder: Path) -> Holders | None:
+        """What the launcher has written; None where every file is here."""
+        try:
+            record = json.loads((folder / _HOLDERS_FILE).read_text())
+        except FileNotFoundError:
+            return None
+        peers = [Peer(**peer) for peer in record.pop("peers")]
+        return cls(**record, peers={peer.node: peer for peer in peers})
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        (folder / _HOLDERS_FILE).unlink(missing_ok=True)
 
 
 class StateServer:
@@ -276,7 +309,7 @@ class StateClient:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """A file that is to be at `target`, byte for byte as its index says."""
 
     target: Path
@@ -285,13 +318,15 @@ class _Wanted:
     """Who has it."""
     path: str
     """In that node's state."""
+    blocks: Sequence[int] | None = None
+    """Those that are wanted; None: all."""
 
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
 
-class _Connections:
+class Connections:
     """Connections to other nodes' servers, for threads of this node, until `close`."""
 
     def __init__(self, peers: Mapping[int, Peer]) -> None:
@@ -325,7 +360,7 @@ class _Connections:
             self._open.discard(client)
         client.close()
 
-    def bring(self, wanted: Sequence[_Wanted], *, deadline: float = float("inf")) -> None:
+    def bring(self, wanted: Sequence[Wanted], *, deadline: float = float("inf")) -> None:
         """Write files, block by block from several threads; this is one of them.
 
         Raises HeteroError, with the node at fault, at the first block that cannot be had, that has
@@ -333,12 +368,13 @@ class _Connections:
         """
         files: list[int] = []
         try:
-            blocks: list[tuple[_Wanted, int, int]] = []
+            blocks: list[tuple[Wanted, int, int]] = []
             for one in wanted:
                 flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC
                 files.append(os.open(one.target, flags, 0o600))
                 os.ftruncate(files[-1], one.stored.size)
-                blocks += [(one, files[-1], n) for n in range(len(one.stored.blocks))]
+                numbers = range(len(one.stored.blocks)) if one.blocks is None else one.blocks
+                blocks += [(one, files[-1], number) for number in numbers]
             # By turns of the files: the kernel lets one thread at a time write to a file.
             left = deque(sorted(blocks, key=lambda block: block[2]))
             problems: list[HeteroError] = []
@@ -366,7 +402,7 @@ class _Connections:
 
     def _bring_blocks(
         self,
-        left: deque[tuple[_Wanted, int, int]],
+        left: deque[tuple[Wanted, int, int]],
         problems: list[HeteroError],
         deadline: float,
     ) -> None:
@@ -434,7 +470,7 @@ class Replicator:
         self._poll_seconds = poll_seconds
         self.problem: str | None = None
         """Why the last look failed; None after one that did not."""
-        self._connections = _Connections({source.node: source})
+        self._connections = Connections({source.node: source})
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
         self._thread.start()
@@ -483,7 +519,7 @@ class Replicator:
 
     def _look(self, client: StateClient) -> None:
         wanted = client.inventory().own[:KEPT]
-        # After a restart this node has all files of what was resumed from.
+        # After a restart this node may have all of what the other one has.
         held = (*self._state.copies_of(self._source.node), *self._state.generations())
         for one in reversed(wanted):
             same = [known for known in held if known.digest == one.digest]
@@ -500,7 +536,15 @@ class Replicator:
         try:
             text = client.text(f"{name}/{INDEX_FILE}")
             index = _parsed(text, self._source)
-            fetches = [Fetch(file, self._source.node, name) for file in sorted(present)]
+            for folder, known in list(self._state.places(index.digest)):
+                for file in present & known.present:
+                    with suppress(FileExistsError):
+                        os.link(folder / file, saving / file)
+            fetches = [
+                Fetch(file, self._source.node, name)
+                for file in sorted(present)
+                if not (saving / file).exists()
+            ]
             self._connections.bring(
                 [_wanted(saving / one.file, index, one, self._source) for one in fetches]
             )
@@ -531,11 +575,12 @@ def fetch(
     peers: Mapping[int, Peer],
     seconds: float = 600.0,
 ) -> None:
-    """Bring every file of a chosen generation into this node's own folder of it.
+    """Bring what this node lacks of a chosen generation into its own folder of it.
 
     What comes from another node is compared with its checksums. Files that the node has as a copy
     of another's are linked, which costs no memory; they were compared when they came. Afterwards
-    ranks find the generation in `state.folder`, and compare all of it before they load.
+    ranks find the generation in `state.folder`, with the `Holders` of what is not there, and
+    compare what is there before they load.
 
     Args:
         node: this node's number.
@@ -544,6 +589,22 @@ def fetch(
 
     Raises HeteroError, with the node at fault, if a file cannot be had; older state may then be.
     """
+    try:
+        Holders.remove(state.folder)
+        if choice.iteration is None:
+            return
+        _fetch(state, choice, node=node, peers=peers, seconds=seconds)
+        here = next(state.places(choice.digest))[1].present
+        files = {file: one for file, one in choice.holders.items() if file not in here}
+        known = {one: peers[one] for one in sorted(set(files.values()))}
+        Holders(choice.iteration, choice.digest, files, known).write(state.folder)
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+def _fetch(
+    state: NodeState, choice: Choice, *, node: int, peers: Mapping[int, Peer], seconds: float
+) -> None:
     fetches: Sequence[Fetch] = choice.fetches.get(node, ())
     if choice.iteration is None or not fetches:
         return
@@ -553,7 +614,7 @@ def fetch(
     # An own folder that lacks files is completed in place: its ranks have written it, and it is
     # only taken for whole once all are there.
     folder = final.with_name(final.name + SAVING) if is_new else final
-    connections = _Connections(peers)
+    connections = Connections(peers)
     if is_new:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -590,7 +651,7 @@ def fetch(
         folder.rename(final)
 
 
-def _index_text(state: NodeState, one: Fetch, *, node: int, connections: _Connections) -> str:
+def _index_text(state: NodeState, one: Fetch, *, node: int, connections: Connections) -> str:
     if one.node == node:
         return (state.folder / one.folder / INDEX_FILE).read_text()
     client = connections.open(one.node)
@@ -614,14 +675,14 @@ def _parsed(text: str, source: object) -> NamedFiles:
         raise HeteroError(f"{source}: {error}") from error
 
 
-def _wanted(target: Path, index: NamedFiles, one: Fetch, source: object) -> _Wanted:
+def _wanted(target: Path, index: NamedFiles, one: Fetch, source: object) -> Wanted:
     """A file of an index. Raises HeteroError where the index does not name it, or not whole."""
     stored = index.files.get(one.file)
     if stored is None:
         raise HeteroError(f"{source} has {one.file}, which its {INDEX_FILE} does not name")
     if len(stored.blocks) != -(-stored.size // BLOCK_BYTES):
         raise HeteroError(f"{source} holds damaged state: {one.file} has too few checksums")
-    return _Wanted(target, stored, one.node, f"{one.folder}/{one.file}")
+    return Wanted(target, stored, one.node, f"{one.folder}/{one.file}")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

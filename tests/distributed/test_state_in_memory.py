@@ -170,13 +170,40 @@ def test_a_node_that_is_lost_is_resumed_from_its_partners_copy(
     job.nodes[1].close()
     with NodeState.create(say=print) as spare:
         job.nodes[1] = spare
-        choice = choose({n: state.inventory() for n, state in enumerate(job.nodes)}, None)
+        found = {n: state.inventory() for n, state in enumerate(job.nodes)}
+        choice = choose(found, None, ranks={0: [0], 1: [1]})
         assert choice.level is Level.MEMORY
         for node, state in enumerate(job.nodes):
             fetch(state, choice, node=node, peers=peers)
+        own = spare.generations()[0]
+        assert own.present == {"rank_00001.safetensors"} != own.named
         resumed = job.train(flags, tmp_path)
         assert resumed.numbers() == undisturbed.numbers(since=choice.iteration)
     servers[0].close()
+
+
+def test_ranks_read_from_another_node_what_their_own_lacks(
+    job_of_two_nodes: Job, corpus, undisturbed: Training, tmp_path: Path
+) -> None:
+    """Each finds itself where the other one was, and no launcher has moved a file."""
+    job, flags = job_of_two_nodes, [*FLAGS, *corpus.flags, INTERVAL, "1"]
+    job.train_until_killed(flags, tmp_path)
+    job.nodes.reverse()
+    servers = [StateServer(state, token="t") for state in job.nodes]
+    try:
+        peers = {n: Peer(n, "127.0.0.1", server.port, "t") for n, server in enumerate(servers)}
+        found = {n: state.inventory() for n, state in enumerate(job.nodes)}
+        choice = choose(found, None, ranks={})
+        for node, state in enumerate(job.nodes):
+            fetch(state, choice, node=node, peers=peers)
+            assert state.generations()[0].present == {f"rank_{1 - node:05d}.safetensors"}
+        resumed = job.train(flags, tmp_path / "resumed")
+    finally:
+        for server in servers:
+            server.close()
+    assert resumed.numbers() == undisturbed.numbers(since=choice.iteration)
+    assert f"resumed from iteration {choice.iteration} in memory" in resumed.stdout
+    assert not [*job.nodes[0].folder.glob("read_by_*")]
 
 
 UNTIED = [*SMALL, "--train-iters", STEPS, "--clip-grad", "0"]

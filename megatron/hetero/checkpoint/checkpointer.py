@@ -172,7 +172,7 @@ class Checkpointer:
         """Load what the flags ask for; returns why the RNG states were not restored, or None."""
         sources = found.sources
         loads_optimizer = sources.optimizer is Source.CHECKPOINT
-        with CheckpointReader(found.folder, found.index) as reader:
+        with found.reader() as reader:
             load_weights(reader, self._placed, exact=loads_optimizer)
             if loads_optimizer:
                 load_optimizer(reader, self._placed, self._optimizer, self._args.optimizer)

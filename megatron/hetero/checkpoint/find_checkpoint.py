@@ -56,6 +56,14 @@ class FoundCheckpoint:
     """What of it is loaded."""
     schedule: LrSchedule
     notes: tuple[str, ...] = ()
+    restart: Restart | None = None
+    """Of state in memory."""
+
+    def reader(self) -> CheckpointReader:
+        """Close it. Raises OSError."""
+        if self.restart is not None:
+            return self.restart.reader(self.folder, self.index)
+        return CheckpointReader(self.folder, self.index)
 
     @property
     def train_state(self) -> TrainState:
@@ -145,11 +153,16 @@ def _after_restart(
             title=candidate.title,
             is_shared=not candidate.in_memory,
             part=part if candidate.in_memory else (rank, world_size),
+            restart=restart if candidate.in_memory else None,
         )
         if problem is None and index is not None:
             flags = CONTINUES if restart.wrote(index.run) else ResumeFlags.of(args)
             found = _checked(args, index, candidate.folder, flags)
-            return replace(found, notes=(*damaged, why(candidate, candidates), *found.notes))
+            return replace(
+                found,
+                notes=(*damaged, why(candidate, candidates), *found.notes),
+                restart=restart if candidate.in_memory else None,
+            )
         damaged.append(f"{candidate.title} is not used: {problem}")
     if damaged:
         raise UserError(
@@ -253,6 +266,7 @@ def _try(
     title: str,
     is_shared: bool,
     part: tuple[int, int],
+    restart: Restart | None = None,
 ) -> tuple[str | None, Index | None]:
     """Verify a checkpoint: (problem or None, the same on every rank; index). Collective.
 
@@ -260,6 +274,7 @@ def _try(
         title: of the checkpoint, the same on every rank.
         is_shared: whether all ranks have to see the same folder.
         part: (which, of how many) parts of its files this rank compares with their checksums.
+        restart: of state in memory.
     """
     index, problem = None, None
     visible = (folder / INDEX_FILE).exists()
@@ -271,7 +286,8 @@ def _try(
             tied=not index.args.get("untie_embeddings_and_output_weights", False),
             mtp_layers=index.args.get("mtp_num_layers") or 0,
         )
-        with CheckpointReader(folder, index) as reader:
+        opened = CheckpointReader if restart is None else restart.reader
+        with opened(folder, index) as reader:
             reader.verify(part=part[0], parts=part[1])
     except DamagedCheckpoint as error:
         problem = str(error)

@@ -9,6 +9,7 @@ It needs no process group, and reads only the requested parts of files.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
+from hetero.recover.remote_files import RemoteFiles
 from hetero.recover.stored_files import BLOCK_BYTES, block_problem
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.folder import RELEASE
@@ -39,9 +41,17 @@ class CheckpointReader:
     """One checkpoint's folder. Close it, or use it in a `with`."""
 
     def __init__(
-        self, folder: Path, index: Index | None = None, *, notes: Sequence[str] = ()
+        self,
+        folder: Path,
+        index: Index | None = None,
+        *,
+        notes: Sequence[str] = (),
+        remote: RemoteFiles | None = None,
     ) -> None:
+        """`remote` has files that are not in the folder; it is closed with the reader."""
         self.folder = folder
+        self._remote = remote
+        self._headers: dict[str, tuple[int, Mapping[str, Any]]] = {}
         self.notes = tuple(notes)
         """Why newer checkpoints were not used, for a tool to print."""
         self.index = read_index(folder) if index is None else index
@@ -146,11 +156,12 @@ class CheckpointReader:
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Compare the files with their checksums; of several readers each can take a part.
 
-        Raises DamagedCheckpoint.
+        What comes from other nodes is compared when it comes. Raises DamagedCheckpoint.
         """
         blocks = [
             (self.folder / name, stored, number)
             for name, stored in sorted(self.index.files.items())
+            if self._remote is None or name not in self._remote
             for number in range(max(1, len(stored.blocks)))
         ][part::parts]
         with ThreadPoolExecutor(max_workers=_VERIFYING_THREADS) as pool:
@@ -162,6 +173,8 @@ class CheckpointReader:
     def close(self) -> None:
         self._files.clear()
         self._stack.close()
+        if self._remote is not None:
+            self._remote.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -193,16 +206,33 @@ class CheckpointReader:
             yield part, region_view(flat.view(extent.shape), extent, part)
 
     def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
+        path = self.folder / file
+        if self._remote is not None and file in self._remote:
+            path = self._bring(self._remote, file, name, begin, end)
         try:
             if file not in self._files:
-                opened = safe_open(self.folder / file, framework="pt", device="cpu")
+                opened = safe_open(path, framework="pt", device="cpu")
                 self._files[file] = self._stack.enter_context(opened)
             values: torch.Tensor = self._files[file].get_slice(name)[begin:end]
         except (SafetensorError, OSError) as error:
-            raise DamagedCheckpoint(f"{self.folder / file} cannot be read: {error}") from error
+            raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
         if values.numel() != end - begin:
-            raise DamagedCheckpoint(f"{self.folder / file} holds too little of {name}")
+            raise DamagedCheckpoint(f"{path} holds too little of {name}")
         return values
+
+    def _bring(self, remote: RemoteFiles, file: str, name: str, begin: int, end: int) -> Path:
+        """Have a file's header and some elements of a tensor here. Raises HeteroError."""
+        stored = self.index.files[file]
+        if file not in self._headers:
+            path = remote.bring(file, stored, 0, 8)
+            with path.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                remote.bring(file, stored, 8, 8 + size)
+                self._headers[file] = (8 + size, json.loads(opened.read(size)))
+        data, header = self._headers[file]
+        first = data + header[name]["data_offsets"][0]
+        itemsize = self.dtype(name).itemsize
+        return remote.bring(file, stored, first + begin * itemsize, first + end * itemsize)
 
 
 def _no_checkpoint(load: Path) -> str:

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hetero.recover.node_state import JOB_VARIABLE, RESUME_VARIABLE
+from hetero.recover.remote_files import RemoteFiles
+from hetero.recover.replication import Holders
 from hetero.recover.stored_files import INDEX_FILE, files_of_index
 from megatron.hetero.checkpoint import folder as folders
-from megatron.hetero.checkpoint.index import DamagedCheckpoint, read_index
+from megatron.hetero.checkpoint.index import DamagedCheckpoint, Index, read_index
+from megatron.hetero.checkpoint.reader import CheckpointReader
 from megatron.hetero.checkpoint.resume import ResumeFlags
 
 CONTINUES = ResumeFlags(use_checkpoint_opt_param_scheduler=True)
@@ -66,7 +69,8 @@ class Restart:
         )
 
     def in_memory(self) -> list[list[Any]]:
-        """[iteration, digest of its index] of what this node has with all files; as JSON has it."""
+        """[iteration, digest of its index] of what has all files, here or on other nodes that the
+        launcher has named; as JSON has it."""
         return [list(one) for one in self._whole()]
 
     def _whole(self) -> Iterator[tuple[int, str]]:
@@ -74,9 +78,23 @@ class Restart:
             folder = self.folder / folders.folder_name(iteration)
             with suppress(OSError, ValueError):
                 index = files_of_index((folder / INDEX_FILE).read_text())
-                sizes = {name: (folder / name).stat().st_size for name in index.files}
-                if all(sizes[name] == stored.size for name, stored in index.files.items()):
+                others = self._elsewhere(index.digest)
+                here = {name: one for name, one in index.files.items() if name not in others}
+                if all((folder / name).stat().st_size == one.size for name, one in here.items()):
                     yield iteration, index.digest
+
+    def _elsewhere(self, digest: str) -> Mapping[str, int]:
+        holders = Holders.read(self.folder)
+        return holders.files if holders is not None and holders.digest == digest else {}
+
+    def reader(self, folder: Path, index: Index) -> CheckpointReader:
+        """Of one that `in_memory` has, with what other nodes have of it. Raises OSError."""
+        holders = Holders.read(self.folder)
+        is_here = holders is None or folders.folder_name(holders.iteration) != folder.name
+        if is_here or not holders.files:
+            return CheckpointReader(folder, index)
+        parts = self.folder / f"read_by_{self.local_rank}"
+        return CheckpointReader(folder, index, remote=RemoteFiles(holders, parts))
 
     def on_disk(self, args: argparse.Namespace) -> list[int]:
         """The iterations in --save that this job has written, or would load; newest first."""

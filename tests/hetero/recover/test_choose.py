@@ -11,6 +11,7 @@ from hetero.recover.stored_files import INDEX_FILE
 from tests.hetero.recover.played_state import rank_file
 
 A, B = rank_file(0), rank_file(1)
+RANKS = {0: [0], 1: [1]}
 
 
 def has(iteration: int, *files: str, digest: str = "") -> Generation:
@@ -20,12 +21,10 @@ def has(iteration: int, *files: str, digest: str = "") -> Generation:
 
 def test_the_newest_iteration_that_is_whole_among_the_nodes_is_taken() -> None:
     nodes = {0: Inventory((has(20, A), has(10, A))), 1: Inventory((has(20, B), has(10, B)))}
-    choice = choose(nodes, 5)
+    choice = choose(nodes, 5, ranks=RANKS)
     assert (choice.level, choice.iteration, choice.digest) == (Level.MEMORY, 20, "d20")
-    assert choice.fetches == {
-        0: (Fetch(B, 1, "iter_0000020"),),
-        1: (Fetch(A, 0, "iter_0000020"),),
-    }
+    assert choice.fetches == {}, "what other nodes' ranks have written stays there"
+    assert choice.holders == {A: 0, B: 1}
     assert "iteration 20 in memory, whole on 2 nodes (0, 1); the newest on disk is 5" in (
         choice.reason
     )
@@ -34,36 +33,51 @@ def test_the_newest_iteration_that_is_whole_among_the_nodes_is_taken() -> None:
 def test_a_lost_nodes_files_come_from_its_partner() -> None:
     """Node 1 is a spare with nothing; node 0 has a copy of what the lost one had."""
     nodes = {0: Inventory((has(20, A),), {1: (has(20, B),)}), 1: Inventory()}
-    choice = choose(nodes, None)
+    choice = choose(nodes, None, ranks=RANKS)
     assert (choice.level, choice.iteration) == (Level.MEMORY, 20)
     assert choice.fetches == {
         0: (Fetch(B, 0, "of_1/iter_0000020"),),
-        1: (
-            Fetch(INDEX_FILE, 0, "iter_0000020"),
-            Fetch(A, 0, "iter_0000020"),
-            Fetch(B, 0, "of_1/iter_0000020"),
-        ),
+        1: (Fetch(INDEX_FILE, 0, "iter_0000020"), Fetch(B, 0, "of_1/iter_0000020")),
     }
+    assert choice.holders[A] == 0
+
+
+def test_a_node_that_has_moved_fetches_what_its_new_ranks_have_written() -> None:
+    nodes = {0: Inventory((has(20, B),)), 1: Inventory((has(20, A),))}
+    choice = choose(nodes, None, ranks=RANKS)
+    assert choice.fetches == {
+        0: (Fetch(A, 1, "iter_0000020"),),
+        1: (Fetch(B, 0, "iter_0000020"),),
+    }
+
+
+def test_a_fallback_plan_reads_the_lost_ranks_files_where_copies_are() -> None:
+    nodes = {0: Inventory((has(20, A),)), 1: Inventory((), {1: (has(20, B),)})}
+    choice = choose(nodes, None, ranks={0: [0], 1: []})
+    assert choice.fetches == {
+        1: (Fetch(INDEX_FILE, 1, "of_1/iter_0000020"), Fetch(B, 1, "of_1/iter_0000020")),
+    }
+    assert choice.holders == {A: 0, B: 1}
 
 
 def test_what_the_partner_has_not_copied_yet_is_passed_over_for_an_older_one() -> None:
     nodes = {0: Inventory((has(20, A), has(10, A)), {1: (has(10, B),)})}
-    choice = choose(nodes, None)
+    choice = choose(nodes, None, ranks=RANKS)
     assert choice.iteration == 10
     assert f"of iteration 20 no node has {B}" in choice.reason
 
 
 def test_the_disk_is_taken_where_it_is_newer_or_memory_has_nothing_whole() -> None:
     whole = {0: Inventory((has(20, A, B),))}
-    assert choose(whole, 30).level is Level.DISK
-    assert choose(whole, 20).level is Level.MEMORY, "as new, and read faster"
-    lacking = choose({0: Inventory((has(40, A),))}, 30)
+    assert choose(whole, 30, ranks=RANKS).level is Level.DISK
+    assert choose(whole, 20, ranks=RANKS).level is Level.MEMORY, "as new, and read faster"
+    lacking = choose({0: Inventory((has(40, A),))}, 30, ranks=RANKS)
     assert (lacking.level, lacking.iteration) == (Level.DISK, 30)
     assert f"of iteration 40 no node has {B}" in lacking.reason
 
 
 def test_nothing_anywhere_is_said_so() -> None:
-    choice = choose({0: Inventory(), 1: Inventory()}, None)
+    choice = choose({0: Inventory(), 1: Inventory()}, None, ranks=RANKS)
     assert (choice.level, choice.iteration, dict(choice.fetches)) == (Level.NOTHING, None, {})
 
 
@@ -72,7 +86,7 @@ def test_parts_of_two_attempts_are_not_put_together() -> None:
         0: Inventory((has(20, A, digest="first"), has(10, A))),
         1: Inventory((has(20, B, digest="second"), has(10, B))),
     }
-    assert choose(nodes, None).iteration == 10
+    assert choose(nodes, None, ranks=RANKS).iteration == 10
 
 
 GENERATIONS = st.lists(
@@ -88,18 +102,24 @@ GENERATIONS = st.lists(
     ),
     st.none() | st.integers(0, 5),
 )
-def test_every_node_ends_up_with_every_file(nodes: dict[int, Inventory], disk: int | None) -> None:
-    choice = choose(nodes, disk)
+def test_every_file_is_with_its_holder_once_all_have_fetched(
+    nodes: dict[int, Inventory], disk: int | None
+) -> None:
+    choice = choose(nodes, disk, ranks=RANKS)
     if choice.level is not Level.MEMORY:
         assert choice.iteration == disk
         return
     assert disk is None or choice.iteration >= disk
-    for node, inventory in nodes.items():
-        here = {
-            f for one in inventory.own if one.iteration == choice.iteration for f in one.present
-        }
-        got = {one.file for one in choice.fetches.get(node, ())}
-        assert here | got >= {A, B}
+
+    def gets(node: int) -> set[str]:
+        own = nodes[node].own
+        here = {f for one in own if one.digest == choice.digest for f in one.present}
+        return here | {one.file for one in choice.fetches.get(node, ())}
+
+    assert set(choice.holders) == {A, B}
+    assert all(file in gets(node) for file, node in choice.holders.items())
+    for node in nodes:
+        assert gets(node) >= {rank_file(rank) for rank in RANKS.get(node, [])}
         for one in choice.fetches.get(node, ()):
             there = nodes[one.node]
             held = [*there.own, *(g for copies in there.copies.values() for g in copies)]

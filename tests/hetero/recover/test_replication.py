@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,15 @@ import pytest
 from hetero.errors import HeteroError
 from hetero.recover import replication
 from hetero.recover.choose import choose
-from hetero.recover.node_state import NodeState
-from hetero.recover.replication import Peer, Replicator, StateClient, StateServer, fetch
+from hetero.recover.node_state import Inventory, NodeState
+from hetero.recover.replication import (
+    Holders,
+    Peer,
+    Replicator,
+    StateClient,
+    StateServer,
+    fetch,
+)
 from hetero.recover.stored_files import folder_name
 from tests.hetero.recover.played_state import content, rank_file, write_generation
 from tests.sentences import sentence_of
@@ -141,8 +149,8 @@ def test_files_of_many_blocks_are_copied_and_fetched_whole(nodes, peers, small_b
     assert [copy_of(nodes[1], 0, 10, rank) for rank in range(3)] == [
         content(rank, 10) for rank in range(3)
     ]
-    resume(nodes[:1], peers, node=0)
-    resume(nodes, peers, node=1)
+    shutil.rmtree(nodes[1].folder / "of_0")
+    resume(nodes, peers, node=1, ranks={0: [], 1: [0, 1, 2]})
     assert nodes[1].generations() == nodes[0].generations()
 
 
@@ -160,7 +168,7 @@ def test_one_damaged_block_of_many_is_named(nodes, peers, small_blocks) -> None:
 
 def test_what_does_not_come_in_time_is_named(nodes, peers) -> None:
     write_generation(nodes[0].folder, 10, world=1, ranks=[0])
-    choice = choose({n: state.inventory() for n, state in enumerate(nodes)}, None)
+    choice = choose({0: nodes[0].inventory(), 1: Inventory()}, None, ranks={1: [0]})
     with pytest.raises(HeteroError, match=f"node 0 .* did not send {rank_file(0)} in time"):
         fetch(nodes[1], choice, node=1, peers=peers, seconds=-1)
     assert nodes[1].generations() == ()
@@ -248,33 +256,78 @@ def test_a_damaged_file_is_not_kept_as_a_copy(nodes, peers) -> None:
     assert "rank_00000.safetensors has other bytes" in said[0]
 
 
-def resume(nodes: list[NodeState], peers: dict[int, Peer], *, node: int) -> None:
-    choice = choose({n: state.inventory() for n, state in enumerate(nodes)}, None)
+def resume(
+    nodes: list[NodeState],
+    peers: dict[int, Peer],
+    *,
+    node: int,
+    ranks: Mapping[int, Sequence[int]] | None = None,
+) -> None:
+    """`ranks`: of each node; by default those of its number."""
+    inventories = {n: state.inventory() for n, state in enumerate(nodes)}
+    choice = choose(inventories, None, ranks=ranks or {n: [n] for n in inventories})
     fetch(nodes[node], choice, node=node, peers=peers)
 
 
-def test_a_node_fetches_the_files_that_it_lacks(nodes, peers) -> None:
+def test_nothing_moves_where_every_node_has_what_its_ranks_have_written(nodes, peers) -> None:
     for node in range(2):
         write_generation(nodes[node].folder, 10, world=2, ranks=[node])
     for node in range(2):
         resume(nodes, peers, node=node)
-        (found,) = nodes[node].generations()
-        assert found.present == {rank_file(0), rank_file(1)}
+        assert nodes[node].generations()[0].present == {rank_file(node)}
+        holders = Holders.read(nodes[node].folder)
+        assert holders is not None
+        other = 1 - node
+        assert (holders.iteration, holders.files) == (10, {rank_file(other): other})
+        assert holders.peers == {other: peers[other]}
 
 
-def test_a_spare_gets_everything_of_the_lost_node_from_its_partner(nodes, peers) -> None:
+def test_a_node_fetches_what_its_ranks_have_written_elsewhere(nodes, peers) -> None:
+    for node in range(2):
+        write_generation(nodes[node].folder, 10, world=2, ranks=[node])
+    resume(nodes, peers, node=0, ranks={0: [1], 1: [0]})
+    folder = nodes[0].folder / "iter_0000010"
+    assert [(folder / rank_file(r)).read_bytes() for r in range(2)] == [
+        content(0, 10),
+        content(1, 10),
+    ]
+
+
+def test_a_spare_gets_the_lost_nodes_files_from_its_partner(nodes, peers) -> None:
     write_generation(nodes[0].folder, 10, world=2, ranks=[0])
     write_generation(nodes[0].folder / "of_1", 10, world=2, ranks=[1])
     for node in (1, 0):
         resume(nodes, peers, node=node)
         folder = nodes[node].folder / "iter_0000010"
-        assert [(folder / rank_file(r)).read_bytes() for r in range(2)] == [
-            content(0, 10),
-            content(1, 10),
-        ]
+        assert (folder / rank_file(1)).read_bytes() == content(1, 10)
+    assert nodes[1].generations()[0].present == {rank_file(1)}
     own = nodes[0].folder / "iter_0000010" / rank_file(1)
     copy = nodes[0].folder / "of_1" / "iter_0000010" / rank_file(1)
     assert own.samefile(copy), "takes no memory of its own"
+
+
+def test_after_another_start_nothing_is_said_of_older_holders(nodes, peers) -> None:
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0])
+    write_generation(nodes[1].folder, 10, world=2, ranks=[1])
+    resume(nodes, peers, node=0)
+    assert Holders.read(nodes[0].folder) is not None
+    nothing = choose({0: Inventory()}, None, ranks={0: [0]})
+    fetch(nodes[0], nothing, node=0, peers=peers)
+    assert Holders.read(nodes[0].folder) is None
+
+
+def test_what_a_partner_has_already_is_linked_into_the_copy(nodes, peers) -> None:
+    """As after a restart with three nodes, each of which holds another's files."""
+    write_generation(nodes[0].folder, 10, world=3, ranks=[0, 2])
+    write_generation(nodes[1].folder, 10, world=3, ranks=[1, 0])
+    replicator = Replicator(nodes[1], peers[0], poll_seconds=0.01, say=print)
+    try:
+        wait_for(lambda: replicator.newest == 10)
+    finally:
+        replicator.close()
+    copies, own = nodes[1].folder / "of_0" / "iter_0000010", nodes[1].folder / "iter_0000010"
+    assert (copies / rank_file(0)).samefile(own / rank_file(0))
+    assert (copies / rank_file(2)).read_bytes() == content(2, 10)
 
 
 def test_a_damaged_file_ends_a_fetch_and_names_the_node(nodes, peers) -> None:
@@ -282,7 +335,8 @@ def test_a_damaged_file_ends_a_fetch_and_names_the_node(nodes, peers) -> None:
         write_generation(nodes[node].folder, 10, world=2, ranks=[node])
     path = nodes[1].folder / "iter_0000010" / rank_file(1)
     path.write_bytes(bytes(len(path.read_bytes())))
-    said = sentence_of(resume, nodes, peers, node=0, error=HeteroError)
+    moved = {0: [1], 1: [0]}
+    said = sentence_of(resume, nodes, peers, node=0, ranks=moved, error=HeteroError)
     assert "node 1 at 127.0.0.1" in said
     assert "rank_00001.safetensors has other bytes" in said
     assert [one.present for one in nodes[0].generations()] == [{rank_file(0)}]
@@ -292,4 +346,6 @@ def test_a_server_that_is_gone_is_named(nodes, peers) -> None:
     for node in range(2):
         write_generation(nodes[node].folder, 10, world=2, ranks=[node])
     gone = {**peers, 1: replace(peers[1], port=1)}
-    assert "node 1 at 127.0.0.1:1" in sentence_of(resume, nodes, gone, node=0, error=HeteroError)
+    moved = {0: [1], 1: [0]}
+    said = sentence_of(resume, nodes, gone, node=0, ranks=moved, error=HeteroError)
+    assert "node 1 at 127.0.0.1:1" in said
