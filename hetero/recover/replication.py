@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hetero.errors import HeteroError, print_line
 from hetero.recover.choose import Choice, Fetch
@@ -189,7 +189,7 @@ class StateServer:
 
     def _send_file(self, connection: socket.socket, path: str, request: Mapping[str, Any]) -> bool:
         try:
-            with (self._state.folder / path).open("rb") as file:
+            with self._opened(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 begin = min(int(request.get("begin", 0)), size)
                 end = min(int(request.get("end", size)), size)
@@ -199,6 +199,13 @@ class StateServer:
         except FileNotFoundError:
             connection.sendall(_line({"error": f"it no longer has {path}"}))
             return False
+
+    def _opened(self, path: str) -> BinaryIO:
+        """A copy that was removed after a restart may have become the node's own file."""
+        try:
+            return (self._state.folder / path).open("rb")
+        except FileNotFoundError:
+            return (self._state.folder / path[path.index("iter_") :]).open("rb")
 
 
 class StateClient:
@@ -387,11 +394,17 @@ class Connections:
                 )
                 for _ in range(min(_STREAMS, len(blocks)) - 1)
             ]
-            for thread in threads:
-                thread.start()
-            self._bring_blocks(left, problems, deadline)
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in threads:
+                    thread.start()
+                self._bring_blocks(left, problems, deadline)
+            except BaseException:
+                self.close()  # the files may only be closed once no thread writes to them
+                raise
+            finally:
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
         except OSError as error:
             raise _no_room(error) from error
         finally:

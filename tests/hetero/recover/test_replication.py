@@ -6,11 +6,13 @@ import contextlib
 import json
 import shutil
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -304,6 +306,40 @@ def test_a_spare_gets_the_lost_nodes_files_from_its_partner(nodes, peers) -> Non
     own = nodes[0].folder / "iter_0000010" / rank_file(1)
     copy = nodes[0].folder / "of_1" / "iter_0000010" / rank_file(1)
     assert own.samefile(copy), "takes no memory of its own"
+
+
+def test_a_copy_that_has_become_the_nodes_own_is_still_sent(nodes, peers) -> None:
+    """A node that is ready first removes copies that it no longer keeps, while others fetch."""
+    write_generation(nodes[0].folder, 10, world=2, ranks=[0])
+    write_generation(nodes[0].folder / "of_1", 10, world=2, ranks=[1])
+    inventories = {n: state.inventory() for n, state in enumerate(nodes)}
+    choice = choose(inventories, None, ranks={0: [0], 1: [1]})
+    fetch(nodes[0], choice, node=0, peers=peers)
+    nodes[0].keep_copies([])
+    fetch(nodes[1], choice, node=1, peers=peers)
+    folder = nodes[1].folder / "iter_0000010"
+    assert (folder / rank_file(1)).read_bytes() == content(1, 10)
+
+
+def test_an_interrupted_fetch_leaves_no_thread_that_writes(
+    nodes, peers, small_blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_generation(nodes[0].folder, 10, world=1, ranks=[0], block=small_blocks)
+    choice = choose({0: nodes[0].inventory(), 1: Inventory()}, None, ranks={1: [0]})
+    copy_block, is_interrupted = StateClient.copy_block, threading.Event()
+
+    def copied(client: StateClient, path: str, **of_block: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            is_interrupted.set()
+            raise KeyboardInterrupt
+        assert is_interrupted.wait(60)
+        return copy_block(client, path, **of_block)
+
+    monkeypatch.setattr(StateClient, "copy_block", copied)
+    with pytest.raises(KeyboardInterrupt):
+        fetch(nodes[1], choice, node=1, peers=peers)
+    assert not [thread for thread in threading.enumerate() if thread.name == "state copy"]
+    assert nodes[1].generations() == ()
 
 
 def test_after_another_start_nothing_is_said_of_older_holders(nodes, peers) -> None:
