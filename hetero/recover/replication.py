@@ -551,7 +551,7 @@ class Replicator:
             index = _parsed(text, self._source)
             for folder, known in list(self._state.places(index.digest)):
                 for file in present & known.present:
-                    with suppress(FileExistsError):
+                    with suppress(FileExistsError, FileNotFoundError):  # or removed meanwhile
                         os.link(folder / file, saving / file)
             fetches = [
                 Fetch(file, self._source.node, name)
