@@ -90,8 +90,9 @@ class Restart:
     def reader(self, folder: Path, index: Index) -> CheckpointReader:
         """Of one that `in_memory` has, with what other nodes have of it. Raises OSError."""
         holders = Holders.read(self.folder)
-        is_here = holders is None or folders.folder_name(holders.iteration) != folder.name
-        if is_here or not holders.files:
+        if holders is None or not holders.files:
+            return CheckpointReader(folder, index)
+        if folders.folder_name(holders.iteration) != folder.name:
             return CheckpointReader(folder, index)
         parts = self.folder / f"read_by_{self.local_rank}"
         return CheckpointReader(folder, index, remote=RemoteFiles(holders, parts))
