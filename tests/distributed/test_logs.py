@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import terminals
-from tests.distributed.harness import ENTRY, ROOT, TINY_LLAMA, free_port
+from tests import preloaded, terminals
+from tests.distributed.harness import ENTRY, TINY_LLAMA, free_port
 
 pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
@@ -26,7 +26,11 @@ def test_a_mixed_run_in_a_terminal_logs_every_iteration_to_its_file(tmp_path: Pa
         tmp_path,
         on_terminal=["stderr"],
         size=(0, 0),
-        environ={"HETERO_VENDOR": "plan", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        environ={
+            "HETERO_VENDOR": "plan",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": preloaded.python_path(),
+        },
     )
     assert shown.code == 0, shown.screen
     log = shown.stdout.splitlines()

@@ -24,10 +24,10 @@ import torch
 
 from hetero.startup.process import LAUNCHER_VARIABLE
 from hetero.tools.runs import SIMULATED
+from tests import preloaded
 from tests.distributed.harness import (
     ENTRY,
     MIXED,
-    ROOT,
     TINY_LLAMA,
     changed_entry,
     free_port,
@@ -100,7 +100,7 @@ class Job:
             place += ["--nnodes", f"{least}{self.nodes}", "--node-rank", str(node)]
             place += ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
         place += self._launcher
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": preloaded.python_path()}
         environ[NODE] = self._name(node)
         if self._is_mixed:
             environ |= SIMULATED

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.harness import ROOT, free_port, wait_for
+from tests import preloaded
+from tests.distributed.harness import free_port, wait_for
 
 PATIENCE = 120.0
 SCRIPT = """
@@ -58,7 +59,7 @@ def start(folder: Path, node: int, port: int, *, pause: float) -> subprocess.Pop
     words += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--hetero-restarts", "3"]
     return subprocess.Popen(
         [sys.executable, "-m", "hetero.run", *words, str(script), str(folder), str(pause)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": preloaded.python_path()},
         stderr=(folder / f"launcher_{node}").open("a"),
     )
 
@@ -118,7 +119,7 @@ def test_a_state_that_cannot_be_read_again_is_refused_with_its_rank(tmp_path: Pa
     words = ["--nproc-per-node", "2", "--hetero-restarts", "1", "--standalone", str(script)]
     done = subprocess.run(
         [sys.executable, "-m", "hetero.run", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": preloaded.python_path()},
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.tools.break_things import Kind, schedule
-from tests.commands import ROOT
+from tests import preloaded
 from tests.distributed.harness import free_port, wait_for
 
 PATIENCE = 120.0
@@ -65,7 +65,7 @@ def test_ranks_and_nodes_that_it_kills_are_started_again(tmp_path: Path) -> None
     script.write_text(SCRIPT)
     words = ["--nproc-per-node", "2", "--nnodes", "1", "--master-port", str(free_port())]
     words += ["--hetero-restarts", "9", str(script), str(log), str(done)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": preloaded.python_path()}
     launcher = subprocess.Popen([sys.executable, "-m", "hetero.run", *words], env=environ)
 
     def starts() -> list[str]:
