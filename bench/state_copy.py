@@ -4,9 +4,9 @@
 
 *Emulated*: two processes of this host play two nodes. One holds a generation of random bytes, in as
 many files as ranks; the other's Replicator copies it, and `fetch` brings it in place for a restart
-in which the ranks have moved there.
-Beside them, in the same process and on the same files, what bare TCP takes: `sendfile` and
-`recv_into` into one buffer, on one connection and on four. CPU seconds are those of both processes.
+in which the ranks have moved there. Beside them, in the same process and on the same files, what
+bare TCP takes: `sendfile` and `recv_into` into one buffer, on one connection and on four. CPU
+seconds are those of both processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
 from multiprocessing.connection import Connection
@@ -38,8 +39,9 @@ if __name__ == "__main__":
 
 import psutil
 
+from hetero.errors import HeteroError
 from hetero.recover.choose import choose
-from hetero.recover.node_state import NodeState
+from hetero.recover.node_state import Inventory, NodeState
 from hetero.recover.replication import Peer, Replicator, StateServer, fetch
 from hetero.recover.stored_files import BLOCK_BYTES, INDEX_FILE, folder_name
 from hetero.text import integer, number
@@ -120,7 +122,10 @@ def _receive_bare(port: int, ranges: list[tuple[int, int, int]]) -> None:
                 return
             connection.sendall(f"{rank} {begin} {left}".encode())
             while left:
-                left -= connection.recv_into(buffer[: min(left, len(buffer))])
+                count = connection.recv_into(buffer[: min(left, len(buffer))])
+                if not count:
+                    raise HeteroError("the process that plays the other node has ended")
+                left -= count
 
 
 def _bare(port: int, *, size: int, files: int, connections: int) -> None:
@@ -130,13 +135,9 @@ def _bare(port: int, *, size: int, files: int, connections: int) -> None:
         for rank in range(files)
         for begin in range(0, share, BLOCK_BYTES)
     ]
-    threads = [
-        threading.Thread(target=_receive_bare, args=(port, ranges)) for _ in range(connections)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(connections) as pool:
+        for done in [pool.submit(_receive_bare, port, ranges) for _ in range(connections)]:
+            done.result()
 
 
 def measured(*, size: int, files: int, tries: int) -> list[Speed]:
@@ -155,12 +156,12 @@ def measured(*, size: int, files: int, tries: int) -> list[Speed]:
         deadline = time.monotonic() + _PATIENCE
         while replicator.newest != _ITERATION:
             if time.monotonic() > deadline:
-                raise TimeoutError(replicator.problem)
+                raise HeteroError(f"no copy after {_PATIENCE:g} s: {replicator.problem}")
             time.sleep(0.005)
         replicator.close()
 
     def fetch_all(state: NodeState) -> None:
-        inventories = {0: type(state.inventory()).from_record(record), 1: state.inventory()}
+        inventories = {0: Inventory.from_record(record), 1: state.inventory()}
         choice = choose(inventories, None, ranks={1: range(files)})
         fetch(state, choice, node=1, peers={0: peer})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,3 +55,12 @@ def load_yaml(path: str | Path, *, source: str) -> Any:
     if loader.duplicates:
         raise UserError(f"{source} is not valid YAML: {'; '.join(loader.duplicates)}")
     return data
+
+
+def missing_keys(
+    entry: Mapping[Any, Any], needed: Iterable[str], known: Collection[str]
+) -> list[str]:
+    """Those of `needed` that `entry` lacks, but for what is misspelt, which is told as unknown."""
+    keys = sorted(known)
+    near = [get_close_matches(str(key), keys, n=1) for key in entry if str(key) not in known]
+    return [key for key in needed if key not in entry and [key] not in near]

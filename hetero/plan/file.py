@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from hetero.errors import Faults, UserError
 from hetero.plan.plan import NOT_NEGATIVE, VENDORS, Mesh, Plan, split_over_chunks
 from hetero.text import counted
-from hetero.yaml_file import load_yaml
+from hetero.yaml_file import load_yaml, missing_keys
 
 # Plan files describe pipelines; shares are for whole replicas.
 _FIELDS = tuple(field.name for field in fields(Mesh) if field.name != "share")
@@ -77,12 +76,8 @@ def _read_entry(
         for key in map(str, entry)
         if key not in KEYS
     )
-    # A key that is misspelt is told already.
-    near = [get_close_matches(str(key), KEYS, n=1) for key in entry if str(key) not in KEYS]
     faults.add(
-        f"the key {key!r} is missing"
-        for key in ("vendor", "layers")
-        if key not in entry and [key] not in near
+        f"the key {key!r} is missing" for key in missing_keys(entry, ("vendor", "layers"), KEYS)
     )
     listed: Any = entry.get("layers")
     stages = len(listed) if isinstance(listed, list) else 0

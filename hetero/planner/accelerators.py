@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +14,7 @@ import yaml
 
 from hetero.errors import Faults, UserError
 from hetero.plan import VENDORS
+from hetero.yaml_file import missing_keys
 
 _LINK_LATENCY_US = 10.0
 """Start-up latency of a transfer inside a node, the library's kernel launch included."""
@@ -165,14 +165,6 @@ def unknown_keys(entry: Mapping[Any, Any], keys: Set[str], *, where: str) -> lis
         f"{where}: unknown key {key!r}; the keys are {', '.join(sorted(keys))}"
         for key in sorted(set(map(str, entry)) - keys)
     ]
-
-
-def missing_keys(entry: Mapping[Any, Any], needed: Sequence[str], keys: Set[str]) -> list[str]:
-    """Those of `needed` that `entry` lacks, but for what one of its unknown keys is meant to be:
-    that one is told already."""
-    known = sorted(keys)
-    near = [get_close_matches(str(key), known, n=1) for key in entry if str(key) not in keys]
-    return [key for key in needed if key not in entry and [key] not in near]
 
 
 @cache

@@ -15,11 +15,10 @@ from hetero.planner.accelerators import (
     accelerator_from_mapping,
     built_in_accelerators,
     figure,
-    missing_keys,
     unknown_keys,
 )
 from hetero.text import counted
-from hetero.yaml_file import load_yaml
+from hetero.yaml_file import load_yaml, missing_keys
 
 _RAIL_LATENCY_US = 15.0
 """Latency of a transfer between two nodes where the cluster file gives none."""

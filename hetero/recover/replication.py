@@ -693,7 +693,7 @@ def _wanted(target: Path, index: NamedFiles, one: Fetch, source: object) -> Want
     stored = index.files.get(one.file)
     if stored is None:
         raise HeteroError(f"{source} has {one.file}, which its {INDEX_FILE} does not name")
-    if len(stored.blocks) != -(-stored.size // BLOCK_BYTES):
+    if stored.lacks_checksums:
         raise HeteroError(f"{source} holds damaged state: {one.file} has too few checksums")
     return Wanted(target, stored, one.node, f"{one.folder}/{one.file}")
 

@@ -41,6 +41,11 @@ class StoredFile:
     size: int
     blocks: tuple[int, ...]
 
+    @property
+    def lacks_checksums(self) -> bool:
+        """Or has more than one a block."""
+        return len(self.blocks) != math.ceil(self.size / BLOCK_BYTES)
+
 
 @dataclass(frozen=True)
 class NamedFiles:
@@ -75,7 +80,7 @@ def checksum_problem(path: Path, expected: StoredFile) -> str | None:
 
 def block_problem(path: Path, expected: StoredFile, number: int) -> str | None:
     """The same for the file's size and one of its blocks, so that several threads can share it."""
-    if len(expected.blocks) != math.ceil(expected.size / BLOCK_BYTES):
+    if expected.lacks_checksums:
         return f"{path.name} has too few checksums"
     begin = number * BLOCK_BYTES
     end = min(begin + BLOCK_BYTES, expected.size)

@@ -61,9 +61,7 @@ class FoundCheckpoint:
 
     def reader(self) -> CheckpointReader:
         """Close it. Raises OSError."""
-        if self.restart is not None:
-            return self.restart.reader(self.folder, self.index)
-        return CheckpointReader(self.folder, self.index)
+        return _reader(self.folder, self.index, self.restart)
 
     @property
     def train_state(self) -> TrainState:
@@ -286,8 +284,7 @@ def _try(
             tied=not index.args.get("untie_embeddings_and_output_weights", False),
             mtp_layers=index.args.get("mtp_num_layers") or 0,
         )
-        opened = CheckpointReader if restart is None else restart.reader
-        with opened(folder, index) as reader:
+        with _reader(folder, index, restart) as reader:
             reader.verify(part=part[0], parts=part[1])
     except DamagedCheckpoint as error:
         problem = str(error)
@@ -304,6 +301,11 @@ def _try(
         if record["problem"] is not None
     ]
     return (problems[0] if problems else None), index
+
+
+def _reader(folder: Path, index: Index, restart: Restart | None) -> CheckpointReader:
+    """`restart`: of state in memory."""
+    return CheckpointReader(folder, index) if restart is None else restart.reader(folder, index)
 
 
 def _checked(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hetero.errors import HeteroError
-from hetero.recover import replication
+from hetero.recover import replication, stored_files
 from hetero.recover.choose import choose
 from hetero.recover.node_state import Inventory, NodeState
 from hetero.recover.replication import (
@@ -139,7 +139,8 @@ def test_copies_of_a_lost_node_stay_and_one_line_says_that_it_is_gone(nodes) -> 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of a block, of which a file then has several."""
-    monkeypatch.setattr(replication, "BLOCK_BYTES", 100)
+    for module in (replication, stored_files):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 100)
     return 100
 
 
