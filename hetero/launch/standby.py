@@ -187,6 +187,9 @@ def _import(script: str) -> None:
             for name in _OF_GPUS:
                 with suppress(ImportError):  # not all are needed, or installed
                     importlib.import_module(name)
+            # The key of its cache: it reads all of Triton's files, and keeps what it finds.
+            with suppress(ImportError, AttributeError):
+                importlib.import_module("triton.runtime.cache").triton_key()
     else:
         importlib.import_module("torch.distributed")
 

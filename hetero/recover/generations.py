@@ -48,10 +48,12 @@ class Generations:
 
     def begin_run(self, iteration: int) -> None:
         """Remove what an earlier attempt wrote after the iteration that this one resumes from."""
+        going = []
         for entry in list(self.path.iterdir()):
             match = FOLDER.fullmatch(entry.name.removesuffix(SAVING))
             if match and (entry.name.endswith(SAVING) or int(match[1]) > iteration):
-                shutil.rmtree(entry, ignore_errors=True)
+                going.append(entry)
+        self._remove(going)
 
     def begin(self, iteration: int) -> Path:
         """Make the folder in which a generation is written. Raises OSError."""
@@ -70,18 +72,10 @@ class Generations:
         saving.rename(final)
 
     def complete(self, iteration: int) -> None:
-        """All nodes have committed. Removes all but the newest two.
-
-        In a thread: the kernel takes its time for gigabytes.
-        """
+        """All nodes have committed. Removes all but the newest two."""
         self._newest = folder_name(iteration)
         self._arrived, self._moved_at = 0, time.monotonic()
-        going = [self.path / folder_name(i) for i in iterations(self.path)[: -self.KEPT]]
-        if going:
-            self._removal = threading.Thread(
-                target=_remove, args=(going,), name="checkpoint removal", daemon=True
-            )
-            self._removal.start()
+        self._remove([self.path / folder_name(i) for i in iterations(self.path)[: -self.KEPT]])
 
     def awaits_copies(self) -> bool:
         """Whether this node's launcher still copies the last generation of this run.
@@ -102,15 +96,27 @@ class Generations:
         if self._removal is not None:
             self._removal.join(_REMOVAL_SECONDS)
 
+    def _remove(self, going: Sequence[Path]) -> None:
+        """In a thread: the kernel takes its time for gigabytes."""
+        self.close()
+        doomed = []
+        for folder in going:
+            # Renamed first: one half removed must not be taken for whole.
+            doomed.append(folder.with_name(folder.name.removesuffix(SAVING) + SAVING))
+            if folder != doomed[-1]:
+                shutil.rmtree(doomed[-1], ignore_errors=True)
+                with suppress(OSError):
+                    folder.rename(doomed[-1])
+        if doomed:
+            self._removal = threading.Thread(
+                target=_remove_all, args=(doomed,), name="checkpoint removal", daemon=True
+            )
+            self._removal.start()
 
-def _remove(going: Sequence[Path]) -> None:
-    for folder in going:
-        # Renamed first: one half removed must not be taken for whole.
-        doomed = folder.with_name(folder.name + SAVING)
-        shutil.rmtree(doomed, ignore_errors=True)
-        with suppress(OSError):
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+
+def _remove_all(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _written_bytes(folder: Path) -> int:

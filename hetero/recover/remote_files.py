@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hetero.recover.replication import Connections, Holders, Wanted
 from hetero.recover.stored_files import BLOCK_BYTES, StoredFile, folder_name
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes [begin, end) of a file."""
+
+    file: str
+    stored: StoredFile
+    begin: int
+    end: int
 
 
 class RemoteFiles:
@@ -26,21 +38,35 @@ class RemoteFiles:
     def __contains__(self, file: str) -> bool:
         return file in self._holders.files
 
-    def bring(self, file: str, stored: StoredFile, begin: int, end: int) -> Path:
-        """Have the bytes [begin, end) of a file here, in a file of its full size.
+    def path(self, file: str) -> Path:
+        """Of a file of its full size, in which the parts are that were brought."""
+        return self._folder / file
+
+    def bring(self, parts: Iterable[Part]) -> None:
+        """Have parts of files here, all at once.
 
         Each block of them is compared with its checksum. Raises HeteroError, with the node at
         fault.
         """
-        here = self._here.setdefault(file, set())
-        blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
-        path = self._folder / file
-        if missing := [number for number in blocks if number not in here]:
-            source = f"{folder_name(self._holders.iteration)}/{file}"
-            node = self._holders.files[file]
-            self._connections.bring([Wanted(path, stored, node, source, missing)])
-            here.update(missing)
-        return path
+        missing: dict[str, set[int]] = {}
+        stored = {}
+        for one in parts:
+            touched = range(one.begin // BLOCK_BYTES, -(-one.end // BLOCK_BYTES))
+            missing.setdefault(one.file, set()).update(touched)
+            stored[one.file] = one.stored
+        wanted = [
+            Wanted(
+                self.path(file),
+                stored[file],
+                self._holders.files[file],
+                f"{folder_name(self._holders.iteration)}/{file}",
+                sorted(blocks - self._here.get(file, set())),
+            )
+            for file, blocks in missing.items()
+        ]
+        self._connections.bring([one for one in wanted if one.blocks])
+        for file, blocks in missing.items():
+            self._here.setdefault(file, set()).update(blocks)
 
     def close(self) -> None:
         """Remove the parts."""

@@ -16,9 +16,19 @@ BLOCK_BYTES = 64 << 20
 """Each block of a file has a checksum of its own."""
 _BUFFER_BYTES = 1 << 20
 """Read at once: stays in a core's cache until its checksum is computed."""
+_MOST_THREADS = 4
 FOLDER = re.compile(r"iter_(\d{7,})")
 SAVING = ".saving"
 """The ending of a checkpoint's folder while it is written."""
+
+
+def io_threads(environ: Mapping[str, str] = os.environ) -> int:
+    """How many threads a rank reads or writes a checkpoint with: its share of the cores, 4 at most.
+
+    What takes the time in memory is the kernel, which makes pages, and checksums.
+    """
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def folder_name(iteration: int) -> str:

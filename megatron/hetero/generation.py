@@ -18,7 +18,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from hetero.errors import UserError
 from megatron.hetero.arguments.parser import build_parser
 from megatron.hetero.checkpoint.model_flags import MODEL_FLAGS, Kind, spellings
-from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.reader import CheckpointReader, TensorRead
+from megatron.hetero.checkpoint.regions import Region
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, stored_name
 from megatron.hetero.core_private import single_process_groups
 from megatron.hetero.cpu_shim import cpu_shim
@@ -115,6 +116,7 @@ def whole_model(
 
 
 def _load_weights(model: GPTModel, reader: CheckpointReader) -> None:
+    reads = []
     for name, parameter in (*named_parameters([model], [0]), *named_buffers([model], [0])):
         stored = stored_name(name)
         if stored not in reader.index.tensors or reader.shape(stored) != tuple(parameter.shape):
@@ -122,7 +124,9 @@ def _load_weights(model: GPTModel, reader: CheckpointReader) -> None:
                 f"the checkpoint {reader.folder} has no tensor {stored} of the shape "
                 f"{list(parameter.shape)}, which its own arguments require"
             )
-        parameter.copy_(reader.tensor(stored))
+        regions = [Region.whole(tuple(parameter.shape))]
+        reads.append(TensorRead(parameter.view(-1), stored, regions))
+    reader.read_into(reads)
 
 
 def next_logits(model: GPTModel, tokens: Sequence[int]) -> torch.Tensor:

@@ -387,11 +387,12 @@ def build_model(
     rank: int,
     groups: Groups,
     device: torch.device,
-    init_weights: bool = True,
+    is_drawn: Callable[[str], bool],
 ) -> StageModel:
     """Build this rank's model chunks, initialise their weights and wrap them in DDP. Collective.
 
-    `init_weights=False` leaves the weights uninitialised, for measurements.
+    `is_drawn` tells of a weight, by its name in the whole model, whether it is initialised. Others
+    have any values: they are loaded, or measurements do not depend on them.
     """
     coordinate = plan.coordinate(rank)
     collection = group_collection(groups)
@@ -429,12 +430,12 @@ def build_model(
     tensor_rank = weights.TensorRank(
         coordinate.tensor, mesh.tensor, coordinate.expert_tensor, mesh.ranks_per_expert
     )
-    if init_weights:
-        weights.initialize(
-            list(weights.named_parameters(unwrapped, first_layers, first_expert)),
-            initial_weights(args),
-            tensor_rank,
-        )
+    named = weights.named_parameters(unwrapped, first_layers, first_expert)
+    weights.initialize(
+        [(name, parameter) for name, parameter in named if is_drawn(name)],
+        initial_weights(args),
+        tensor_rank,
+    )
     half = args.bf16 or args.fp16
     wrapped = [Float16Module(config, chunk) if half else chunk for chunk in unwrapped]
     experts.keep_counts_in_float32(wrapped)

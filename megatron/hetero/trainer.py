@@ -84,12 +84,21 @@ class Trainer:
                 is_logger=job.rank == 0, total_iterations=self.args.train_iters, start=start
             )
             on_close.callback(self.console.close)
+            measures = self.args.hetero_data_shares == MEASURED and not self.args.skip_train
             self.model = build_model(
-                self.args, plan=job.plan, rank=job.rank, groups=job.groups, device=job.device
+                self.args,
+                plan=job.plan,
+                rank=job.rank,
+                groups=job.groups,
+                device=job.device,
+                is_drawn=lambda name: (
+                    measures
+                    or not job.checkpoint.has_all_of(name, rows=self.args.padded_vocab_size)
+                ),
             )
             vendor = job.identities[job.rank].vendor
             slow_down(*self.model.chunks, environ={**os.environ, VENDOR_VARIABLE: vendor})
-            if self.args.hetero_data_shares == MEASURED and not self.args.skip_train:
+            if measures:
                 job, measured = measure_data_shares(job, self.model)
                 self.console.line(measured)
             self.job = job

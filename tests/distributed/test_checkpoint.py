@@ -194,6 +194,19 @@ def test_a_run_goes_on_under_other_layouts(corpus, tmp_path: Path) -> None:
         assert middle.run["simulated"] is True
 
 
+def test_weights_that_a_checkpoint_lacks_are_initialized(corpus, tmp_path: Path) -> None:
+    """With --deterministic-mode memory begins as NaN, so that any other weight would be seen."""
+    folder = tmp_path / "checkpoints"
+    flags = [*TINY_LLAMA, *corpus.flags, UNTIED, "--deterministic-mode"]
+    saved = [*flags, "--save", str(folder), "--train-iters", "2", "--lr-decay-iters", "4"]
+    train(saved, 1, tmp_path / "first")
+    begun = [*flags, "--load", str(folder), "--finetune", "--train-iters", "2"]
+    same = train(begun, 1, tmp_path / "same")
+    padded = train([*begun, "--make-vocab-size-divisible-by", "600"], 1, tmp_path / "padded")
+    assert same.losses != padded.losses
+    assert padded.losses == pytest.approx(same.losses, rel=0.1)
+
+
 # The model taken from a checkpoint.
 
 MODEL = (
@@ -259,7 +272,7 @@ def test_every_layout_reads_what_every_other_wrote(
 ) -> None:
     """Round and round: each layout loads the one before it and writes all again, bit for bit."""
     flags = [*TINY_LLAMA, *corpus.flags, *precision.split(), *([] if tied else [UNTIED])]
-    flags += ["--make-vocab-size-divisible-by", "512", "--add-qkv-bias", "--train-iters", "3"]
+    flags += ["--make-vocab-size-divisible-by", "600", "--add-qkv-bias", "--train-iters", "3"]
     flags += ["--num-query-groups", "4"]
     first = tmp_path / "first"
     train([*flags, "--save", str(first)], 1, tmp_path / "run")

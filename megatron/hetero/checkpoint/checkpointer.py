@@ -31,7 +31,7 @@ from megatron.hetero.checkpoint.rank_state import (
     rng_write_items,
     sharded_parameters,
 )
-from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.reader import CheckpointReader, TensorRead
 from megatron.hetero.checkpoint.regions import Shard
 from megatron.hetero.checkpoint.resume import CHECKPOINT_SCHEDULE, Source, describe
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
@@ -411,6 +411,7 @@ def load_weights(
 
     Raises UserError for a missing tensor or a different shape.
     """
+    reads = []
     for p in placed:
         name = _source(p)
         if name.endswith(AMAX_HISTORY):
@@ -419,8 +420,8 @@ def load_weights(
         copy = optimizer_name(MAIN_COPY, name)
         wider = p.parameter.dtype == torch.float32 and copy in reader.index.tensors
         source = copy if exact and wider and reader.dtype(name) != torch.float32 else name
-        values = _read(reader, source, p.shard, fill=p.parameter)
-        p.parameter.data.copy_(values.view(p.parameter.shape))
+        reads.append(_read(reader, source, p.shard, into=p.parameter.detach()))
+    reader.read_into(reads)
 
 
 def _load_maxima(reader: CheckpointReader, p: ShardedParameter) -> None:
@@ -443,37 +444,40 @@ def load_optimizer(
 ) -> None:
     """Load float32 copies, moments, Adam's step count and the loss scaler."""
     step = reader.run.get("optimizer_step")
+    reads: list[TensorRead] = []
     for shard, parts in parts_of_shards(placed, optimizer):
         if shard.is_copy:
-            for part in parts:
-                _load_copy(reader, part, shard)
+            reads += [_read_copy(reader, part, shard) for part in parts]
         moments = {}
         for moment in _MOMENTS[kind]:
             named = [optimizer_name(moment, _source(part.parameter)) for part in parts]
             if not all(name in reader.index.tensors for name in named):
                 continue
             value = moments[moment] = torch.zeros_like(shard.main)
-            for name, part in zip(named, parts, strict=True):
+            reads += [
                 _read_part(reader, name, part, into=value)
+                for name, part in zip(named, parts, strict=True)
+            ]
         if moments:
             set_optimizer_state(shard, moments, step=step)
+    reader.read_into(reads)
     set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
 
 
-def _load_copy(reader: CheckpointReader, part: PartOfShard, shard: OptimizerShard) -> None:
+def _read_copy(reader: CheckpointReader, part: PartOfShard, shard: OptimizerShard) -> TensorRead:
     source = _source(part.parameter)
     name = optimizer_name(MAIN_COPY, source)
     # A run in float32 has no copies: its weights are what they would hold.
-    _read_part(reader, name if name in reader.index.tensors else source, part, into=shard.main)
+    name = name if name in reader.index.tensors else source
+    return _read_part(reader, name, part, into=shard.main.detach())
 
 
 def _read_part(
     reader: CheckpointReader, name: str, part: PartOfShard, *, into: torch.Tensor
-) -> None:
-    """Read what `into`, of the shape of the optimizer's shard, holds of a parameter."""
+) -> TensorRead:
+    """What `into`, of the shape of the optimizer's shard, holds of a parameter."""
     held = into.view(-1)[part.within]
-    flat = _read(reader, name, part.parameter.shard, fill=held, begin=part.begin, end=part.end)
-    held.copy_(flat.view(-1))
+    return _read(reader, name, part.parameter.shard, into=held, begin=part.begin, end=part.end)
 
 
 def _source(p: ShardedParameter) -> str:
@@ -485,12 +489,12 @@ def _read(
     name: str,
     shard: Shard,
     *,
-    fill: torch.Tensor,
+    into: torch.Tensor,
     begin: int = 0,
     end: int | None = None,
-) -> torch.Tensor:
-    """A flat range of a shard, on the CPU. Rows of the vocabulary's padding that the checkpoint
-    lacks keep the values of `fill`."""
+) -> TensorRead:
+    """A flat range of a shard. Rows of the vocabulary's padding that the checkpoint lacks keep the
+    values of `into`."""
     if name not in reader.index.tensors:
         raise UserError(f"the checkpoint {reader.folder} holds no tensor {name}")
     stored, own = reader.shape(name), shard.whole
@@ -500,12 +504,7 @@ def _read(
             f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
             f"this model's has {list(own)}"
         )
-    regions = shard.regions(begin, end)
-    if stored == own:
-        return reader.regions(name, regions)
-    flat = fill.detach().cpu().reshape(-1).to(reader.dtype(name))
-    reader.read_into(flat, name, regions)
-    return flat
+    return TensorRead(into.view(-1), name, shard.regions(begin, end))
 
 
 def load_rng_state(

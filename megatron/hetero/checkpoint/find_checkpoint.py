@@ -40,6 +40,7 @@ from megatron.hetero.checkpoint.resume import (
     missing_parts,
     resume_sources,
 )
+from megatron.hetero.checkpoint.tensor_names import EMBEDDING, VOCABULARY
 from megatron.hetero.lr_schedule import LrSchedule
 
 Exchange = Callable[..., list[dict[str, Any]]]
@@ -63,6 +64,11 @@ class FoundCheckpoint:
         """Close it. Raises OSError."""
         return _reader(self.folder, self.index, self.restart)
 
+    def has_all_of(self, name: str, *, rows: int) -> bool:
+        """Whether it has every element of a weight. `rows`: of the vocabulary, padding included."""
+        stored = self.index.tensors[EMBEDDING].shape[0]
+        return stored >= rows or not name.endswith(VOCABULARY)
+
     @property
     def train_state(self) -> TrainState:
         """The progress of the run once the checkpoint is loaded."""
@@ -84,6 +90,9 @@ class NoCheckpoint:
     notes: tuple[str, ...] = ()
     train_state: TrainState = NEW_RUN
     schedule_position: int = 0
+
+    def has_all_of(self, name: str, *, rows: int) -> bool:
+        return False
 
 
 def find_checkpoint(

@@ -10,18 +10,19 @@ It needs no process group, and reads only the requested parts of files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hetero.errors import UserError
-from hetero.recover.remote_files import RemoteFiles
-from hetero.recover.stored_files import BLOCK_BYTES, block_problem
+from hetero.recover.remote_files import Part, RemoteFiles
+from hetero.recover.stored_files import BLOCK_BYTES, StoredFile, block_problem, io_threads
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.folder import RELEASE
 from megatron.hetero.checkpoint.index import (
@@ -34,7 +35,33 @@ from megatron.hetero.checkpoint.index import (
 )
 from megatron.hetero.checkpoint.regions import Region
 
-_VERIFYING_THREADS = 4
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class TensorRead:
+    """Regions of a tensor, and where they go."""
+
+    target: torch.Tensor
+    """Flat, one region after the other, of any dtype and device; no leaf that requires grad.
+    Elements outside of the stored tensor do not change."""
+    name: str
+    regions: Sequence[Region]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is read at once: some rows of a stored region."""
+
+    target: torch.Tensor
+    name: str
+    file: str
+    begin: int
+    """In elements of the tensor in the file."""
+    extent: Region
+    """What the elements from `begin` on are of the whole tensor."""
+    part: Region
+    """What of it is wanted."""
 
 
 class CheckpointReader:
@@ -137,21 +164,21 @@ class CheckpointReader:
         """The elements of regions, one region after the other, flat, on the CPU."""
         stored = self._stored(name)
         flat = torch.empty(sum(region.size for region in regions), dtype=_dtype(stored))
-        self.read_into(flat, name, regions)
+        self.read_into([TensorRead(flat, name, regions)])
         return flat
 
-    def read_into(self, flat: torch.Tensor, name: str, regions: Sequence[Region]) -> None:
-        """Read regions into a flat tensor; elements outside of the stored tensor do not change."""
-        stored = self._stored(name)
-        offset = 0
-        for region in regions:
-            target = flat[offset : offset + region.size].view(region.shape)
-            offset += region.size
-            for stored_region in stored.regions:
-                common = region.intersection(stored_region.region)
-                if common is not None:
-                    for part, values in self._elements(name, stored_region, common):
-                        region_view(target, region, part).copy_(values)
+    def read_into(self, reads: Sequence[TensorRead]) -> None:
+        """Read parts of tensors into memory that is there, on the CPU or a device.
+
+        Several are read at once, without a copy in between. Raises DamagedCheckpoint, and
+        HeteroError where another node does not have what it should.
+        """
+        pieces = [piece for one in reads for piece in self._pieces(one)]
+        if self._remote is not None:
+            self._bring(self._remote, [one for one in pieces if one.file in self._remote])
+        for file in {one.file for one in pieces}:
+            self._open(file)
+        _for_each(self._copy, pieces)
 
     def verify(self, *, part: int = 0, parts: int = 1) -> None:
         """Compare the files with their checksums; of several readers each can take a part.
@@ -164,11 +191,12 @@ class CheckpointReader:
             if self._remote is None or name not in self._remote
             for number in range(max(1, len(stored.blocks)))
         ][part::parts]
-        with ThreadPoolExecutor(max_workers=_VERIFYING_THREADS) as pool:
-            for problem in pool.map(lambda block: block_problem(*block), blocks):
-                if problem is not None:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise DamagedCheckpoint(problem)
+
+        def require(block: tuple[Path, StoredFile, int]) -> None:
+            if (problem := block_problem(*block)) is not None:
+                raise DamagedCheckpoint(problem)
+
+        _for_each(require, blocks)
 
     def close(self) -> None:
         self._files.clear()
@@ -188,51 +216,93 @@ class CheckpointReader:
         except KeyError:
             raise DamagedCheckpoint(f"{self.folder} holds no tensor {name}") from None
 
-    def _elements(
-        self, name: str, stored_region: StoredRegion, common: Region
-    ) -> Iterator[tuple[Region, torch.Tensor]]:
-        """Read `common` from a stored region, a few rows at a time: (region, its elements)."""
-        inner = stored_region.region.size // stored_region.region.shape[0]
-        step = max(1, BLOCK_BYTES // (inner * 8))
-        first, last = common.start[0], common.start[0] + common.shape[0]
-        for begin in range(first, last, step):
-            rows = min(step, last - begin)
-            offset = stored_region.offset + (begin - stored_region.region.start[0]) * inner
-            flat = self._read(stored_region.file, name, offset, offset + rows * inner)
-            extent = Region(
-                (begin, *stored_region.region.start[1:]), (rows, *stored_region.region.shape[1:])
-            )
-            part = Region((begin, *common.start[1:]), (rows, *common.shape[1:]))
-            yield part, region_view(flat.view(extent.shape), extent, part)
+    def _pieces(self, one: TensorRead) -> Iterator[_Piece]:
+        offset = 0
+        for region in one.regions:
+            target = one.target[offset : offset + region.size].view(region.shape)
+            offset += region.size
+            for stored in self._stored(one.name).regions:
+                common = region.intersection(stored.region)
+                if common is not None:
+                    for begin, extent, part in _rows(stored, common):
+                        into = region_view(target, region, part)
+                        yield _Piece(into, one.name, stored.file, begin, extent, part)
 
-    def _read(self, file: str, name: str, begin: int, end: int) -> torch.Tensor:
-        path = self.folder / file
-        if self._remote is not None and file in self._remote:
-            path = self._bring(self._remote, file, name, begin, end)
+    def _open(self, file: str) -> None:
+        if file in self._files:
+            return
+        path = self._path(file)
         try:
-            if file not in self._files:
-                opened = safe_open(path, framework="pt", device="cpu")
-                self._files[file] = self._stack.enter_context(opened)
-            values: torch.Tensor = self._files[file].get_slice(name)[begin:end]
+            opened = safe_open(path, framework="pt", device="cpu")
+            self._files[file] = self._stack.enter_context(opened)
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
-        if values.numel() != end - begin:
-            raise DamagedCheckpoint(f"{path} holds too little of {name}")
-        return values
 
-    def _bring(self, remote: RemoteFiles, file: str, name: str, begin: int, end: int) -> Path:
-        """Have a file's header and some elements of a tensor here. Raises HeteroError."""
-        stored = self.index.files[file]
-        if file not in self._headers:
-            path = remote.bring(file, stored, 0, 8)
-            with path.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-                remote.bring(file, stored, 8, 8 + size)
+    def _path(self, file: str) -> Path:
+        if self._remote is not None and file in self._remote:
+            return self._remote.path(file)
+        return self.folder / file
+
+    def _copy(self, piece: _Piece) -> None:
+        path, size = self._path(piece.file), piece.extent.size
+        # Any thread may write to a target that was made in this mode only in it.
+        with torch.inference_mode():
+            try:
+                # A view of the file's pages: nothing is copied yet.
+                stored = self._files[piece.file].get_slice(piece.name)
+                values: torch.Tensor = stored[piece.begin : piece.begin + size]
+            except (SafetensorError, OSError) as error:
+                raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+            if values.numel() != size:
+                raise DamagedCheckpoint(f"{path} holds too little of {piece.name}")
+            values = values.view(piece.extent.shape)
+            piece.target.copy_(region_view(values, piece.extent, piece.part))
+
+    def _bring(self, remote: RemoteFiles, pieces: Sequence[_Piece]) -> None:
+        """Have the headers of files and the elements of pieces here. Raises HeteroError."""
+        new = {one.file for one in pieces} - self._headers.keys()
+        remote.bring([Part(file, self.index.files[file], 0, 8) for file in new])
+        sizes = {}
+        for file in new:
+            with remote.path(file).open("rb") as opened:
+                sizes[file] = int.from_bytes(opened.read(8), "little")
+        remote.bring([Part(f, self.index.files[f], 8, 8 + size) for f, size in sizes.items()])
+        for file, size in sizes.items():
+            with remote.path(file).open("rb") as opened:
+                opened.seek(8)
                 self._headers[file] = (8 + size, json.loads(opened.read(size)))
-        data, header = self._headers[file]
-        first = data + header[name]["data_offsets"][0]
-        itemsize = self.dtype(name).itemsize
-        return remote.bring(file, stored, first + begin * itemsize, first + end * itemsize)
+        parts = []
+        for one in pieces:
+            data, header = self._headers[one.file]
+            first = data + header[one.name]["data_offsets"][0]
+            itemsize = self.dtype(one.name).itemsize
+            begin = first + one.begin * itemsize
+            end = begin + one.extent.size * itemsize
+            parts.append(Part(one.file, self.index.files[one.file], begin, end))
+        remote.bring(parts)
+
+
+def _for_each(function: Callable[[_T], None], items: Sequence[_T]) -> None:
+    """Call it for all items, by a few threads; the first error ends it."""
+    with ThreadPoolExecutor(io_threads(), "checkpoint") as pool:
+        try:
+            for _ in pool.map(function, items):
+                pass
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _rows(stored: StoredRegion, common: Region) -> Iterator[tuple[int, Region, Region]]:
+    """Split what is wanted of a stored region, a few rows each: as `_Piece` has them."""
+    inner = stored.region.size // stored.region.shape[0]
+    step = max(1, BLOCK_BYTES // (inner * 8))
+    first, last = common.start[0], common.start[0] + common.shape[0]
+    for row in range(first, last, step):
+        rows = min(step, last - row)
+        begin = stored.offset + (row - stored.region.start[0]) * inner
+        extent = Region((row, *stored.region.start[1:]), (rows, *stored.region.shape[1:]))
+        yield begin, extent, Region((row, *common.start[1:]), (rows, *common.shape[1:]))
 
 
 def _no_checkpoint(load: Path) -> str:

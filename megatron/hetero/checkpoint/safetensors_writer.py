@@ -1,4 +1,4 @@
-"""Writes a `.safetensors` file item by item, with no more than one block in host memory.
+"""Writes a `.safetensors` file item by item, with a few blocks in host memory at most.
 
 The safetensors library writes files only from tensors that are all in memory. The format is a
 length, a JSON header and the bytes of each tensor. Checksums are computed while writing. Files are
@@ -12,14 +12,16 @@ import math
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from hetero.recover.stored_files import BLOCK_BYTES, StoredFile
+from hetero.recover.stored_files import BLOCK_BYTES, StoredFile, io_threads
 from megatron.hetero.checkpoint.index import StoredRegion, StoredTensor
 from megatron.hetero.checkpoint.regions import Region
 
@@ -79,29 +81,6 @@ class WriteItem:
         )
 
 
-class BlockChecksums:
-    """CRC-32 of each block of a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self._crc, self._filled, self.size = 0, 0, 0
-
-    def update(self, data: memoryview) -> None:
-        self.size += len(data)
-        while len(data):
-            part = data[: BLOCK_BYTES - self._filled]
-            self._crc = zlib.crc32(part, self._crc)
-            self._filled += len(part)
-            data = data[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._done.append(self._crc)
-                self._crc, self._filled = 0, 0
-
-    def result(self) -> StoredFile:
-        blocks = [*self._done, self._crc] if self._filled else self._done
-        return StoredFile(size=self.size, blocks=tuple(blocks))
-
-
 def write_safetensors(
     path: Path,
     write_items: Sequence[WriteItem],
@@ -111,33 +90,68 @@ def write_safetensors(
 ) -> StoredFile:
     """Write `write_items` in order, flat, under their names.
 
-    With `synced` the file is on the disk when this returns. Raises OSError, or WriteCancelled once
-    `cancelled` is set.
+    The calling thread takes the elements of each item, and `io_threads` others write them, a block
+    each. With `synced` the file is on the disk when this returns. Raises OSError, or WriteCancelled
+    once `cancelled` is set.
     """
-    sums = BlockChecksums()
-    with path.open("wb", buffering=0) as file:
-        header = safetensors_header((i.name, i.dtype, (i.elements,)) for i in write_items)
-        _put(file, memoryview(header), sums)
-        for write_item in write_items:
-            written = 0
-            for data in _blocks(write_item):
-                if cancelled is not None and cancelled.is_set():
-                    raise WriteCancelled
-                _put(file, data, sums)
-                written += len(data)
-            if written != write_item.bytes:
-                raise ValueError(
-                    f"{write_item.name} gave {written} bytes instead of {write_item.bytes}"
-                )
+    threads = io_threads()
+    size, checksums = 0, []
+    writing: deque[Future[int]] = deque()
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(threads, "checkpoint") as pool:
+        for block in _file_blocks(_contents(write_items, cancelled)):
+            if len(writing) == threads:
+                checksums.append(writing.popleft().result())
+            writing.append(pool.submit(_write_block, file.fileno(), block, size))
+            size += sum(map(len, block))
+        checksums += [written.result() for written in writing]
         if synced:
             os.fsync(file.fileno())
-    return sums.result()
+    return StoredFile(size=size, blocks=tuple(checksums))
 
 
-def _put(file: BinaryIO, data: memoryview, sums: BlockChecksums) -> None:
-    sums.update(data)
-    while len(data):
-        data = data[file.write(data) :]
+def _contents(
+    write_items: Sequence[WriteItem], cancelled: threading.Event | None
+) -> Iterator[memoryview]:
+    yield memoryview(safetensors_header((i.name, i.dtype, (i.elements,)) for i in write_items))
+    for write_item in write_items:
+        written = 0
+        for data in _blocks(write_item):
+            if cancelled is not None and cancelled.is_set():
+                raise WriteCancelled
+            yield data
+            written += len(data)
+        if written != write_item.bytes:
+            raise ValueError(
+                f"{write_item.name} gave {written} bytes instead of {write_item.bytes}"
+            )
+
+
+def _file_blocks(contents: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes, in parts that make up BLOCK_BYTES each; the last ones may be fewer."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for data in contents:
+        while len(data):
+            block.append(data[:room])
+            data = data[room:]
+            room -= len(block[-1])
+            if not room:
+                yield block
+                block, room = [], BLOCK_BYTES
+    if block:
+        yield block
+
+
+def _write_block(file: int, block: Sequence[memoryview], position: int) -> int:
+    """Write it at a position of an open file; returns its checksum."""
+    checksum = 0
+    for data in block:
+        checksum = zlib.crc32(data, checksum)
+        while len(data):
+            count = os.pwrite(file, data, position)
+            position += count
+            data = data[count:]
+    return checksum
 
 
 def safetensors_header(

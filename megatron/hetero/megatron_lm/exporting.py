@@ -20,7 +20,7 @@ from megatron.hetero.checkpoint.conversion import (
     require_empty,
 )
 from megatron.hetero.checkpoint.index import DamagedCheckpoint, Index
-from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.reader import CheckpointReader, TensorRead
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, VOCABULARY
 from megatron.hetero.megatron_lm.arguments import namespace_from_args, require_expressible
 from megatron.hetero.megatron_lm.export_torch_dist import export_torch_dist
@@ -171,6 +171,6 @@ def _read_whole(
     flat = torch.zeros(tensor.size, dtype=dtype)
     # A reader of its own, which unmaps the file.
     with CheckpointReader(folder, index) as reader:
-        reader.read_into(flat, name, [tensor.region])
+        reader.read_into([TensorRead(flat, name, [tensor.region])])
     advance(flat.numel() * dtype.itemsize)
     return flat.view(tensor.shape)

@@ -10,7 +10,7 @@ import pytest
 from hetero.errors import HeteroError
 from hetero.recover import remote_files, replication
 from hetero.recover.node_state import NodeState
-from hetero.recover.remote_files import RemoteFiles
+from hetero.recover.remote_files import Part, RemoteFiles
 from hetero.recover.replication import Holders, Peer, StateServer
 from hetero.recover.stored_files import StoredFile, files_of_index
 from tests.hetero.recover.played_state import content, rank_file, write_generation
@@ -53,20 +53,22 @@ def test_only_the_blocks_that_are_asked_for_are_copied(
     assert FILE in remote
     assert rank_file(1) not in remote
     data, expected = content(0, 10), bytearray(stored.size)
-    path = remote.bring(FILE, stored, 150, 160)
+    path = remote.path(FILE)
+    remote.bring([Part(FILE, stored, 150, 160)])
     expected[100:200] = data[100:200]
     assert path.read_bytes() == expected
-    remote.bring(FILE, stored, 120, 301)
+    remote.bring([Part(FILE, stored, 120, 130), Part(FILE, stored, 299, 301)])
     expected[200:400] = data[200:400]
     assert path.read_bytes() == expected
-    remote.bring(FILE, stored, 0, stored.size)
+    remote.bring([Part(FILE, stored, 0, stored.size)])
     assert path.read_bytes() == data
 
 
 def test_a_block_is_copied_once(remote: RemoteFiles, stored: StoredFile, node: NodeState) -> None:
-    path = remote.bring(FILE, stored, 0, stored.size)
+    path = remote.path(FILE)
+    remote.bring([Part(FILE, stored, 0, stored.size)])
     (node.folder / "iter_0000010" / FILE).unlink()
-    assert remote.bring(FILE, stored, 0, stored.size) == path
+    remote.bring([Part(FILE, stored, 0, stored.size)])
     assert path.read_bytes() == content(0, 10)
 
 
@@ -77,13 +79,14 @@ def test_a_damaged_block_is_named_with_its_node(
     data = bytearray(path.read_bytes())
     data[210] ^= 1
     path.write_bytes(data)
-    remote.bring(FILE, stored, 0, 200)
+    remote.bring([Part(FILE, stored, 0, 200)])
     with pytest.raises(HeteroError, match=r"node 0 at 127\.0\.0\.1.*other bytes.*block 2"):
-        remote.bring(FILE, stored, 200, 201)
+        remote.bring([Part(FILE, stored, 200, 201)])
 
 
 def test_closing_removes_the_parts(remote: RemoteFiles, stored: StoredFile) -> None:
-    path = remote.bring(FILE, stored, 0, 10)
+    path = remote.path(FILE)
+    remote.bring([Part(FILE, stored, 0, 10)])
     assert path.exists()
     remote.close()
     assert not path.parent.exists()

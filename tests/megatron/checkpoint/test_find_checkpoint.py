@@ -20,6 +20,7 @@ from megatron.hetero.checkpoint.find_checkpoint import (
 )
 from megatron.hetero.checkpoint.index import INDEX_FILE
 from megatron.hetero.checkpoint.safetensors_writer import WriteItem
+from megatron.hetero.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER
 from megatron.hetero.lr_schedule import LrSchedule
 from tests.megatron.checkpoint.test_conversion import NAMES
 from tests.megatron.checkpoint.test_model_flags import SIZES, run, written_by
@@ -85,6 +86,19 @@ def test_the_newest_is_used_and_what_is_passed_over_is_said(tmp_path: Path) -> N
     assert found.folder == older
     (note,) = found.notes
     assert note.startswith(f"checkpoint {newest} is not used: rank_00000.safetensors has 1 bytes")
+
+
+def test_rows_that_pad_a_longer_vocabulary_are_not_in_it(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10)
+    found = chosen(flags(tmp_path))
+    rows = found.index.tensors[EMBEDDING].shape[0]
+    layer = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert all(found.has_all_of(name, rows=rows) for name in (EMBEDDING, OUTPUT_LAYER, layer))
+    assert not any(found.has_all_of(name, rows=rows + 1) for name in (EMBEDDING, OUTPUT_LAYER))
+    assert found.has_all_of(layer, rows=rows + 1)
+    nothing = choose(flags(None))
+    assert isinstance(nothing, NoCheckpoint)
+    assert not nothing.has_all_of(layer, rows=rows)
 
 
 def test_what_would_pass_for_an_empty_folder_is_refused_with_its_remedy(tmp_path: Path) -> None:

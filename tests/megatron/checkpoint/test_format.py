@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from safetensors.torch import load_file
 
 from hetero.errors import UserError
 from hetero.recover import stored_files
-from hetero.recover.stored_files import checksum_problem
+from hetero.recover.stored_files import StoredFile, checksum_problem
 from megatron.hetero.checkpoint import safetensors_writer
 from megatron.hetero.checkpoint.folder import folder_name, write_tracker
 from megatron.hetero.checkpoint.index import (
@@ -26,10 +29,14 @@ from megatron.hetero.checkpoint.index import (
     read_index,
     require_complete_model,
 )
-from megatron.hetero.checkpoint.reader import CheckpointReader, copy_regions, region_view
+from megatron.hetero.checkpoint.reader import (
+    CheckpointReader,
+    TensorRead,
+    copy_regions,
+    region_view,
+)
 from megatron.hetero.checkpoint.regions import Region, Shard
 from megatron.hetero.checkpoint.safetensors_writer import (
-    BlockChecksums,
     WriteCancelled,
     WriteItem,
     write_safetensors,
@@ -61,16 +68,37 @@ def test_a_written_file_is_what_the_library_reads(tmp_path: Path, dtype: torch.d
     assert checksum_problem(path, stored) is None
 
 
-def test_checksums_do_not_depend_on_how_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_block_of_a_file_has_its_checksum_whatever_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (safetensors_writer, stored_files):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 10)
-    data = bytes(range(57))
-    whole, bits = BlockChecksums(), BlockChecksums()
-    whole.update(memoryview(data))
-    for start in range(0, 57, 7):
-        bits.update(memoryview(data)[start : start + 7])
-    assert whole.result() == bits.result()
-    assert len(whole.result().blocks) == 6
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    tensors = {
+        f"{number}": torch.arange(size, dtype=torch.uint8)
+        for number, size in enumerate((1, 63, 64, 65, 0, 200, 3, 128))
+    }
+    path = tmp_path / "x.safetensors"
+    stored = write_safetensors(path, [WriteItem.whole(n, t) for n, t in tensors.items()])
+    data = path.read_bytes()
+    assert data.endswith(b"".join(t.numpy().tobytes() for t in tensors.values()))
+    blocks = [data[begin : begin + 64] for begin in range(0, len(data), 64)]
+    assert stored == StoredFile(len(data), tuple(map(zlib.crc32, blocks)))
+
+
+def test_a_block_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_writer, "BLOCK_BYTES", 64)
+    write = os.pwrite
+
+    def full(file: int, data: memoryview, position: int) -> int:
+        if position >= 256:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, position)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_safetensors(tmp_path / "x", [WriteItem.whole("x", torch.ones(1000))])
 
 
 def test_a_tensor_larger_than_a_block_is_streamed(tmp_path: Path, monkeypatch) -> None:
@@ -153,7 +181,7 @@ def test_rows_that_the_checkpoint_lacks_keep_what_was_there(tmp_path: Path) -> N
     assert read_index(tmp_path).iteration == 3
     flat = torch.full((18,), 7.0)
     with CheckpointReader(tmp_path) as reader:
-        reader.read_into(flat, "w", [Region((0, 0), (6, 3))])
+        reader.read_into([TensorRead(flat, "w", [Region((0, 0), (6, 3))])])
     assert torch.equal(flat.view(6, 3)[:4], values)
     assert flat.view(6, 3)[4:].eq(7.0).all()
 

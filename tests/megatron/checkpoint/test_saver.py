@@ -375,6 +375,12 @@ def test_an_attempt_that_went_back_removes_what_was_written_after(tmp_path: Path
     for iteration in (5, 6):
         on_every_rank(lambda c, i=iteration: save_in_memory(c, tmp_path, iteration=i))
     (tmp_path / "a" / "iter_0000007.saving").mkdir()
-    on_every_rank(lambda control: node(control, tmp_path).begin_run(5))
+
+    def go_back(control: PlayedControl) -> None:
+        destination = node(control, tmp_path)
+        destination.begin_run(5)
+        destination.close()
+
+    on_every_rank(go_back)
     for name in "ab":
         assert [path.name for path in (tmp_path / name).iterdir()] == ["iter_0000005"]

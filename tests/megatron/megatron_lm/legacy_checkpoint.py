@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.hetero.checkpoint import folder as folders
-from megatron.hetero.checkpoint.reader import CheckpointReader
+from megatron.hetero.checkpoint.reader import CheckpointReader, TensorRead
 from megatron.hetero.checkpoint.tensor_names import EMBEDDING, OUTPUT_LAYER, fused_name
 from megatron.hetero.megatron_lm.arguments import namespace_from_args
 from megatron.hetero.megatron_lm.folders import RANK_FILE
@@ -87,7 +87,7 @@ def _shard(
     flat = torch.zeros(
         sum(region.size for region in regions), dtype=reader.tensor(tensor.name).dtype
     )
-    reader.read_into(flat, tensor.name, regions)
+    reader.read_into([TensorRead(flat, tensor.name, regions)])
     return flat.view(shard.local)
 
 
