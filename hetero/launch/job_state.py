@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero.errors import HeteroError, print_line
 from hetero.launch.rounds import Round
-from hetero.recover.choose import choose
+from hetero.recover.choose import Choice, choose
 from hetero.recover.history import JobHistory, begin_round, read_attempt
 from hetero.recover.node_state import Inventory, NodeState
 from hetero.recover.partners import partners
@@ -68,12 +68,17 @@ class JobState:
         }
         keepers = partners([entry.vendor for entry in formed.nodes])
         sources = [other for other, keeper in enumerate(keepers) if keeper == node]
-        is_restart = bool(formed.reason)
-        if is_restart and self._fetch(formed, node, peers):
-            self._state.keep_copies(sources)
+        is_restart, chosen = bool(formed.reason), None
+        if is_restart:
+            choice = _chosen(formed)
+            chosen = choice.iteration
+            if self._fetch(choice, node, peers):
+                self._state.keep_copies(sources)
         self._replicators = [Replicator(self._state, peers[other]) for other in sources]
         os.environ.update(
-            self._state.variables(job=formed.job, is_restart=is_restart, copies_of=sources)
+            self._state.variables(
+                job=formed.job, is_restart=is_restart, chosen=chosen, copies_of=sources
+            )
         )
 
     def close(self) -> None:
@@ -82,22 +87,25 @@ class JobState:
         self._server.close()
         self._state.close()
 
-    def _fetch(self, formed: Round, node: int, peers: Mapping[int, Peer]) -> bool:
+    def _fetch(self, choice: Choice, node: int, peers: Mapping[int, Peer]) -> bool:
         """Returns whether this node has the newest state, if there is any in memory."""
-        inventories = {
-            number: Inventory.from_record(entry.state["inventory"])
-            for number, entry in enumerate(formed.nodes)
-        }
-        ends = [0, *accumulate(entry.processes for entry in formed.nodes)]
-        ranks = {number: range(*span) for number, span in enumerate(pairwise(ends))}
-        # The ranks compare it with what is on disk.
-        choice = choose(inventories, None, ranks=ranks)
         try:
             fetch(self._state, choice, node=node, peers=peers)
             return True
         except HeteroError as error:
             print_line(
                 f"hetero.run: warning: {socket.gethostname()} could not fetch the state of "
-                f"iteration {choice.iteration}, so older state is used: {error}"
+                f"iteration {choice.iteration} in memory: {error}"
             )
             return False
+
+
+def _chosen(formed: Round) -> Choice:
+    """What is in memory, the same on all nodes; the ranks compare it with what is on disk."""
+    inventories = {
+        number: Inventory.from_record(entry.state["inventory"])
+        for number, entry in enumerate(formed.nodes)
+    }
+    ends = [0, *accumulate(entry.processes for entry in formed.nodes)]
+    ranks = {number: range(*span) for number, span in enumerate(pairwise(ends))}
+    return choose(inventories, None, ranks=ranks)

@@ -33,6 +33,8 @@ STATE_VARIABLE = "HETERO_STATE_FOLDER"
 """Where the ranks of this node write their state, set by the launcher."""
 RESUME_VARIABLE = "HETERO_RESUME_FOLDER"
 """Where they find it after a restart: the same folder. Not set at a job's first start."""
+CHOSEN_VARIABLE = "HETERO_RESUME_ITERATION"
+"""The iteration that the launchers have chosen of it; not set where they have found none whole."""
 COPIES_VARIABLE = "HETERO_STATE_COPIES"
 """The numbers of the nodes whose state this node's launcher copies, with commas."""
 JOB_VARIABLE = "HETERO_JOB_ID"
@@ -188,18 +190,28 @@ class NodeState:
         return cls(folder, lock)
 
     def variables(
-        self, *, job: str, is_restart: bool, copies_of: Sequence[int] = ()
+        self,
+        *,
+        job: str,
+        is_restart: bool,
+        chosen: int | None = None,
+        copies_of: Sequence[int] = (),
     ) -> dict[str, str]:
-        """What the launcher adds to the environment of its ranks.
+        """What the launcher adds to the environment of its ranks. Empty: not set, for a rank.
 
         Args:
             copies_of: the nodes whose state this node copies.
             job: names the job; the same on all nodes and after every restart, and in no other job.
             is_restart: whether ranks of this job have run before; the same on all nodes.
+            chosen: the iteration that the launchers have chosen for a restart.
         """
-        names = {STATE_VARIABLE: str(self.folder), JOB_VARIABLE: job}
-        names[COPIES_VARIABLE] = ",".join(map(str, copies_of))
-        return names | ({RESUME_VARIABLE: str(self.folder)} if is_restart else {})
+        return {
+            STATE_VARIABLE: str(self.folder),
+            JOB_VARIABLE: job,
+            COPIES_VARIABLE: ",".join(map(str, copies_of)),
+            RESUME_VARIABLE: str(self.folder) if is_restart else "",
+            CHOSEN_VARIABLE: "" if chosen is None else str(chosen),
+        }
 
     def generations(self) -> tuple[Generation, ...]:
         """What this node's ranks have written, the newest first."""

@@ -6,7 +6,9 @@ Files move in blocks over several connections; each block is compared with its c
 in the cache. Bytes move by sendfile and in large reads, without Python's lock. No torch.
 
 A request is one line of JSON, {"token", "ask", ...}; the answer a line {"bytes": N} and N bytes, or
-{"error": why}, after which the server closes the connection.
+{"error": why}, after which the server closes the connection. `ask` is "inventory", "file" (a part
+of one) or "compare": a block had other bytes than its index says. If it has them here, the server
+removes its file, so that a generation without that damage is chosen next.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from hetero.recover.stored_files import (
     SAVING,
     NamedFiles,
     StoredFile,
+    block_problem,
     files_of_index,
     folder_name,
 )
@@ -108,11 +111,13 @@ class Holders:
 
 
 class StateServer:
-    """Shows a node's state, read-only, from threads of its own until `close`."""
+    """Shows a node's state from threads of its own until `close`."""
 
-    def __init__(self, state: NodeState, *, token: str) -> None:
-        """Listens at all addresses, on a free `port`."""
-        self._state, self._token = state, token.encode()
+    def __init__(
+        self, state: NodeState, *, token: str, say: Callable[[str], None] = print_line
+    ) -> None:
+        """Listens at all addresses, on a free `port`. `say`: for warnings."""
+        self._state, self._token, self._say = state, token.encode(), say
         self._listener = listen_everywhere(backlog=_CONNECTIONS)
         self._listener.settimeout(_LOOK_SECONDS)
         self.port: int = self._listener.getsockname()[1]
@@ -181,11 +186,16 @@ class StateServer:
             text = json.dumps(self._state.inventory().to_record()).encode()
             connection.sendall(_line({"bytes": len(text)}) + text)
             return True
-        path = request.get("path")
-        if request.get("ask") != "file" or not isinstance(path, str) or not _PATH.fullmatch(path):
-            connection.sendall(_line({"error": "there is no such request"}))
-            return False
-        return self._send_file(connection, path, request)
+        ask, path = request.get("ask"), request.get("path")
+        if isinstance(path, str) and _PATH.fullmatch(path):
+            if ask == "file":
+                return self._send_file(connection, path, request)
+            if ask == "compare" and isinstance(block := request.get("block"), int):
+                self._compare(path, block)
+                connection.sendall(_line({"bytes": 0}))
+                return True
+        connection.sendall(_line({"error": "there is no such request"}))
+        return False
 
     def _send_file(self, connection: socket.socket, path: str, request: Mapping[str, Any]) -> bool:
         try:
@@ -200,12 +210,23 @@ class StateServer:
             connection.sendall(_line({"error": f"it no longer has {path}"}))
             return False
 
+    def _compare(self, path: str, block: int) -> None:
+        """Remove a file of which a block is damaged here."""
+        file = self._place(path)
+        with suppress(OSError, ValueError, LookupError):
+            stored = files_of_index((file.parent / INDEX_FILE).read_text()).files[file.name]
+            is_in_it = block in range(len(stored.blocks))
+            if is_in_it and (problem := block_problem(file, stored, block)) is not None:
+                file.unlink()
+                self._say(f"warning: state in memory is damaged and removed: {path}: {problem}")
+
     def _opened(self, path: str) -> BinaryIO:
+        return self._place(path).open("rb")
+
+    def _place(self, path: str) -> Path:
         """A copy that was removed after a restart may have become the node's own file."""
-        try:
-            return (self._state.folder / path).open("rb")
-        except FileNotFoundError:
-            return (self._state.folder / path[path.index("iter_") :]).open("rb")
+        file = self._state.folder / path
+        return file if file.exists() else self._state.folder / path[path.index("iter_") :]
 
 
 class StateClient:
@@ -257,6 +278,10 @@ class StateClient:
                 written = os.pwrite(file, data, begin)
                 data, begin = data[written:], begin + written
         return checksum
+
+    def compare(self, path: str, block: int) -> None:
+        """Have the node compare a block that came with other bytes than were written."""
+        self._whole({"ask": "compare", "path": path, "block": block})
 
     def cancel(self) -> None:
         """End the connection from another thread: what waits on it fails at once."""
@@ -440,6 +465,8 @@ class Connections:
                     buffer=buffer,
                 )
                 if checksum != one.stored.blocks[number]:
+                    with suppress(HeteroError):
+                        clients[one.node].compare(one.path, number)
                     raise HeteroError(
                         f"{self._peers[one.node]} holds damaged state: {one.name} has other bytes "
                         f"than were written (block {number})"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.errors import UserError, print_line
+from hetero.errors import HeteroError, UserError, print_line
 from hetero.recover.generations import Generations, copied_nodes, state_folder
-from hetero.recover.node_state import RESUME_VARIABLE
+from hetero.recover.node_state import CHOSEN_VARIABLE, RESUME_VARIABLE
 from hetero.recover.stored_files import (
     BLOCK_BYTES,
     INDEX_FILE,
@@ -44,6 +44,7 @@ class ScriptState:
         self._group = dist.new_group(backend="gloo")
         folder = state_folder(environ)
         self._is_restart = bool(environ.get(RESUME_VARIABLE))
+        self._chosen = environ.get(CHOSEN_VARIABLE, "")
         self._is_writer = environ.get("LOCAL_RANK", "0") == "0"
         self._generations: Generations | None = None
         if all(self._gather(folder is not None)):
@@ -54,7 +55,8 @@ class ScriptState:
     def load(self) -> tuple[int, Any] | None:
         """The newest state that all ranks have, after a restart: its step, and what was saved.
 
-        Tensors are on the CPU. None at a job's first start, and where nothing is whole.
+        Tensors are on the CPU. None at a job's first start, and where nothing had been kept yet.
+        Raises HeteroError where launchers have found a whole state that ranks cannot use.
         """
         generations = self._generations
         if generations is None or not self._is_restart:
@@ -65,6 +67,12 @@ class ScriptState:
         if self._is_writer:
             generations.begin_run(0 if step is None else step)
         self._gather(None)  # nothing is written before that
+        if step is None and self._chosen:
+            raise HeteroError(
+                f"the state of step {self._chosen}, which the launchers have chosen, is not whole "
+                "for all ranks; see what they and their launchers say",
+                known_to_all=True,
+            )
         if step is None:
             return None
         path = generations.path / folder_name(step) / self._file
@@ -156,6 +164,8 @@ class ScriptState:
                 if problem is None:
                     found[step] = index.digest
                 else:
+                    # The next restart chooses a copy of it on another node, or older state.
+                    (folder / self._file).unlink(missing_ok=True)
                     print_line(
                         f"warning: rank {self._rank} on {socket.gethostname()} does not use the "
                         f"state of step {step}: {problem}"

@@ -127,3 +127,31 @@ def test_a_state_that_cannot_be_read_again_is_refused_with_its_rank(tmp_path: Pa
     )
     assert done.returncode != 0
     assert re.search("rank 1 on .* cannot keep its state: Weights only load failed", done.stderr)
+
+
+def test_a_script_does_not_begin_anew_where_launchers_have_found_its_state(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist, hetero.recover\n"
+        "dist.init_process_group('gloo')\n"
+        "print(hetero.recover.state().load())\n"
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    folders = {"HETERO_STATE_FOLDER": str(tmp_path), "HETERO_RESUME_FOLDER": str(tmp_path)}
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, **place, "PYTHONPATH": preloaded.python_path(), **folders, **more}
+        return subprocess.run(
+            [sys.executable, str(script)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+
+    assert run(HETERO_RESUME_ITERATION="").stdout == "None\n"
+    refused = run(HETERO_RESUME_ITERATION="7")
+    assert refused.returncode == 1
+    assert "the state of step 7, which the launchers have chosen, is not whole" in refused.stderr

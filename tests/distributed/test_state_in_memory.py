@@ -5,7 +5,7 @@ nothing happened to. The test plays the launcher: it owns the folders and sets t
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tests.distributed.harness import (
     wait_for,
 )
 
+MeetAgain = Callable[[], int | None]
 STEPS = "8"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
 INTERVAL = "--hetero-memory-checkpoint-interval"
@@ -182,28 +183,58 @@ def test_a_node_that_is_lost_is_resumed_from_its_partners_copy(
     servers[0].close()
 
 
-def test_ranks_read_from_another_node_what_their_own_lacks(
-    job_of_two_nodes: Job, corpus, undisturbed: Training, tmp_path: Path
-) -> None:
-    """Each finds itself where the other one was, and no launcher has moved a file."""
-    job, flags = job_of_two_nodes, [*FLAGS, *corpus.flags, INTERVAL, "1"]
-    job.train_until_killed(flags, tmp_path)
+@pytest.fixture
+def moved_job(job_of_two_nodes: Job, corpus, tmp_path: Path) -> Iterator[tuple[Job, MeetAgain]]:
+    """Each rank finds itself where the other one was; and what has the nodes meet again, which
+    moves no file and returns the iteration that is chosen."""
+    job = job_of_two_nodes
+    job.train_until_killed([*FLAGS, *corpus.flags, INTERVAL, "1"], tmp_path)
     job.nodes.reverse()
     servers = [StateServer(state, token="t") for state in job.nodes]
-    try:
-        peers = {n: Peer(n, "127.0.0.1", server.port, "t") for n, server in enumerate(servers)}
+    peers = {n: Peer(n, "127.0.0.1", server.port, "t") for n, server in enumerate(servers)}
+
+    def meet_again() -> int | None:
         found = {n: state.inventory() for n, state in enumerate(job.nodes)}
         choice = choose(found, None, ranks={})
         for node, state in enumerate(job.nodes):
             fetch(state, choice, node=node, peers=peers)
-            assert state.generations()[0].present == {f"rank_{1 - node:05d}.safetensors"}
-        resumed = job.train(flags, tmp_path / "resumed")
-    finally:
-        for server in servers:
-            server.close()
-    assert resumed.numbers() == undisturbed.numbers(since=choice.iteration)
-    assert f"resumed from iteration {choice.iteration} in memory" in resumed.stdout
+        return choice.iteration
+
+    yield job, meet_again
+    for server in servers:
+        server.close()
+
+
+def test_ranks_read_from_another_node_what_their_own_lacks(
+    moved_job: tuple[Job, MeetAgain], corpus, undisturbed: Training, tmp_path: Path
+) -> None:
+    job, meet_again = moved_job
+    iteration = meet_again()
+    for node, state in enumerate(job.nodes):
+        assert state.generations()[0].present == {f"rank_{1 - node:05d}.safetensors"}
+    resumed = job.train([*FLAGS, *corpus.flags, INTERVAL, "1"], tmp_path / "resumed")
+    assert resumed.numbers() == undisturbed.numbers(since=iteration)
+    assert f"resumed from iteration {iteration} in memory" in resumed.stdout
     assert not [*job.nodes[0].folder.glob("read_by_*")]
+
+
+def test_what_another_node_has_damaged_is_told_and_not_chosen_again(
+    moved_job: tuple[Job, MeetAgain], corpus, undisturbed: Training, tmp_path: Path
+) -> None:
+    job, meet_again = moved_job
+    flags = [*FLAGS, *corpus.flags, INTERVAL, "1"]
+    newest = meet_again()
+    (part,) = job.nodes[1].folder.glob(f"iter_{newest:07d}/rank_*")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    for outcome in launch(flags, 2, environ=job.environ, by_rank=job.by_rank(2)):
+        assert outcome.code == 2
+        assert f"iteration {newest} is not used: {part.name} has other bytes" in outcome.stderr
+    older = meet_again()
+    assert older == newest - 1
+    resumed = job.train(flags, tmp_path / "resumed")
+    assert resumed.numbers() == undisturbed.numbers(since=older)
 
 
 UNTIED = [*SMALL, "--train-iters", STEPS, "--clip-grad", "0"]

@@ -141,11 +141,13 @@ def _after_restart(
 ) -> FoundCheckpoint | None:
     """The newest of memory and --save that this job can continue; None if it has saved nothing.
 
-    Raises UserError if all are damaged: a restart must not begin anew.
+    Raises UserError if there is something and none of it can be used: a restart must not begin
+    anew.
     """
     mine = {
         "memory": restart.in_memory(),
         "disk": restart.on_disk(args) if rank == 0 else [],
+        "host": socket.gethostname(),
     }
     records = exchange("what a restart may resume from", payload=mine)
     candidates = restart.candidates(records, args.save)
@@ -173,8 +175,21 @@ def _after_restart(
         damaged.append(f"{candidate.title} is not used: {problem}")
     if damaged:
         raise UserError(
-            f"nothing that this job has saved can be used: {'; '.join(damaged[:3])}; start it "
-            "again by hand, with --load of what it should begin with",
+            f"nothing that this job has saved can be used: {'; '.join(damaged[:3])}; where its "
+            "launchers do not find older state, start it again by hand, with --load of what it "
+            "should begin with",
+            known_to_all=True,
+        )
+    if restart.chosen is not None:
+        hosts = {rank: record["host"] for rank, record in enumerate(records)}
+        lacking = [
+            rank
+            for rank, record in enumerate(records)
+            if all(iteration != restart.chosen for iteration, _ in record["memory"])
+        ]
+        raise UserError(
+            f"the state of iteration {restart.chosen}, which the launchers have chosen, is not "
+            f"whole in memory for {ranks_on_hosts(lacking, hosts)}; see what its launcher says",
             known_to_all=True,
         )
     return None
@@ -297,6 +312,9 @@ def _try(
             reader.verify(part=part[0], parts=part[1])
     except DamagedCheckpoint as error:
         problem = str(error)
+        if restart is not None and error.file is not None:
+            # The next restart chooses a copy of it on another node, or older state.
+            error.file.unlink(missing_ok=True)
     records = exchange(
         title,
         payload={"problem": problem, "visible": visible, "host": socket.gethostname()},

@@ -29,9 +29,16 @@ DTYPES = ("float32", "float64", "bfloat16", "float16", "uint8", "int32", "int64"
 
 
 class DamagedCheckpoint(HeteroError):
-    """A checkpoint is incomplete or changed. The message names the file and what is wrong."""
+    """A checkpoint is incomplete or changed. The message names the file and what is wrong.
+
+    `file`: the one whose bytes are not those that were written, where that is what is wrong.
+    """
 
     exit_code = 2
+
+    def __init__(self, text: str, *, file: Path | None = None) -> None:
+        super().__init__(text)
+        self.file = file
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class CheckpointReader:
 
         def require(block: tuple[Path, StoredFile, int]) -> None:
             if (problem := block_problem(*block)) is not None:
-                raise DamagedCheckpoint(problem)
+                raise DamagedCheckpoint(problem, file=block[0])
 
         _for_each(require, blocks)
 

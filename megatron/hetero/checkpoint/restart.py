@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.recover.node_state import JOB_VARIABLE, RESUME_VARIABLE
+from hetero.recover.node_state import CHOSEN_VARIABLE, JOB_VARIABLE, RESUME_VARIABLE
 from hetero.recover.remote_files import RemoteFiles
 from hetero.recover.replication import Holders
 from hetero.recover.stored_files import INDEX_FILE, files_of_index
@@ -52,6 +52,8 @@ class Restart:
     """The state in memory of this node."""
     job: str
     """Empty where the launcher gives jobs no names."""
+    chosen: int | None = None
+    """The iteration that the launchers have chosen of what is in memory, if anything was whole."""
     local_rank: int = 0
     local_size: int = 1
 
@@ -64,6 +66,7 @@ class Restart:
         return cls(
             Path(folder),
             environ.get(JOB_VARIABLE, ""),
+            int(chosen) if (chosen := environ.get(CHOSEN_VARIABLE)) else None,
             int(environ.get("LOCAL_RANK", "0")),
             int(environ.get("LOCAL_WORLD_SIZE", "1")),
         )

@@ -169,6 +169,34 @@ def test_one_damaged_block_of_many_is_named(nodes, peers, small_blocks) -> None:
     assert nodes[1].generations() == ()
 
 
+def test_damaged_state_is_not_chosen_again(nodes, peers, small_blocks, capsys) -> None:
+    for iteration in (10, 20):
+        write_generation(nodes[0].folder, iteration, world=2, ranks=[0, 1], block=small_blocks)
+    damaged = f"iter_0000020/{rank_file(1)}"
+    path = nodes[0].folder / damaged
+    data = bytearray(path.read_bytes())
+    data[3 * small_blocks] ^= 1
+    path.write_bytes(data)
+    with StateClient(peers[0]) as client:
+        client.compare(damaged, 2)  # another block
+        assert path.exists()
+    sentence_of(resume, nodes, peers, node=1, error=HeteroError)
+    assert not path.exists()
+    said = f"damaged and removed: {damaged}: {rank_file(1)} has other bytes"
+    assert said in capsys.readouterr().err
+    resume(nodes, peers, node=1)
+    (here,) = nodes[1].generations()
+    assert here.iteration == 10
+
+
+@pytest.mark.parametrize("block", [7, -1, None, "0"])
+def test_what_cannot_be_compared_is_not_removed(nodes, peers, small_blocks, block: Any) -> None:
+    write_generation(nodes[0].folder, 10, world=1, ranks=[0], block=small_blocks)
+    with StateClient(peers[0]) as client, contextlib.suppress(HeteroError):
+        client.compare(f"iter_0000010/{rank_file(0)}", block)
+    assert (nodes[0].folder / "iter_0000010" / rank_file(0)).exists()
+
+
 def test_what_does_not_come_in_time_is_named(nodes, peers) -> None:
     write_generation(nodes[0].folder, 10, world=1, ranks=[0])
     choice = choose({0: nodes[0].inventory(), 1: Inventory()}, None, ranks={1: [0]})

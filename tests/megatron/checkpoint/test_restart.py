@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_a_restart_whose_state_is_all_damaged_does_not_begin_anew(memory: Path) 
     part.write_bytes(bytes(part.stat().st_size))
     said = sentence_of(find, flags(None, save=None), error=UserError)
     assert "nothing that this job has saved can be used" in said
+    assert not part.exists()  # nor is it chosen again
+
+
+def test_a_restart_for_which_launchers_have_found_state_does_not_begin_anew(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves(memory, 20)
+    (memory / "iter_0000020" / "rank_00000.safetensors").unlink()
+    monkeypatch.setenv("HETERO_RESUME_ITERATION", "20")
+    said = sentence_of(find, flags(None, save=None), error=UserError)
+    host = os.uname().nodename
+    assert said.startswith("the state of iteration 20, which the launchers have chosen, is not")
+    assert f"whole in memory for rank 0 on {host}" in said
+    disk = saves(tmp_path / "disk", 15)
+    assert place(chosen(flags(None, save=str(disk)))) == ("disk", 15)
 
 
 def find(args: Any) -> Any:
