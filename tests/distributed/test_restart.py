@@ -151,8 +151,18 @@ class Job:
 
     def copies_of(self, node: int) -> list[Path]:
         """What another launcher of this job has of it in memory."""
+        return self._in_memory(f"of_{node}/iter_*[0-9]")
+
+    def state_of(self, rank: int) -> list[Path]:
+        """The files that a rank has written into its own node's memory."""
+        found = [
+            folder / f"rank_{rank:05d}.safetensors" for folder in self._in_memory("iter_*[0-9]")
+        ]
+        return [file for file in found if file.exists()]
+
+    def _in_memory(self, folders: str) -> list[Path]:
         found = []
-        for index in Path("/dev/shm").glob(f"hetero-state-*/of_{node}/iter_*[0-9]/index.json"):
+        for index in Path("/dev/shm").glob(f"hetero-state-*/{folders}/index.json"):
             with suppress(FileNotFoundError):  # removed meanwhile
                 if str(self.metrics) in index.read_text():
                     found.append(index.parent)
@@ -246,6 +256,32 @@ def test_state_in_memory_survives_a_node_without_a_save(
     job.launchers[1] = job.start(1)
     said = job.ends()[0]
     assert re.search(r"resum\w+ .*iteration [1-9]\d* in memory", said + job.out(0))
+    assert job.losses() == undisturbed
+
+
+def test_damaged_state_is_told_and_the_copy_of_another_node_used(
+    corpus, tmp_path: Path, undisturbed
+) -> None:
+    flags = ["--hetero-memory-checkpoint-interval", "5"]
+    go = tmp_path / "go"
+    waits = held_entry(tmp_path, {HELD_AFTER: go})
+    job = Job(tmp_path, corpus, saves=False, flags=flags, scripts=dict.fromkeys((0, 1), waits))
+
+    wait_for_steps(job.metrics, HELD_AFTER)
+    wait_for(lambda: job.copies_of(1), seconds=PATIENCE, what="a copy")
+    (copy,) = job.copies_of(1)
+    (own,) = (file for file in job.state_of(1) if file.parent.name == copy.name)
+    content = bytearray(own.read_bytes())
+    assert (copy / own.name).read_bytes() == content
+    content[-1] ^= 1
+    own.write_bytes(content)
+    job.rank(0).kill()
+    go.touch()
+    said = job.ends()[1]
+    assert "start again (2 of 3)" in said
+    iteration = f"iteration {int(copy.name.removeprefix('iter_'))}"
+    assert f"state in memory of {iteration} is not used: {own.name} has other bytes" in said
+    assert f"resumed from {iteration} in memory" in job.out(0)
     assert job.losses() == undisturbed
 
 
