@@ -24,7 +24,8 @@ def model_file(name: str) -> Path:
         if _normalized(name) in (_normalized(file.stem), _normalized(family.split(".")[0] + size)):
             return file
     known = ", ".join(file.stem for file in presets)
-    raise UserError(f"{name} is neither a file nor a preset; the presets are {known}")
+    kind = "a folder, and no preset" if path.is_dir() else "neither a file nor a preset"
+    raise UserError(f"{name} is {kind}; give a file of Megatron's flags or a preset: {known}")
 
 
 def _normalized(name: str) -> str:

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["compare-loss", *sys.argv[1:]]))
 
-from hetero.errors import Faults, UserError
+from hetero.errors import Faults
 from hetero.text import integer
 from hetero.tools.run_comparison.alignment import align
 from hetero.tools.run_comparison.comparison import DEFAULT_FIRST, Comparison, Options, compare
@@ -99,12 +99,11 @@ def _with_bound(name: str) -> str:
 
 def compare_files(args: argparse.Namespace) -> Outcome:
     """Read, judge and write. Raises UserError on bad input, before anything is written."""
-    out = Path(args.out)
+    out, faults = Path(args.out), Faults()
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a folder")
+        faults.add([f"--out {out} is a file; name a folder"])
     if args.identical and args.criteria:
-        raise UserError("--identical stands for --criteria identical; give one of the two")
-    faults = Faults()
+        faults.add(["--identical stands for --criteria identical; give one of the two"])
     criteria = faults.read(lambda: _criteria(args))
     reference, seeds, candidates = (
         _curves(paths, faults) for paths in ([args.reference], args.seeds, args.candidates)

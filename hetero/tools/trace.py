@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main(["trace", *sys.argv[1:]]))
 
+from hetero.errors import Faults
 from hetero.observe.trace import write_trace
 from hetero.text import spans
 from hetero.tools.tool_command_line import Parser, require_results_file, run
@@ -67,10 +68,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def analyse(args: argparse.Namespace) -> str:
     """Read, compare and write; returns what to print. Raises UserError."""
+    faults = Faults()
     path = path_of(Path(args.trace))
-    trace = read_trace(path)
+    trace = faults.read(lambda: read_trace(path))
     out = Path(args.out) if args.out else path.with_name(_PREDICTED)
-    require_results_file(out)
+    if args.out or trace is not None:
+        faults.read(lambda: require_results_file(out))
+    faults.refuse()
+    assert trace is not None
     times = stage_times(trace)
     prediction = (
         simulated_prediction(trace, times)

@@ -139,9 +139,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2_and_nothing_is_written(
 
 def test_every_file_and_criterion_that_makes_no_sense_is_told_at_once(files, tmp_path, refused):
     words = f"seed1 absent --seeds {tmp_path} {TOOL} --criteria smoothly identical=1".split()
+    words += ["--out", str(TOOL)]
     said = refused(main, [files.get(word, word) for word in words], several=True).splitlines()
     expected = (
-        "error: 5 errors:",
+        "error: 6 errors:",
+        "--out",
         "there is no 'smoothly'",
         "identical takes no bound",
         f"{tmp_path} cannot be read (Is a directory)",

@@ -229,8 +229,11 @@ def test_a_file_of_something_else_is_refused(
     (tmp_path / FILE).write_bytes(gzip.compress(b"{}")[:-6])
     assert main([str(tmp_path)]) == 2
     assert "is no trace in Chrome's format" in capsys.readouterr().err
-    assert main([str(tmp_path / "absent")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert main([str(tmp_path / "absent"), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "2 errors" in said
+    assert "cannot be read" in said
+    assert f"--out {tmp_path} is a folder" in said
     assert main([str(written(tmp_path, []))]) == 2
     assert "holds no step" in capsys.readouterr().err
 

@@ -90,7 +90,9 @@ def test_operations_of_a_llama_are_six_a_parameter_and_token_beside_attention() 
     assert model.flops == pytest.approx(6 * matrices * model.seq_length + attention, rel=1e-3)
 
 
-def test_errors_name_what_is_missing_or_wrong() -> None:
+def test_errors_name_what_is_missing_or_wrong(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} is a folder, and no preset.*llama3.1_8b"):
+        load_model(str(tmp_path))
     with pytest.raises(UserError, match=r"gpt-99 is neither a file nor a preset.*llama3.1_8b"):
         load_model("gpt-99")
     with pytest.raises(UserError, match="does not say hidden-size, num-attention-heads"):
