@@ -14,7 +14,7 @@ from hetero.errors import HeteroError, print_line
 from hetero.launch.rounds import Round
 from hetero.recover.choose import Choice, choose
 from hetero.recover.history import JobHistory, begin_round, read_attempt
-from hetero.recover.node_state import Inventory, NodeState
+from hetero.recover.node_state import CHOSEN_VARIABLE, Inventory, NodeState
 from hetero.recover.partners import partners
 from hetero.recover.replication import Peer, Replicator, StateServer, fetch
 from hetero.recover.stored_files import iterations
@@ -71,10 +71,11 @@ class JobState:
         is_restart, chosen = bool(formed.reason), None
         if is_restart:
             choice = _chosen(formed)
-            chosen = choice.iteration
+            chosen = choice.damaged if choice.iteration is None else choice.iteration
             if self._fetch(choice, node, peers):
                 self._state.keep_copies(sources)
         self._replicators = [Replicator(self._state, peers[other]) for other in sources]
+        os.environ.pop(CHOSEN_VARIABLE, None)
         os.environ.update(
             self._state.variables(
                 job=formed.job, is_restart=is_restart, chosen=chosen, copies_of=sources

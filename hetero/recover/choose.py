@@ -45,6 +45,8 @@ class Choice:
     """What each node has to fetch before its ranks start; for nodes that lack something."""
     holders: Mapping[str, int] = field(default_factory=dict)
     """The node that has each file in its own folder of the generation, once all have fetched."""
+    damaged: int | None = None
+    """Where nothing whole is left: the newest iteration of which a node has damaged files."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,22 @@ def choose(
         return Choice(
             Level.DISK, on_disk, f"iteration {on_disk} on disk; memory has none as new{why}"
         )
-    return Choice(Level.NOTHING, None, f"neither memory nor disk has a whole state{why}")
+    return Choice(
+        Level.NOTHING,
+        None,
+        f"neither memory nor disk has a whole state{why}",
+        damaged=max((one.iteration for one in _all(inventories) if one.damaged), default=None),
+    )
+
+
+def _all(inventories: Mapping[int, Inventory]) -> Iterator[Generation]:
+    for inventory in inventories.values():
+        for held in (inventory.own, *inventory.copies.values()):
+            yield from held
 
 
 def _newest_first(inventories: Mapping[int, Inventory]) -> list[tuple[int, str]]:
-    found = {
-        (one.iteration, one.digest)
-        for inventory in inventories.values()
-        for held in (inventory.own, *inventory.copies.values())
-        for one in held
-    }
+    found = {(one.iteration, one.digest) for one in _all(inventories)}
     return sorted(found, key=lambda one: (-one[0], one[1]))
 
 

@@ -48,12 +48,12 @@ class Generations:
 
     def begin_run(self, iteration: int) -> None:
         """Remove what an earlier attempt wrote after the iteration that this one resumes from."""
-        going = []
+        after = []
         for entry in list(self.path.iterdir()):
             match = FOLDER.fullmatch(entry.name.removesuffix(SAVING))
             if match and (entry.name.endswith(SAVING) or int(match[1]) > iteration):
-                going.append(entry)
-        self._remove(going)
+                after.append(entry)
+        self._remove(after)
 
     def begin(self, iteration: int) -> Path:
         """Make the folder in which a generation is written. Raises OSError."""
@@ -96,20 +96,21 @@ class Generations:
         if self._removal is not None:
             self._removal.join(_REMOVAL_SECONDS)
 
-    def _remove(self, going: Sequence[Path]) -> None:
+    def _remove(self, folders: Sequence[Path]) -> None:
         """In a thread: the kernel takes its time for gigabytes."""
         self.close()
-        doomed = []
-        for folder in going:
+        hidden = []
+        for folder in folders:
             # Renamed first: one half removed must not be taken for whole.
-            doomed.append(folder.with_name(folder.name.removesuffix(SAVING) + SAVING))
-            if folder != doomed[-1]:
-                shutil.rmtree(doomed[-1], ignore_errors=True)
+            name = folder.with_name(folder.name.removesuffix(SAVING) + SAVING)
+            if folder != name:
+                shutil.rmtree(name, ignore_errors=True)
                 with suppress(OSError):
-                    folder.rename(doomed[-1])
-        if doomed:
+                    folder = folder.rename(name)
+            hidden.append(folder)
+        if hidden:
             self._removal = threading.Thread(
-                target=_remove_all, args=(doomed,), name="checkpoint removal", daemon=True
+                target=_remove_all, args=(hidden,), name="checkpoint removal", daemon=True
             )
             self._removal.start()
 

@@ -5,6 +5,7 @@
     FOLDER/iter_0000130.saving/           one that is being written
     FOLDER/of_2/iter_0000120/             the copy of what node 2 has of that generation
     FOLDER/holders.json                   after a restart: the nodes that have the other files
+    FOLDER/damaged.txt                    files that were found to have other bytes than written
     FOLDER/read_by_0/                     what local rank 0 reads of them, until it has loaded
 
 The folder outlives a rank, because the kernel keeps its pages, and ends with the launcher. No
@@ -34,7 +35,8 @@ STATE_VARIABLE = "HETERO_STATE_FOLDER"
 RESUME_VARIABLE = "HETERO_RESUME_FOLDER"
 """Where they find it after a restart: the same folder. Not set at a job's first start."""
 CHOSEN_VARIABLE = "HETERO_RESUME_ITERATION"
-"""The iteration that the launchers have chosen of it; not set where they have found none whole."""
+"""The iteration that the launchers have chosen of it, or of which they know that it is damaged; not
+set where there was none."""
 COPIES_VARIABLE = "HETERO_STATE_COPIES"
 """The numbers of the nodes whose state this node's launcher copies, with commas."""
 JOB_VARIABLE = "HETERO_JOB_ID"
@@ -43,6 +45,7 @@ JOB_VARIABLE = "HETERO_JOB_ID"
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX, _NEW_PREFIX = "hetero-state-", "hetero-new-"
 _OWNER = "owner.lock"
+_DAMAGED = "damaged.txt"
 _COPY = re.compile(r"of_(\d+)")
 RANK_FILE = re.compile(r"rank_(\d{5,})\.(safetensors|pt)")
 """What a rank writes into a generation."""
@@ -60,6 +63,8 @@ class Generation:
     """All files of the checkpoint, of all nodes."""
     present: frozenset[str]
     """Those that the folder has, in their full size. Contents are not compared."""
+    damaged: frozenset[str] = frozenset()
+    """Those that it has with other bytes than were written, as somebody found."""
 
     @property
     def name(self) -> str:
@@ -72,6 +77,7 @@ class Generation:
             "digest": self.digest,
             "named": _ranges(self.named),
             "present": _ranges(self.present),
+            "damaged": _ranges(self.damaged),
         }
 
     @classmethod
@@ -81,6 +87,7 @@ class Generation:
             str(record["digest"]),
             frozenset(_names_in(record["named"])),
             frozenset(_names_in(record["present"])),
+            frozenset(_names_in(record["damaged"])),
         )
 
 
@@ -197,21 +204,21 @@ class NodeState:
         chosen: int | None = None,
         copies_of: Sequence[int] = (),
     ) -> dict[str, str]:
-        """What the launcher adds to the environment of its ranks. Empty: not set, for a rank.
+        """What the launcher adds to the environment of its ranks.
 
         Args:
             copies_of: the nodes whose state this node copies.
             job: names the job; the same on all nodes and after every restart, and in no other job.
             is_restart: whether ranks of this job have run before; the same on all nodes.
-            chosen: the iteration that the launchers have chosen for a restart.
+            chosen: the iteration that ranks have to resume from, or from a newer one on disk.
         """
-        return {
-            STATE_VARIABLE: str(self.folder),
-            JOB_VARIABLE: job,
-            COPIES_VARIABLE: ",".join(map(str, copies_of)),
-            RESUME_VARIABLE: str(self.folder) if is_restart else "",
-            CHOSEN_VARIABLE: "" if chosen is None else str(chosen),
-        }
+        names = {STATE_VARIABLE: str(self.folder), JOB_VARIABLE: job}
+        names[COPIES_VARIABLE] = ",".join(map(str, copies_of))
+        if is_restart:
+            names[RESUME_VARIABLE] = str(self.folder)
+        if chosen is not None:
+            names[CHOSEN_VARIABLE] = str(chosen)
+        return names
 
     def generations(self) -> tuple[Generation, ...]:
         """What this node's ranks have written, the newest first."""
@@ -262,10 +269,21 @@ class NodeState:
         index = self._index(folder / INDEX_FILE)
         if any(RANK_FILE.fullmatch(name) is None for name in index.files):
             raise ValueError(f"{folder} names files that are no rank's")
-        present = frozenset(
-            name for name, stored in index.files.items() if _size(folder / name) == stored.size
-        )
-        return Generation(iteration, index.digest, frozenset(index.files), present)
+        known, present, damaged = self._known_damage(), [], []
+        for name, stored in index.files.items():
+            with suppress(OSError):
+                status = (folder / name).stat()
+                if _identity(status) in known:
+                    damaged.append(name)
+                elif status.st_size == stored.size:
+                    present.append(name)
+        named = frozenset(index.files)
+        return Generation(iteration, index.digest, named, frozenset(present), frozenset(damaged))
+
+    def _known_damage(self) -> frozenset[str]:
+        with suppress(OSError):
+            return frozenset((self.folder / _DAMAGED).read_text().split())
+        return frozenset()
 
     def _index(self, path: Path) -> NamedFiles:
         """Of megabytes where a job has many ranks, so it is read once."""
@@ -320,15 +338,26 @@ def _is_abandoned(folder: Path) -> bool:
     return True
 
 
+def file_identity(file: Path) -> str:
+    """The same for all links to a file, another for one that replaces it. Raises OSError."""
+    return _identity(file.stat())
+
+
+def _identity(status: os.stat_result) -> str:
+    return f"{status.st_ino}-{status.st_mtime_ns}"
+
+
+def mark_damaged(state: Path, identity: str) -> None:
+    """Have the launcher whose folder `state` is take a file for damaged, by whatever name.
+
+    The next restart chooses a copy of it on another node, or older state. Raises OSError.
+    """
+    with (state / _DAMAGED).open("a") as file:
+        file.write(f"{identity}\n")
+
+
 def _names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError:
         return []
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None

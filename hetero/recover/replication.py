@@ -7,8 +7,8 @@ in the cache. Bytes move by sendfile and in large reads, without Python's lock. 
 
 A request is one line of JSON, {"token", "ask", ...}; the answer a line {"bytes": N} and N bytes, or
 {"error": why}, after which the server closes the connection. `ask` is "inventory", "file" (a part
-of one) or "compare": a block had other bytes than its index says. If it has them here, the server
-removes its file, so that a generation without that damage is chosen next.
+of one) or "compare": a block had other bytes than its index says. If it has them here, the file is
+not used any more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from typing import Any, BinaryIO
 
 from hetero.errors import HeteroError, print_line
 from hetero.recover.choose import Choice, Fetch
-from hetero.recover.node_state import RANK_FILE, Inventory, NodeState, copies_name
+from hetero.recover.node_state import (
+    RANK_FILE,
+    Inventory,
+    NodeState,
+    copies_name,
+    file_identity,
+    mark_damaged,
+)
 from hetero.recover.stored_files import (
     BLOCK_BYTES,
     INDEX_FILE,
@@ -211,14 +218,21 @@ class StateServer:
             return False
 
     def _compare(self, path: str, block: int) -> None:
-        """Remove a file of which a block is damaged here."""
+        """Mark a file of which a block is damaged here."""
         file = self._place(path)
         with suppress(OSError, ValueError, LookupError):
-            stored = files_of_index((file.parent / INDEX_FILE).read_text()).files[file.name]
-            is_in_it = block in range(len(stored.blocks))
-            if is_in_it and (problem := block_problem(file, stored, block)) is not None:
-                file.unlink()
-                self._say(f"warning: state in memory is damaged and removed: {path}: {problem}")
+            identity, index = file_identity(file), (file.parent / INDEX_FILE).read_text()
+            stored = files_of_index(index).files[file.name]
+            if block not in range(len(stored.blocks)):
+                return
+            problem = block_problem(file, stored, block)
+            if problem is None or not problem.is_damage:
+                return
+            # Ranks may have replaced the generation meanwhile.
+            now = file_identity(file), (file.parent / INDEX_FILE).read_text()
+            if now == (identity, index):
+                mark_damaged(self._state.folder, identity)
+                self._say(f"warning: {path} in memory is damaged and not used any more: {problem}")
 
     def _opened(self, path: str) -> BinaryIO:
         return self._place(path).open("rb")

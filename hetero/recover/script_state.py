@@ -18,7 +18,12 @@ import torch.distributed as dist
 
 from hetero.errors import HeteroError, UserError, print_line
 from hetero.recover.generations import Generations, copied_nodes, state_folder
-from hetero.recover.node_state import CHOSEN_VARIABLE, RESUME_VARIABLE
+from hetero.recover.node_state import (
+    CHOSEN_VARIABLE,
+    RESUME_VARIABLE,
+    file_identity,
+    mark_damaged,
+)
 from hetero.recover.stored_files import (
     BLOCK_BYTES,
     INDEX_FILE,
@@ -56,7 +61,7 @@ class ScriptState:
         """The newest state that all ranks have, after a restart: its step, and what was saved.
 
         Tensors are on the CPU. None at a job's first start, and where nothing had been kept yet.
-        Raises HeteroError where launchers have found a whole state that ranks cannot use.
+        Raises HeteroError where there is state, and ranks have nothing whole in common.
         """
         generations = self._generations
         if generations is None or not self._is_restart:
@@ -64,15 +69,16 @@ class ScriptState:
         found = dict(self._sound(generations))
         common = set.intersection(*(set(each.items()) for each in self._gather(found)))
         step = max((step for step, _ in common), default=None)
+        if step is None and self._chosen:
+            raise HeteroError(
+                f"the state of step {self._chosen}, from which the script has to resume, is not "
+                "whole for all ranks; see what they and their launchers say, and start the job by "
+                "hand to begin without it",
+                known_to_all=True,
+            )
         if self._is_writer:
             generations.begin_run(0 if step is None else step)
         self._gather(None)  # nothing is written before that
-        if step is None and self._chosen:
-            raise HeteroError(
-                f"the state of step {self._chosen}, which the launchers have chosen, is not whole "
-                "for all ranks; see what they and their launchers say",
-                known_to_all=True,
-            )
         if step is None:
             return None
         path = generations.path / folder_name(step) / self._file
@@ -164,8 +170,8 @@ class ScriptState:
                 if problem is None:
                     found[step] = index.digest
                 else:
-                    # The next restart chooses a copy of it on another node, or older state.
-                    (folder / self._file).unlink(missing_ok=True)
+                    if problem.is_damage:
+                        mark_damaged(generations.path, file_identity(folder / self._file))
                     print_line(
                         f"warning: rank {self._rank} on {socket.gethostname()} does not use the "
                         f"state of step {step}: {problem}"

@@ -23,12 +23,16 @@ SAVING = ".saving"
 
 
 def io_threads(environ: Mapping[str, str] = os.environ) -> int:
-    """How many threads a rank reads or writes a checkpoint with: its share of the cores, 4 at most.
+    """How many threads a rank reads or writes a checkpoint with: one for each of its cores, 4 at
+    most.
 
-    What takes the time in memory is the kernel, which makes pages, and checksums.
+    Those that it is bound to are its own; else the ranks of a node share all. What takes the time
+    in memory is the kernel, which makes pages, and checksums.
     """
-    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    cores = len(os.sched_getaffinity(0))
+    if cores == os.cpu_count():
+        cores //= int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(_MOST_THREADS, cores))
 
 
 def folder_name(iteration: int) -> str:
@@ -82,16 +86,28 @@ def files_of_index(text: str) -> NamedFiles:
         raise ValueError(f"{INDEX_FILE} is no index") from error
 
 
-def checksum_problem(path: Path, expected: StoredFile) -> str | None:
+@dataclass(frozen=True)
+class FileProblem:
+    """What is wrong with a file."""
+
+    text: str
+    is_damage: bool = False
+    """Whether it has other bytes than were written. It may also be missing, or not be readable."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def checksum_problem(path: Path, expected: StoredFile) -> FileProblem | None:
     """Compare a file with its size and checksums; returns what is wrong, or None."""
     found = (block_problem(path, expected, n) for n in range(max(1, len(expected.blocks))))
     return next((problem for problem in found if problem is not None), None)
 
 
-def block_problem(path: Path, expected: StoredFile, number: int) -> str | None:
+def block_problem(path: Path, expected: StoredFile, number: int) -> FileProblem | None:
     """The same for the file's size and one of its blocks, so that several threads can share it."""
     if expected.lacks_checksums:
-        return f"{path.name} has too few checksums"
+        return FileProblem(f"{path.name} has too few checksums")
     begin = number * BLOCK_BYTES
     end = min(begin + BLOCK_BYTES, expected.size)
     buffer, checksum = memoryview(bytearray(min(_BUFFER_BYTES, max(1, end - begin)))), 0
@@ -99,7 +115,8 @@ def block_problem(path: Path, expected: StoredFile, number: int) -> str | None:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.size:
-                return f"{path.name} has {size} bytes instead of {expected.size}"
+                text = f"{path.name} has {size} bytes instead of {expected.size}"
+                return FileProblem(text, is_damage=True)
             while begin < end:
                 count = os.preadv(file.fileno(), [buffer[: end - begin]], begin)
                 if not count:
@@ -107,9 +124,10 @@ def block_problem(path: Path, expected: StoredFile, number: int) -> str | None:
                 checksum = zlib.crc32(buffer[:count], checksum)
                 begin += count
     except FileNotFoundError:
-        return f"{path.name} is missing"
+        return FileProblem(f"{path.name} is missing")
     except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror or error})"
+        return FileProblem(f"{path.name} cannot be read ({error.strerror or error})")
     if expected.blocks and checksum != expected.blocks[number]:
-        return f"{path.name} has other bytes than were written (block {number})"
+        text = f"{path.name} has other bytes than were written (block {number})"
+        return FileProblem(text, is_damage=True)
     return None

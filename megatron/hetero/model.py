@@ -387,12 +387,12 @@ def build_model(
     rank: int,
     groups: Groups,
     device: torch.device,
-    is_drawn: Callable[[str], bool],
+    initializes: Callable[[str], bool],
 ) -> StageModel:
     """Build this rank's model chunks, initialise their weights and wrap them in DDP. Collective.
 
-    `is_drawn` tells of a weight, by its name in the whole model, whether it is initialised. Others
-    have any values: they are loaded, or measurements do not depend on them.
+    `initializes` tells of a weight, by its name in the whole model, whether it is initialized.
+    Others have any values: they are loaded, or measurements do not depend on them.
     """
     coordinate = plan.coordinate(rank)
     collection = group_collection(groups)
@@ -432,7 +432,7 @@ def build_model(
     )
     named = weights.named_parameters(unwrapped, first_layers, first_expert)
     weights.initialize(
-        [(name, parameter) for name, parameter in named if is_drawn(name)],
+        [(name, parameter) for name, parameter in named if initializes(name)],
         initial_weights(args),
         tensor_rank,
     )

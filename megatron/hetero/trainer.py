@@ -91,9 +91,8 @@ class Trainer:
                 rank=job.rank,
                 groups=job.groups,
                 device=job.device,
-                is_drawn=lambda name: (
-                    measures
-                    or not job.checkpoint.has_all_of(name, rows=self.args.padded_vocab_size)
+                initializes=lambda name: (
+                    measures or not job.checkpoint.covers(name, rows=self.args.padded_vocab_size)
                 ),
             )
             vendor = job.identities[job.rank].vendor

@@ -151,7 +151,7 @@ def test_a_script_does_not_begin_anew_where_launchers_have_found_its_state(tmp_p
             check=False,
         )
 
-    assert run(HETERO_RESUME_ITERATION="").stdout == "None\n"
+    assert run().stdout == "None\n"
     refused = run(HETERO_RESUME_ITERATION="7")
     assert refused.returncode == 1
-    assert "the state of step 7, which the launchers have chosen, is not whole" in refused.stderr
+    assert "the state of step 7, from which the script has to resume, is not" in refused.stderr

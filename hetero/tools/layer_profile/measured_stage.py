@@ -164,7 +164,7 @@ def measured_stage(
     release_memory(device)  # of the stage before
     with fake_process_groups(plan, rank) as groups:
         model = build_model(
-            own, plan=plan, rank=rank, groups=groups, device=device, is_drawn=lambda _: False
+            own, plan=plan, rank=rank, groups=groups, device=device, initializes=lambda _: False
         )
         model.train()
         slow_down(*model.chunks)

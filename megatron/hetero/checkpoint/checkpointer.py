@@ -504,6 +504,7 @@ def _read(
             f"tensor {name} of the checkpoint {reader.folder} has the shape {list(stored)} and "
             f"this model's has {list(own)}"
         )
+    # What is trained is contiguous: parameters and states are views of flat buffers.
     return TensorRead(into.view(-1), name, shard.regions(begin, end))
 
 

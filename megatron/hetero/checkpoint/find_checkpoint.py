@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import UserError
+from hetero.recover.node_state import file_identity, mark_damaged
 from hetero.text import ranks_on_hosts
 from megatron.hetero.checkpoint import folder as folders
 from megatron.hetero.checkpoint.checkpoint_args import candidates, holdings_of
@@ -64,7 +66,7 @@ class FoundCheckpoint:
         """Close it. Raises OSError."""
         return _reader(self.folder, self.index, self.restart)
 
-    def has_all_of(self, name: str, *, rows: int) -> bool:
+    def covers(self, name: str, *, rows: int) -> bool:
         """Whether it has every element of a weight. `rows`: of the vocabulary, padding included."""
         stored = self.index.tensors[EMBEDDING].shape[0]
         return stored >= rows or not name.endswith(VOCABULARY)
@@ -91,7 +93,7 @@ class NoCheckpoint:
     train_state: TrainState = NEW_RUN
     schedule_position: int = 0
 
-    def has_all_of(self, name: str, *, rows: int) -> bool:
+    def covers(self, name: str, *, rows: int) -> bool:
         return False
 
 
@@ -188,8 +190,9 @@ def _after_restart(
             if all(iteration != restart.chosen for iteration, _ in record["memory"])
         ]
         raise UserError(
-            f"the state of iteration {restart.chosen}, which the launchers have chosen, is not "
-            f"whole in memory for {ranks_on_hosts(lacking, hosts)}; see what its launcher says",
+            f"the state in memory of iteration {restart.chosen}, from which this job has to "
+            f"resume, is not whole for {ranks_on_hosts(lacking, hosts)}; see what the launcher "
+            "there says, and start the job by hand to begin without it",
             known_to_all=True,
         )
     return None
@@ -298,7 +301,7 @@ def _try(
         part: (which, of how many) parts of its files this rank compares with their checksums.
         restart: of state in memory.
     """
-    index, problem = None, None
+    index, problem, damaged = None, None, None
     visible = (folder / INDEX_FILE).exists()
     try:
         index = read_index(folder)
@@ -311,10 +314,10 @@ def _try(
         with _reader(folder, index, restart) as reader:
             reader.verify(part=part[0], parts=part[1])
     except DamagedCheckpoint as error:
-        problem = str(error)
-        if restart is not None and error.file is not None:
-            # The next restart chooses a copy of it on another node, or older state.
-            error.file.unlink(missing_ok=True)
+        problem, damaged = str(error), error.file
+    if restart is not None and damaged is not None:
+        with suppress(OSError):
+            mark_damaged(restart.folder, file_identity(damaged))
     records = exchange(
         title,
         payload={"problem": problem, "visible": visible, "host": socket.gethostname()},

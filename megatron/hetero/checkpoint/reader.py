@@ -194,7 +194,7 @@ class CheckpointReader:
 
         def require(block: tuple[Path, StoredFile, int]) -> None:
             if (problem := block_problem(*block)) is not None:
-                raise DamagedCheckpoint(problem, file=block[0])
+                raise DamagedCheckpoint(problem.text, file=block[0] if problem.is_damage else None)
 
         _for_each(require, blocks)
 
@@ -245,7 +245,7 @@ class CheckpointReader:
 
     def _copy(self, piece: _Piece) -> None:
         path, size = self._path(piece.file), piece.extent.size
-        # Any thread may write to a target that was made in this mode only in it.
+        # Inference tensors can only be changed in inference mode, which is per thread.
         with torch.inference_mode():
             try:
                 # A view of the file's pages: nothing is copied yet.

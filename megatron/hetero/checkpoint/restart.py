@@ -53,7 +53,7 @@ class Restart:
     job: str
     """Empty where the launcher gives jobs no names."""
     chosen: int | None = None
-    """The iteration that the launchers have chosen of what is in memory, if anything was whole."""
+    """The iteration in memory that it has to resume from, if nothing newer is on disk."""
     local_rank: int = 0
     local_size: int = 1
 

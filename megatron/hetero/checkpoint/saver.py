@@ -1,6 +1,6 @@
 """Saves checkpoints: every rank writes one file, then the writers commit them by a rename.
 
-Each rank writes in a thread. Meanwhile the main threads all-gather the `SaveState` of all ranks: in
+Each rank writes in threads. Meanwhile the main threads all-gather the `SaveState` of all ranks: in
 a loop for a blocking save, once per step for one in the background. When all files are written, a
 thread of every writer (rank 0, or one rank of each node, see `Destination`) writes the index and
 renames the folder. If any rank fails, all stop and the folder is removed.

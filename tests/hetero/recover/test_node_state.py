@@ -122,13 +122,8 @@ def test_ranks_are_told_where_their_state_is_and_after_a_restart_to_resume_from_
 ) -> None:
     with NodeState.create(base=tmp_path, say=nothing) as state:
         folder = str(state.folder)
-        first = {
-            "HETERO_STATE_FOLDER": folder,
-            "HETERO_STATE_COPIES": "1,3",
-            "HETERO_JOB_ID": "job-1",
-            "HETERO_RESUME_FOLDER": "",
-            "HETERO_RESUME_ITERATION": "",
-        }
+        first = {"HETERO_STATE_FOLDER": folder, "HETERO_STATE_COPIES": "1,3"}
+        first["HETERO_JOB_ID"] = "job-1"
         assert state.variables(job="job-1", is_restart=False, copies_of=[1, 3]) == first
         nothing_whole = state.variables(job="job-1", is_restart=True, copies_of=[1, 3])
         assert nothing_whole == first | {"HETERO_RESUME_FOLDER": folder}

@@ -179,10 +179,11 @@ def test_damaged_state_is_not_chosen_again(nodes, peers, small_blocks, capsys) -
     path.write_bytes(data)
     with StateClient(peers[0]) as client:
         client.compare(damaged, 2)  # another block
-        assert path.exists()
+    assert nodes[0].generations()[0].present == {rank_file(0), rank_file(1)}
     sentence_of(resume, nodes, peers, node=1, error=HeteroError)
-    assert not path.exists()
-    said = f"damaged and removed: {damaged}: {rank_file(1)} has other bytes"
+    newest = nodes[0].generations()[0]
+    assert (newest.present, newest.damaged) == ({rank_file(0)}, {rank_file(1)})
+    said = f"{damaged} in memory is damaged and not used any more: {rank_file(1)} has other bytes"
     assert said in capsys.readouterr().err
     resume(nodes, peers, node=1)
     (here,) = nodes[1].generations()
@@ -190,11 +191,30 @@ def test_damaged_state_is_not_chosen_again(nodes, peers, small_blocks, capsys) -
 
 
 @pytest.mark.parametrize("block", [7, -1, None, "0"])
-def test_what_cannot_be_compared_is_not_removed(nodes, peers, small_blocks, block: Any) -> None:
+def test_what_cannot_be_compared_is_still_used(nodes, peers, small_blocks, block: Any) -> None:
     write_generation(nodes[0].folder, 10, world=1, ranks=[0], block=small_blocks)
     with StateClient(peers[0]) as client, contextlib.suppress(HeteroError):
         client.compare(f"iter_0000010/{rank_file(0)}", block)
-    assert (nodes[0].folder / "iter_0000010" / rank_file(0)).exists()
+    assert nodes[0].generations()[0].present == {rank_file(0)}
+
+
+def test_a_file_that_replaces_a_damaged_one_meanwhile_is_used(
+    nodes, peers, small_blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_generation(nodes[0].folder, 10, world=1, ranks=[0], block=small_blocks)
+    folder = nodes[0].folder / "iter_0000010"
+    (folder / rank_file(0)).write_bytes(b"")
+
+    def replaced(*how: Any) -> Any:
+        problem = stored_files.block_problem(*how)
+        shutil.rmtree(folder)
+        write_generation(nodes[0].folder, 10, world=1, ranks=[0], block=small_blocks)
+        return problem
+
+    monkeypatch.setattr(replication, "block_problem", replaced)
+    with StateClient(peers[0]) as client:
+        client.compare(f"iter_0000010/{rank_file(0)}", 0)
+    assert nodes[0].generations()[0].present == {rank_file(0)}
 
 
 def test_what_does_not_come_in_time_is_named(nodes, peers) -> None:

@@ -93,12 +93,12 @@ def test_rows_that_pad_a_longer_vocabulary_are_not_in_it(tmp_path: Path) -> None
     found = chosen(flags(tmp_path))
     rows = found.index.tensors[EMBEDDING].shape[0]
     layer = "decoder.layers.0.mlp.linear_fc1.weight"
-    assert all(found.has_all_of(name, rows=rows) for name in (EMBEDDING, OUTPUT_LAYER, layer))
-    assert not any(found.has_all_of(name, rows=rows + 1) for name in (EMBEDDING, OUTPUT_LAYER))
-    assert found.has_all_of(layer, rows=rows + 1)
+    assert all(found.covers(name, rows=rows) for name in (EMBEDDING, OUTPUT_LAYER, layer))
+    assert not any(found.covers(name, rows=rows + 1) for name in (EMBEDDING, OUTPUT_LAYER))
+    assert found.covers(layer, rows=rows + 1)
     nothing = choose(flags(None))
     assert isinstance(nothing, NoCheckpoint)
-    assert not nothing.has_all_of(layer, rows=rows)
+    assert not nothing.covers(layer, rows=rows)
 
 
 def test_what_would_pass_for_an_empty_folder_is_refused_with_its_remedy(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hetero.errors import UserError
+from hetero.recover.node_state import file_identity
 from megatron.hetero.checkpoint import folder
 from megatron.hetero.checkpoint.find_checkpoint import FoundCheckpoint, find_checkpoint
 from megatron.hetero.checkpoint.restart import Restart
@@ -84,7 +85,6 @@ def test_a_restart_whose_state_is_all_damaged_does_not_begin_anew(memory: Path) 
     part.write_bytes(bytes(part.stat().st_size))
     said = sentence_of(find, flags(None, save=None), error=UserError)
     assert "nothing that this job has saved can be used" in said
-    assert not part.exists()  # nor is it chosen again
 
 
 def test_a_restart_for_which_launchers_have_found_state_does_not_begin_anew(
@@ -95,10 +95,29 @@ def test_a_restart_for_which_launchers_have_found_state_does_not_begin_anew(
     monkeypatch.setenv("HETERO_RESUME_ITERATION", "20")
     said = sentence_of(find, flags(None, save=None), error=UserError)
     host = os.uname().nodename
-    assert said.startswith("the state of iteration 20, which the launchers have chosen, is not")
-    assert f"whole in memory for rank 0 on {host}" in said
+    assert said.startswith("the state in memory of iteration 20, from which this job has to resume")
+    assert f", is not whole for rank 0 on {host}" in said
     disk = saves(tmp_path / "disk", 15)
     assert place(chosen(flags(None, save=str(disk)))) == ("disk", 15)
+
+
+def test_launchers_are_told_of_damage_and_not_of_what_cannot_be_read(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves(memory, 20)
+    part = memory / "iter_0000020" / "rank_00000.safetensors"
+    said = memory / "damaged.txt"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", lambda *_: _raise(OSError(12, "Cannot allocate memory")))
+        assert "Cannot allocate" in sentence_of(find, flags(None, save=None), error=UserError)
+    assert not said.exists()
+    part.write_bytes(bytes(part.stat().st_size))
+    sentence_of(find, flags(None, save=None), error=UserError)
+    assert said.read_text().split() == [file_identity(part)]
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def find(args: Any) -> Any:
