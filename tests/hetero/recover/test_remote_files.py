@@ -72,6 +72,24 @@ def test_a_block_is_copied_once(remote: RemoteFiles, stored: StoredFile, node: N
     assert path.read_bytes() == content(0, 10)
 
 
+def test_more_files_than_are_open_at_once_are_brought(
+    node: NodeState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_FILES_AT_ONCE", 2)
+    write_generation(node.folder, 20, world=5, ranks=range(5), block=BLOCK)
+    index = files_of_index((node.folder / "iter_0000020" / "index.json").read_text())
+    server = StateServer(node, token="t")
+    peer = Peer(0, "127.0.0.1", server.port, "t")
+    files = RemoteFiles(
+        Holders(20, index.digest, dict.fromkeys(index.files, 0), {0: peer}), tmp_path / "parts"
+    )
+    files.bring([Part(name, one, 0, one.size) for name, one in index.files.items()])
+    for rank in range(5):
+        assert files.path(rank_file(rank)).read_bytes() == content(rank, 20)
+    files.close()
+    server.close()
+
+
 def test_a_damaged_block_is_named_with_its_node(
     remote: RemoteFiles, stored: StoredFile, node: NodeState
 ) -> None:
