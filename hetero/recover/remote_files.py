@@ -10,9 +10,6 @@ from pathlib import Path
 from hetero.recover.replication import Connections, Holders, Wanted
 from hetero.recover.stored_files import BLOCK_BYTES, StoredFile, folder_name
 
-_FILES_AT_ONCE = 128
-"""Each is open until all of them are here."""
-
 
 @dataclass(frozen=True)
 class Part:
@@ -46,7 +43,7 @@ class RemoteFiles:
         return self._folder / file
 
     def bring(self, parts: Iterable[Part]) -> None:
-        """Have parts of files here, many at once.
+        """Have parts of files here, several blocks at once.
 
         Each block of them is compared with its checksum. Raises HeteroError, with the node at
         fault.
@@ -67,9 +64,7 @@ class RemoteFiles:
             )
             for file, blocks in missing.items()
         ]
-        lacking = [one for one in wanted if one.blocks]
-        for begin in range(0, len(lacking), _FILES_AT_ONCE):
-            self._connections.bring(lacking[begin : begin + _FILES_AT_ONCE])
+        self._connections.bring([one for one in wanted if one.blocks])
         for file, blocks in missing.items():
             self._here.setdefault(file, set()).update(blocks)
 

@@ -56,6 +56,8 @@ KEPT = 2
 _PATH = re.compile(rf"(of_\d+/)?iter_\d{{7,}}/(index\.json|{RANK_FILE.pattern})")
 _STREAMS = 8
 """Connections over which files come, a block at a time on each."""
+_FILES_AT_ONCE = 128
+"""Files that are open while blocks are written to them."""
 _BUFFER_BYTES = 1 << 20
 """Stays in a core's cache between its arrival, its checksum and the copy into the file."""
 _LARGEST_LINE = 4096
@@ -120,11 +122,9 @@ class Holders:
 class StateServer:
     """Shows a node's state from threads of its own until `close`."""
 
-    def __init__(
-        self, state: NodeState, *, token: str, say: Callable[[str], None] = print_line
-    ) -> None:
-        """Listens at all addresses, on a free `port`. `say`: for warnings."""
-        self._state, self._token, self._say = state, token.encode(), say
+    def __init__(self, state: NodeState, *, token: str) -> None:
+        """Listens at all addresses, on a free `port`."""
+        self._state, self._token = state, token.encode()
         self._listener = listen_everywhere(backlog=_CONNECTIONS)
         self._listener.settimeout(_LOOK_SECONDS)
         self.port: int = self._listener.getsockname()[1]
@@ -232,7 +232,7 @@ class StateServer:
             now = file_identity(file), (file.parent / INDEX_FILE).read_text()
             if now == (identity, index):
                 mark_damaged(self._state.folder, identity)
-                self._say(f"warning: {path} in memory is damaged and not used any more: {problem}")
+                print_line(f"warning: {path} in memory is damaged and not used any more: {problem}")
 
     def _opened(self, path: str) -> BinaryIO:
         return self._place(path).open("rb")
@@ -412,6 +412,10 @@ class Connections:
         Raises HeteroError, with the node at fault, at the first block that cannot be had, that has
         another checksum or that is not here by `deadline`, of time.monotonic().
         """
+        for begin in range(0, max(1, len(wanted)), _FILES_AT_ONCE):
+            self._bring_files(wanted[begin : begin + _FILES_AT_ONCE], deadline)
+
+    def _bring_files(self, wanted: Sequence[Wanted], deadline: float) -> None:
         files: list[int] = []
         try:
             blocks: list[tuple[Wanted, int, int]] = []

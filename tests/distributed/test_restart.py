@@ -259,34 +259,36 @@ def test_state_in_memory_survives_a_node_without_a_save(
     assert job.losses() == undisturbed
 
 
+ONE_GENERATION = ["--hetero-memory-checkpoint-interval", "7"]
+"""Before a run is held."""
+
+
 @pytest.mark.parametrize("damaged", ["own", "copy"])
 def test_damaged_state_is_told_and_that_of_another_node_used(
     corpus, tmp_path: Path, undisturbed, damaged: str
 ) -> None:
-    flags = ["--hetero-memory-checkpoint-interval", "5"]
+    flags = ONE_GENERATION
     go = tmp_path / "go"
     waits = held_entry(tmp_path, {HELD_AFTER: go})
     job = Job(tmp_path, corpus, saves=False, flags=flags, scripts=dict.fromkeys((0, 1), waits))
     wait_for_steps(job.metrics, HELD_AFTER)
-    wait_for(lambda: job.copies_of(1), seconds=PATIENCE, what="a copy")
-    (copy,) = job.copies_of(1)
-    (own,) = (file for file in job.state_of(1) if file.parent.name == copy.name)
+    (own,) = awaited(lambda: job.state_of(1), seconds=PATIENCE)
+    (copy,) = awaited(lambda: job.copies_of(1), seconds=PATIENCE)
     flip_last_bit(own if damaged == "own" else copy / own.name)
     job.rank(0).kill()
     go.touch()
     said = job.ends()[1]
     assert "start again (2 of 3)" in said
     assert "start again (3 of 3)" not in said
-    iteration = f"iteration {int(copy.name.removeprefix('iter_'))}"
-    assert f"state in memory of {iteration} is not used: {own.name} has other bytes" in said
-    assert f"resumed from {iteration} in memory" in job.out(0)
+    assert f"state in memory of iteration 7 is not used: {own.name} has other bytes" in said
+    assert "resumed from iteration 7 in memory" in job.out(0)
     assert job.losses() == undisturbed
 
 
 def test_a_job_whose_only_state_is_damaged_does_not_begin_anew(corpus, tmp_path: Path) -> None:
     go = tmp_path / "go"
     waits = held_entry(tmp_path, {HELD_AFTER: go})
-    flags = ["--hetero-memory-checkpoint-interval", "10"]
+    flags = ONE_GENERATION
     job = Job(tmp_path, corpus, nodes=1, saves=False, flags=flags, scripts={0: waits})
     wait_for_steps(job.metrics, HELD_AFTER)
     (own,) = awaited(lambda: job.state_of(1), seconds=PATIENCE)
@@ -296,7 +298,7 @@ def test_a_job_whose_only_state_is_damaged_does_not_begin_anew(corpus, tmp_path:
     assert job.launchers[0].wait(PATIENCE) == 2
     assert "start again (3 of 3)" in job.said(0)
     assert (
-        "nothing that this job has saved can be used: state in memory of iteration 10"
+        "nothing that this job has saved can be used: state in memory of iteration 7"
         in (job.said(0).splitlines()[-1])
     )
     assert [row["iteration"] for row in job.rows()] == list(range(1, HELD_AFTER + 1))

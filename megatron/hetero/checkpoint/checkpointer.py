@@ -420,7 +420,7 @@ def load_weights(
         copy = optimizer_name(MAIN_COPY, name)
         wider = p.parameter.dtype == torch.float32 and copy in reader.index.tensors
         source = copy if exact and wider and reader.dtype(name) != torch.float32 else name
-        reads.append(_read(reader, source, p.shard, into=p.parameter.detach()))
+        reads.append(_to_read(reader, source, p.shard, into=p.parameter.detach()))
     reader.read_into(reads)
 
 
@@ -447,7 +447,7 @@ def load_optimizer(
     reads: list[TensorRead] = []
     for shard, parts in parts_of_shards(placed, optimizer):
         if shard.is_copy:
-            reads += [_read_copy(reader, part, shard) for part in parts]
+            reads += [_copy_to_read(reader, part, shard) for part in parts]
         moments = {}
         for moment in _MOMENTS[kind]:
             named = [optimizer_name(moment, _source(part.parameter)) for part in parts]
@@ -455,7 +455,7 @@ def load_optimizer(
                 continue
             value = moments[moment] = torch.zeros_like(shard.main)
             reads += [
-                _read_part(reader, name, part, into=value)
+                _part_to_read(reader, name, part, into=value)
                 for name, part in zip(named, parts, strict=True)
             ]
         if moments:
@@ -464,27 +464,27 @@ def load_optimizer(
     set_loss_scaler_state(optimizer.inner, reader.run.get("loss_scaler", {}))
 
 
-def _read_copy(reader: CheckpointReader, part: PartOfShard, shard: OptimizerShard) -> TensorRead:
+def _copy_to_read(reader: CheckpointReader, part: PartOfShard, shard: OptimizerShard) -> TensorRead:
     source = _source(part.parameter)
     name = optimizer_name(MAIN_COPY, source)
     # A run in float32 has no copies: its weights are what they would hold.
     name = name if name in reader.index.tensors else source
-    return _read_part(reader, name, part, into=shard.main.detach())
+    return _part_to_read(reader, name, part, into=shard.main.detach())
 
 
-def _read_part(
+def _part_to_read(
     reader: CheckpointReader, name: str, part: PartOfShard, *, into: torch.Tensor
 ) -> TensorRead:
     """What `into`, of the shape of the optimizer's shard, holds of a parameter."""
     held = into.view(-1)[part.within]
-    return _read(reader, name, part.parameter.shard, into=held, begin=part.begin, end=part.end)
+    return _to_read(reader, name, part.parameter.shard, into=held, begin=part.begin, end=part.end)
 
 
 def _source(p: ShardedParameter) -> str:
     return EMBEDDING if p.is_tied_copy else p.name
 
 
-def _read(
+def _to_read(
     reader: CheckpointReader,
     name: str,
     shard: Shard,

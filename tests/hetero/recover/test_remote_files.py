@@ -75,7 +75,7 @@ def test_a_block_is_copied_once(remote: RemoteFiles, stored: StoredFile, node: N
 def test_more_files_than_are_open_at_once_are_brought(
     node: NodeState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_files, "_FILES_AT_ONCE", 2)
+    monkeypatch.setattr(replication, "_FILES_AT_ONCE", 2)
     write_generation(node.folder, 20, world=5, ranks=range(5), block=BLOCK)
     index = files_of_index((node.folder / "iter_0000020" / "index.json").read_text())
     server = StateServer(node, token="t")
