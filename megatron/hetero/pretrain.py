@@ -135,14 +135,13 @@ def _initialize_and_run(
         _run(initializer, configuration, refused, signals, printed=printed, start_time=start_time)
     except SignalEnd as ended:
         return end(ended.number, str(ended))
-    except HeteroError as error:
-        if initializer is None:
-            raise
-        initializer.report(error)
-        return _exit(error.exit_code)
     except Exception as error:
+        signals.stop_raising()
         if initializer is None:
             raise
+        if isinstance(error, HeteroError):
+            initializer.report(error)
+            return _exit(error.exit_code)
         _report_exception(initializer, error)
         return _exit(1)
     return 0

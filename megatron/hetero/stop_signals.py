@@ -116,6 +116,14 @@ class StopSignals:
         """From now on the ranks look at `seen`, and there is something to save."""
         self._has_begun.set()
 
+    def stop_raising(self) -> None:
+        """A failure ends the run: no signal interrupts the main thread while it reports it.
+
+        The launcher sends one as soon as any rank has failed. This rank ends by it if its report
+        takes too long.
+        """
+        self._is_ending = True
+
     def _handle(self, number: signal.Signals) -> None:
         self._before.setdefault(number, signal.signal(number, self._on_signal))
 

@@ -33,6 +33,23 @@ if os.environ["RANK"] == "{victim}":
     {function} = lambda *_, **__: os.kill(os.getpid(), signal.{sent})
 """
 
+SIGNALLED = """
+import os, signal
+import megatron.hetero.initialize as initialize
+from hetero.errors import HeteroError
+from megatron.hetero.trainer import Trainer
+
+def fails(*_):
+    raise HeteroError("the step failed")
+
+def print_interrupted(text, prints=initialize.print_error):
+    os.kill(os.getpid(), signal.SIGTERM)
+    prints(text)
+
+Trainer.train_step = fails
+initialize.print_error = print_interrupted
+"""
+
 
 def start_faulty(
     corpus, folder: Path, victim: int, function: str, sent: str, *more: str
@@ -72,6 +89,17 @@ def test_a_rank_that_a_signal_ends_ends_the_others_within_seconds(
     named = f"rank {victim} on {socket.gethostname()} (stage {victim})"
     assert f"{named} {fate}" in outcomes[survivor].stderr
     assert "Traceback" not in outcomes[survivor].stderr
+
+
+def test_a_signal_while_a_rank_reports_its_failure_does_not_replace_it(
+    corpus, tmp_path: Path
+) -> None:
+    """A launcher sends one to the others as soon as any rank has failed."""
+    script = changed_entry(tmp_path, SIGNALLED)
+    [outcome] = finish(start([*TINY_LLAMA, *corpus.flags], 1, scripts={0: script}), seconds=120)
+    assert outcome.code == 1
+    assert outcome.stderr.splitlines()[-1] == "error: the step failed"
+    assert "Traceback" not in outcome.stderr
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])

@@ -96,6 +96,17 @@ def test_without_a_handler_the_main_thread_is_interrupted_once(ended: Ended) -> 
         assert ended.reason() == "ended by SIGHUP"  # as the main thread does not
 
 
+def test_a_signal_does_not_interrupt_the_report_of_a_failure(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals, "_UNWINDING_SECONDS", 0.1)
+    with StopSignals() as signals:
+        serve(signals, ended, chosen=None)
+        signals.stop_raising()
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.reason() == "ended by SIGTERM"  # as a report that takes too long
+
+
 def test_a_second_signal_ends_the_rank_unless_it_is_the_same(
     ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
