@@ -101,6 +101,7 @@ class Communicator:
         self._recorded_name = name if device.type == "cpu" else f"{name} (GPU)"
         self.timeout = timeout.total_seconds()
         self._statuses = Statuses(store, layout, has_exited=has_exited)
+        self._has_exited: Callable[[int], bool] = lambda rank: has_exited(layout.members[rank])
         self._library: VendorLibrary | None = None
         if len(layout.vendor_ranks) > 1:
             backend = new_library(
@@ -126,6 +127,7 @@ class Communicator:
             device=device,
             timeout=self.timeout,
             check_abort=_weakly(self._check_abort_or_peer),
+            has_exited=self._has_exited,
         )
         self._context = CallContext(
             layout=layout, library=self._library, links=self._links, device=device
@@ -174,6 +176,7 @@ class Communicator:
             device=self.device,
             timeout=_CPU_P2P_SECONDS if on_cpu else self.timeout,
             check_abort=_weakly(self._check_peer),
+            has_exited=self._has_exited,
         )
         if on_cpu:
             return CpuP2P(layout=self.layout, links=links)

@@ -34,6 +34,8 @@ class Links:
         store: for these links alone: each pair connects through it.
         timeout: seconds to wait for a peer, and until a blocked transfer is an error.
         check_abort: called with the peer every second while it is waited for; raises to abort.
+        has_exited: returns whether a peer is known to have exited. Called from another thread; must
+            not block.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Links:
         device: torch.device,
         timeout: float,
         check_abort: Callable[[int], None],
+        has_exited: Callable[[int], bool],
     ) -> None:
         self._layout, self._store = layout, store
-        self._device, self.timeout, self._check_abort = device, timeout, check_abort
+        self._device, self.timeout = device, timeout
+        self._check_abort, self._has_exited = check_abort, has_exited
         self.by_rank: dict[int, Link] = {}
         """The open ones."""
         self._opening = {rank: threading.Lock() for rank in range(layout.size)}
@@ -88,6 +92,7 @@ class Links:
             nics=nic_names(),
             options=ChannelOptions(ring_bytes=RING_BYTES[self._device.type]),
             check_abort=partial(self.check_peer, rank),
+            has_exited=partial(self._has_exited, rank),
         )
 
     def inter_vendor(self) -> list[Link]:

@@ -71,9 +71,6 @@ _FIRST_WAIT_SECONDS = 1.0
 _MAX_WAIT_SECONDS = 60.0
 _LASTING_SECONDS = 60.0
 """A rail that is lost sooner after it was opened again waits on, as after a failed attempt."""
-_REFUSED_SECONDS = 3.0
-"""Without any connection, and where all that answers refuses, the peer's process has ended: longer
-than a firewall takes to load its rules."""
 _REOPEN_TICK_SECONDS = 0.25
 _CREDIT_SECONDS = 5.0
 """The time that closing waits for the last credits to be sent."""
@@ -629,13 +626,13 @@ class RailMonitor:
         if redial is None or not self._is_reopening():
             self._cut_at = None
             return
+        if self._control.is_cut() and redial.peer_has_exited():
+            self._end_with_peer()
+            return
         if not self._control.is_cut() and self._has_rail():
             self._cut_at = None
         elif self._cut_at is None:
             self._cut_at = now
-        elif self._control.is_cut() and redial.refused_seconds() > _REFUSED_SECONDS:
-            self._end_with_peer()
-            return
         elif now - self._cut_at >= redial.patience:
             self._fail(
                 f"{self._last_loss()}; none could be opened again for {redial.patience:g} s "

@@ -50,6 +50,9 @@ class Rendezvous:
     """Seconds to wait for the other end."""
     check_abort: Callable[[], None] = lambda: None
     """Called every second while the other end is waited for in the store; may raise to abort."""
+    has_exited: Callable[[], bool] = lambda: False
+    """Returns whether the other end's process is known to have ended. Called while an open link has
+    no connection left, from another thread; must not block."""
 
     @property
     def listens(self) -> bool:

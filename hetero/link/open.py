@@ -94,6 +94,7 @@ def connect(
     nics: Sequence[str] = (),
     options: ChannelOptions | None = None,
     check_abort: Callable[[], None] = lambda: None,
+    has_exited: Callable[[], bool] = lambda: False,
 ) -> Link:
     """Open a link to another rank. Both ranks call it; it blocks until both have.
 
@@ -111,6 +112,9 @@ def connect(
             leads to the store's host.
         options: sizes and checks, the same at both ends. Its `nics` are ignored.
         check_abort: called every second while waiting for the other rank; what it raises ends it.
+        has_exited: returns whether the other rank is known to have exited: the open link then fails
+            at once where it would wait for a lost connection. Called from another thread; must not
+            block.
 
     Raises:
         ValueError: invalid arguments, all in one message.
@@ -142,6 +146,7 @@ def connect(
         name=f"{pair}/{number}",
         timeout=timeout,
         check_abort=check_abort,
+        has_exited=has_exited,
     )
     # The address is the one from which the peer reaches the store's host.
     with _route_errors(rendezvous, host_of(store)):

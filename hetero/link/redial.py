@@ -32,6 +32,9 @@ from hetero.startup.process import close_in_children
 _DIAL_SECONDS = 2.0
 _REST_SECONDS = 1.0
 """The time to connect, which is enough to send a lost SYN again, and then for each exchange."""
+_REFUSED_SECONDS = 3.0
+"""While every address that answers refuses, before the other process counts as ended: longer than a
+firewall takes to load its rules."""
 _PADDING = " " * (32 << 10)
 """Of a message: several of the largest packets."""
 
@@ -128,6 +131,10 @@ class Redial:
 
     def is_dialing(self, place: Place) -> bool:
         return any(one.dialed == place for one in self._pending.values())
+
+    def peer_has_exited(self) -> bool:
+        """Returns whether the other process has ended, as others know or its addresses show."""
+        return self._rendezvous.has_exited() or self.refused_seconds() > _REFUSED_SECONDS
 
     def refused_seconds(self) -> float:
         """For how long every address that answers has refused, as where no process listens."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class LinkOptions:
     """Length of the pipeline's sequences, for stages that split them differently."""
     tensor_group: dist.ProcessGroup | None = None
     """This rank's tensor-parallel group, for stages whose tensor-parallel ranks hold the same."""
+    has_exited: Callable[[int], bool] = lambda _: False
+    """Returns whether a rank is known to have exited. Called from another thread; never blocks."""
 
 
 _LEAST_RING_BYTES = 8 << 20
@@ -166,6 +169,7 @@ class _Opener:
             store=BoundedStore(options.store),
             description=description,
             name=f"edge {edge.source}/{source}-{target}",
+            has_exited=partial(options.has_exited, peer),
         )
         return open_link(transport, rendezvous, options=channel, device=options.device)
 

@@ -435,6 +435,7 @@ class Initializer:
                         vendor_backend=vendor_backend,
                         sequence=args.seq_length,
                         tensor_group=groups.tensor,
+                        has_exited=self._has_exited,
                     ),
                 )
         recorder().library_calls = active_library_calls
@@ -476,6 +477,9 @@ class Initializer:
         """Which other rank has ended or hangs, as the likely cause of this rank's failure."""
         self._is_exiting = True
         return self.liveness.cause() if self.liveness is not None else None
+
+    def _has_exited(self, rank: int) -> bool:
+        return self.liveness is not None and rank in self.liveness.ended()
 
     def unresponsive_rank(self) -> str | None:
         """Which other rank does not respond, in a sentence, while none has ended."""

@@ -26,6 +26,7 @@ def test_a_link_that_opens_while_its_group_ends_is_closed(monkeypatch: pytest.Mo
         device=torch.device("cpu"),
         timeout=1.0,
         check_abort=lambda _: None,
+        has_exited=lambda _: False,
     )
     with opened() as pair:
 
@@ -47,6 +48,7 @@ def test_links_may_open_while_a_script_asks_for_them(monkeypatch: pytest.MonkeyP
         device=torch.device("cpu"),
         timeout=1.0,
         check_abort=lambda _: None,
+        has_exited=lambda _: False,
     )
     with opened() as pair:
         monkeypatch.setattr(links, "_open", lambda *_: pair.sender)

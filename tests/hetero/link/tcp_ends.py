@@ -6,10 +6,10 @@ import ctypes
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ctypes import addressof, create_string_buffer
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -143,11 +143,12 @@ class Setup(JoinedEnds):
     addresses: tuple[str, ...] = ("127.0.0.1",)
     ring_bytes: int = RING_BYTES
     chunk_bytes: int = CHUNK_BYTES
+    has_exited: Callable[[], bool] = lambda: False
 
     def open(self, rendezvous: Rendezvous) -> RingLink:
         rank = rendezvous.description.rank
         return open_tcp(
-            rendezvous,
+            replace(rendezvous, has_exited=self.has_exited),
             RingOptions("tcp", self.ring_bytes, self.chunk_bytes, self.devices[rank]),
             addresses=self.addresses,
             rails=self.connections,

@@ -304,6 +304,21 @@ def test_a_peer_that_has_ended_where_every_connection_broke_is_told(
             work.wait()
 
 
+@pytest.mark.usefixtures("may_dial")
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_peer_known_to_have_exited_is_not_waited_for(network: Network, ended: int) -> None:
+    """As where a rank is killed, whose host resets the connections with unread data."""
+    exited = threading.Event()
+    with Setup(timeout=4 * SHORT, has_exited=exited.is_set).links() as links:
+        break_all(network)
+        assert wait_for(lambda: rails_of(links[1 - ended])._cut_at is not None)
+        work = links[1 - ended].recv(torch.zeros(5))
+        links[ended].close()
+        exited.set()
+        with pytest.raises(LinkError, match=f"rank {ended} has ended or closed the link"):
+            work.wait()
+
+
 def test_rails_that_all_fall_silent_are_not_lost_and_go_on_when_they_can(
     network: Network, caplog: pytest.LogCaptureFixture
 ) -> None:
