@@ -154,7 +154,8 @@ def _write(text: str) -> None:
     The ranks of a node share one stderr, and with PYTHONUNBUFFERED, which container images set,
     `print` writes the end of the line by itself: two ranks' sentences would run into one line.
     """
-    print(f"{text}\n", end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # whatever read it has exited
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def write_name_file(rank: int, name: str) -> None:

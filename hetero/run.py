@@ -28,7 +28,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -158,24 +158,22 @@ class _Launcher:
     def run(self, options: argparse.Namespace) -> int:
         try:
             code = self._run_agent(options)
-            self._end_job(f"the job has ended with exit code {code}")
+            with suppress(SignalException):  # this node's processes have ended
+                self._end_job(f"the job has ended with exit code {code}")
             return code
         except Exception as error:
             if (number := _signal_behind(error)) is None:
                 raise
             return self._stopped(number)
         finally:
-            try:
+            with ExitStack() as stack:
+                stack.callback(_end_children)
+                for part in (self._job, self._state, self._standby):
+                    if part is not None:
+                        stack.callback(part.close)
                 if self._node_failures is not None:
-                    self._node_failures.leave()
-                if self._standby is not None:
-                    self._standby.close()
-                if self._state is not None:
-                    self._state.close()
-                if self._job is not None:
-                    self._job.close()
-            finally:
-                _end_children()
+                    with suppress(SignalException):
+                        self._node_failures.leave()
 
     def _end_job(self, text: str) -> None:
         if self._job is not None and self._job.round is not None:
@@ -224,8 +222,10 @@ class _Launcher:
             self._node_failures.stop()
         self._node_failures = None
         if info.world_size > 1:
-            self._node_failures = NodeFailures(info)
-            if formed.failures >= settings.restarts:  # else they meet again
+            with suppress(DistError):  # the store is lost, which the agent notices
+                self._node_failures = NodeFailures(info, has_lost_node=self._job.has_lost_node)
+            is_last = formed.failures >= settings.restarts  # else they meet again
+            if is_last and self._node_failures is not None:
                 self._node_failures.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     def _explain(self, failed: ChildFailedError) -> int:
@@ -235,7 +235,8 @@ class _Launcher:
         if self._forwarder.first is not None and not (cause.is_cause and cause.text):
             return self._stopped(self._forwarder.first)
         if self._node_failures is not None:
-            cause = self._node_failures.exchange(cause)
+            with suppress(SignalException):  # the processes have ended; no other report comes
+                cause = self._node_failures.exchange(cause)
         if not is_printed(cause, exits):
             out_of_memory = kills_for_memory() > self._memory_kills and cause.host == host
             print_error(cause.sentence(out_of_memory=out_of_memory))

@@ -124,7 +124,9 @@ def _priority(process: ProcessExit) -> int:
     if process.is_fatal:
         return 0
     if not process.is_cause:
-        return 3 if process.text else 4
+        return 4 if process.text else 5
+    if process.code - 128 in _TERMINATION_SIGNALS:
+        return 3  # the launcher sends one to all others as soon as one has failed
     return 1 if process.text else 2
 
 

@@ -21,6 +21,8 @@ GRACE = 15.0
 """Seconds for this node's processes to end by themselves after those of another node failed."""
 _TIMEOUT = GRACE + 5.0
 """Seconds for the launchers of the other nodes to notice a failure, after their own grace."""
+_OTHERS_SECONDS = 5.0
+"""For the reports of the others where the launcher of one is lost, and so the cause is known."""
 _CALL_SECONDS = 5.0
 """For the store to answer; after that this node does without it."""
 
@@ -31,9 +33,17 @@ class NodeFailures:
     It only makes the last line more helpful, so its own errors are ignored.
     """
 
-    def __init__(self, info: RendezvousInfo) -> None:
+    def __init__(
+        self, info: RendezvousInfo, *, has_lost_node: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Raises DistNetworkError if the store does not answer.
+
+        `has_lost_node` returns whether another node's launcher is known to be lost.
+        """
         # Keep a reference: on node 0 this object hosts the store of all nodes.
-        self._hosting = info.store
+        self._hosting, self._has_lost_node = info.store, has_lost_node
+        # PyTorch tries for minutes to connect to a store that has gone.
+        BoundedStore(info.store, seconds=_CALL_SECONDS).check(["host"])
         # A connection of its own: torchelastic may block the other for minutes.
         clone = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
         store = BoundedStore(clone, seconds=_CALL_SECONDS)
@@ -77,7 +87,8 @@ class NodeFailures:
         Waits for the other nodes' reports unless this node's failure is the cause.
         """
         self._stopped.set()
-        cause, self._deadline = own, time.monotonic() + _TIMEOUT
+        cause, began = own, time.monotonic()
+        self._deadline = began + _TIMEOUT
         self._has_failed = True
         try:
             self._exits.submit(asdict(own))
@@ -87,6 +98,8 @@ class NodeFailures:
                 cause = _first_cause(self._reported_exits()) or own
                 if has_all:
                     break
+                if self._has_lost_node():  # it reports nothing
+                    self._deadline = min(self._deadline, began + _OTHERS_SECONDS)
         except ExchangeError:
             self._is_lost = True
         return cause

@@ -175,8 +175,11 @@ class JobRendezvous(RendezvousHandler):
     def is_for_return(self) -> bool:
         """Whether this node has to leave the round for the full plan's, and nothing has failed."""
         assert self.round is not None
+        if not self.round.plan:
+            return False
         key = f"leave/{self.round.number}"
         with suppress(DistNetworkError):
+            self._require_signs()
             if self._store is not None and self._store.check([key]):
                 self._next_look = 0.0
                 return self._store.get(key).decode() == BACK
@@ -221,7 +224,16 @@ class JobRendezvous(RendezvousHandler):
         """Tell nodes that wait that the job has ended. Never raises."""
         if self._store is not None:
             with suppress(DistNetworkError):
+                self._require_signs()
                 self._store.set(OVER, text)
+
+    def has_lost_node(self) -> bool:
+        """Whether the launcher of another node of the round is known to be lost."""
+        with suppress(DistNetworkError):
+            if self.round is not None and self._store is not None:
+                self._require_signs()
+                return bool(self._store.check([f"lost/{self.round.number}"]))
+        return False
 
     def close(self) -> None:
         """End this launcher's threads. The store ends with the process that hosts it.
@@ -255,6 +267,7 @@ class JobRendezvous(RendezvousHandler):
 
     def _join(self, deadline: float) -> Round:
         store = self._opened(deadline)
+        self._require_signs()
         self._require_equal_flags(store)
         if self._settings.is_static and self._settings.nodes > 1:
             self._claim_number(store)

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +21,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hetero.collectives.backend import on_import_of_torch
+from hetero.errors import print_line
 
 _OF_TRAINING = (
     "megatron.hetero.pretrain",
@@ -58,7 +60,7 @@ class StandbyPool:
         self._imported: set[subprocess.Popen[bytes]] = set()
         """Those of them that are ready."""
         self._lock = threading.Lock()
-        self._has_ranks = False
+        self._has_ranks = self._is_noted = False
         self._due = time.monotonic()
         self._closed = threading.Event()
         # One thread for all of them, which lasts: the kernel takes the end of the thread that has
@@ -106,34 +108,64 @@ class StandbyPool:
                 is_due = time.monotonic() >= self._due and missing > 0
                 count = 1 if self._has_ranks else missing
             if is_due:
-                self._add(count)
-        self._closed.wait(None)
+                try:
+                    self._add(count)
+                except OSError as error:
+                    # The end of this thread would end the ranks that it has started.
+                    self._note(error)
+
+    def _note(self, error: OSError) -> None:
+        """No process could be started: a limit of processes, memory or open files."""
+        if not self._is_noted:
+            self._is_noted = True
+            print_line(
+                f"hetero.run: warning: {socket.gethostname()} could not start a standby process "
+                f"({error.strerror or error}): a restart takes longer by its imports; raise the "
+                "limit of processes (ulimit -u, pids.max), of memory or of open files"
+            )
+        with self._lock:
+            self._due = time.monotonic() + _DELAY_SECONDS
 
     def _add(self, count: int) -> None:
-        """Make some, and wait until they are ready: each import takes a core, beside the ranks."""
-        files = []
-        for _ in range(count):
-            here, there = os.pipe()
+        """Make some, and wait until they are ready: each import takes a core, beside the ranks.
+
+        Raises OSError if the system refuses one.
+        """
+        started: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+        try:
+            for _ in range(count):
+                started.append(self._start())
+        finally:
+            for process, ready in started:
+                with ready:
+                    ready.read()
+                with self._lock:
+                    if process in self._idle:
+                        self._imported.add(process)
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+        """One process, and a pipe that ends once it has imported everything."""
+        here, there = os.pipe()
+        ready = os.fdopen(here, "rb")
+        try:
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "hetero.launch.standby", str(there), self._script],
                 stdin=subprocess.PIPE,
                 pass_fds=[there],
                 start_new_session=True,
             )
+        except OSError:
+            ready.close()
+            raise
+        finally:
             os.close(there)
-            files.append((process, os.fdopen(here, "rb")))
-            with self._lock:
-                if not self._closed.is_set():
-                    self._idle.append(process)
-                    continue
-            process.kill()
-            process.wait()
-        for process, ready in files:
-            with ready:
-                ready.read()
-            with self._lock:
-                if process in self._idle:
-                    self._imported.add(process)
+        with self._lock:
+            if not self._closed.is_set():
+                self._idle.append(process)
+                return process, ready
+        process.kill()
+        process.wait()
+        return process, ready
 
 
 def become_rank(

@@ -532,6 +532,7 @@ class LivenessClient(Liveness):
         self.address = plain_address(local)
         self.is_elsewhere = local != remote and not is_loopback(plain_address(remote))
         self._last_heard = time.monotonic()
+        connection.settimeout(None)
         close_in_children(connection)
         return connection
 
@@ -552,8 +553,10 @@ class LivenessClient(Liveness):
                     self._last_heard, self._unanswered_since = time.monotonic(), None
                 else:
                     self._last_poll = time.monotonic()
+                    # To a rank 0 that is stopped records would fill the buffers, and end the
+                    # connection as if its host did not respond.
+                    record = b"" if self._unanswered_since else self._record()
                     self._unanswered_since = self._unanswered_since or self._last_poll
-                    record = self._record()
                     with self._sending:
                         connection.sendall(record + _HEARTBEAT)
             except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ import copy
 import errno
 import itertools
 import random
+import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from hetero.errors import Faults, HeteroError, UserError
 from hetero.plan import Coordinate, Plan
 from hetero.startup.exchange import JobExchanges
+from hetero.startup.process import end_with_parent
 from hetero.text import counted
 from megatron.hetero.arguments.batch import samples_after
 from megatron.hetero.checkpoint.index import NEW_RUN, TrainState
@@ -559,6 +561,7 @@ def build_micro_batches(
         pin_memory=device.type == "cuda",
         persistent_workers=args.num_workers > 0,
         timeout=deadline,
+        worker_init_fn=_end_with_rank,
         # Otherwise the loader would advance the global generator, which dropout uses.
         generator=torch.Generator(),
     )
@@ -571,6 +574,14 @@ def build_micro_batches(
         mtp_layers=mtp_layers,
         deadline=deadline,
     )
+
+
+def _end_with_rank(_: int) -> None:
+    """In a data worker: PyTorch's own look for the rank comes every 5 s.
+
+    Until then it would hold copies of the sockets by which others notice that the rank has ended.
+    """
+    end_with_parent(signal.SIGKILL)
 
 
 def _loader_deadline(args: argparse.Namespace) -> float:

@@ -180,6 +180,8 @@ class Initializer:
         self._lock: SaveLock | None = None
         self._own_address = "127.0.0.1"
         self._is_exiting = False
+        self.exit_code: int | None = None
+        """Of this process, once the main thread reports a failure that ends it."""
         self._printed: str | None = None
         self.on_failure: Callable[[str], None] | None = None
         """Called once, with the cause, when the run fails on this rank; from any thread."""
@@ -347,7 +349,7 @@ class Initializer:
 
     def _exit_on_remote_failure(self, error: HeteroError) -> None:
         """Liveness callback: exit because another rank ended. The main thread may be blocked."""
-        if not self._is_exiting:
+        if self.exit_code is None and not self._is_exiting:
             self.report(error)
             os._exit(error.exit_code)
 

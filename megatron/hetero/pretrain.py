@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ from megatron.hetero.stop_signals import SignalEnd, StopSignals
 if TYPE_CHECKING:
     from megatron.hetero.initialize import Initializer
 
+_CLOSE_SECONDS = 60.0
+"""For outputs to be closed after a failure, which may wait for a service."""
 _KILLED_SECONDS = 2.0
 """For data workers that were killed to be gone; one that is blocked on file I/O may stay."""
 # PyTorch raises it wherever the main thread is when the worker ends.
@@ -139,11 +142,7 @@ def _initialize_and_run(
         signals.stop_raising()
         if initializer is None:
             raise
-        if isinstance(error, HeteroError):
-            initializer.report(error)
-            return _exit(error.exit_code)
-        _report_exception(initializer, error)
-        return _exit(1)
+        return _exit(_report_failure(initializer, error))
     return 0
 
 
@@ -177,7 +176,14 @@ def _run(
         initializer.on_failure = partial(write_failed_report, job)
         trainer = Trainer(job, start_time=start_time, signals=signals)
         with contextlib.closing(trainer):
-            trainer.run()
+            try:
+                trainer.run()
+            except Exception as error:
+                # Before anything is closed, such as a connection to a service: others wait.
+                signals.stop_raising()
+                code = _report_failure(initializer, error)
+                _exit_in(_CLOSE_SECONDS, code)
+                raise
         # They hold copies of gloo's sockets: a group that is destroyed while they live may abort
         # another rank (`state_ <= CONNECTED` in gloo's pair.cc).
         _kill_workers()
@@ -194,12 +200,30 @@ def _report_signal(initializer: Initializer | None, reason: str) -> None:
     write_error_file(reason, printed=printed)
 
 
+def _report_failure(initializer: Initializer, error: Exception) -> int:
+    """Tell the others, the launcher and the user, once; returns the exit code."""
+    if initializer.exit_code is None:
+        initializer.exit_code = error.exit_code if isinstance(error, HeteroError) else 1
+        if isinstance(error, HeteroError):
+            initializer.report(error)
+        else:
+            _report_exception(initializer, error)
+    return initializer.exit_code
+
+
+def _exit_in(seconds: float, code: int) -> None:
+    """Exit even if the main thread does not get to it."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
 def _report_exception(initializer: Initializer, error: Exception) -> None:
     """Print one line for failures caused by another rank's exit, and a traceback for others."""
     text, rank = str(error), initializer.rank
-    if isinstance(error, BrokenPipeError):
-        return
-    if re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
+    # Errors of libraries and the store are RuntimeErrors.
+    is_of_library = not isinstance(error, OSError)
+    if is_of_library and re.search(r"gloo|NCCL|[Cc]onnection (closed|reset|refused)", text):
         flight_recorder().dump_failure(text)
         cause = initializer.remote_cause() or (
             "another rank has probably ended: its own message says why"

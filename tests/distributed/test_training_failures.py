@@ -8,6 +8,7 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hetero.tools.runs import SIMULATED
@@ -100,6 +101,63 @@ def test_a_signal_while_a_rank_reports_its_failure_does_not_replace_it(
     assert outcome.code == 1
     assert outcome.stderr.splitlines()[-1] == "error: the step failed"
     assert "Traceback" not in outcome.stderr
+
+
+HELD_CLOSE = """
+import os, time
+from megatron.hetero.trainer import Trainer
+close, step = Trainer.close, Trainer.train_step
+
+def close_once_told(self):
+    while not os.path.exists({until!r}):
+        time.sleep(0.02)
+    close(self)
+
+def fails(self, batches):
+    if self.iteration == 2:
+        raise ValueError("out of luck")
+    step(self, batches)
+
+Trainer.close, Trainer.train_step = close_once_told, fails
+"""
+
+
+def test_the_others_are_told_of_a_failure_before_outputs_are_closed(corpus, tmp_path: Path) -> None:
+    """As a service to which metrics are sent may take minutes to answer."""
+    until = tmp_path / "close"
+    script = changed_entry(tmp_path, HELD_CLOSE.format(until=str(until)))
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED]
+    processes = start(flags, 2, environ=SIMULATED, scripts={1: script})
+    try:
+        code = processes[0].wait(timeout=120)
+        message = processes[0].stderr.read()  # type: ignore[union-attr]
+    finally:
+        until.touch()
+        failed = finish(processes[1:], seconds=60)[0]
+    assert code == 1
+    assert "rank 1 on" in message
+    assert "failed: ValueError: out of luck" in message
+    assert failed.code == 1
+    assert failed.stderr.count("ValueError: out of luck") == 1
+
+
+def test_data_workers_end_with_their_rank(corpus, tmp_path: Path) -> None:
+    """They hold copies of the sockets that tell others of its end, and may be blocked."""
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*TINY_LLAMA, *corpus.flags, "--train-iters", "100000", "--num-workers", "1"]
+    processes = start([*flags, "--metrics-file", str(metrics)], 1)
+    wait_for_steps(metrics, 1)
+    rank = psutil.Process(processes[0].pid)
+    workers = rank.children(recursive=True)
+    for worker in workers:
+        worker.suspend()
+    rank.kill()
+    finish(processes, seconds=60)
+    gone, alive = psutil.wait_procs(workers, timeout=60)
+    for worker in alive:
+        worker.kill()
+    assert gone
+    assert not alive
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])

@@ -55,8 +55,12 @@ if rank == int(os.environ["WORLD_SIZE"]) - 1:
         raise ValueError("out of luck")
     if how in ("kill", "once"):
         os.kill(os.getpid(), signal.SIGKILL)
-if how == "wait" and rank == 0:
+if how == "wait" and rank == 0 or how == "told" and rank == 1:
     print("ready", flush=True)
+while how == "told" and rank == 0:
+    time.sleep(0.05)
+    if os.path.exists(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(120)
 """
 
@@ -460,7 +464,7 @@ def test_a_host_name_that_cannot_be_looked_up_is_refused(
 def start_nodes(
     script: str,
     how: str,
-    *,
+    *words: str,
     launcher: tuple[str, ...],
     sizes: Sequence[str] = ("2", "2"),
     processes: int = 1,
@@ -469,7 +473,7 @@ def start_nodes(
     """A launcher a node; `sizes` is how many nodes each is told that there are."""
     place = ["--nproc-per-node", str(processes)]
     place += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    place += [script, how]
+    place += [script, how, *words]
     return [
         start("--nnodes", size, "--node-rank", str(node), *place, launcher=launcher, python=python)
         for node, size in enumerate(sizes)
@@ -588,6 +592,27 @@ def test_a_node_whose_processes_have_ended_well_ends_when_another_fails(
         code, _, err = ended(process)
         assert code == 137
         assert err[-1].startswith("error: rank 1 on ")
+
+
+def test_a_signal_while_a_launcher_waits_for_another_leaves_it_its_exit_code(
+    script: str, soon: tuple[str], tmp_path: Path
+) -> None:
+    # As processes of their own, of which one can be stopped.
+    until, python = tmp_path / "until", preloaded.INTERPRETER
+    first, other = start_nodes(script, "told", str(until), launcher=soon, python=python)
+    assert other.stdout is not None
+    assert first.stderr is not None
+    try:
+        assert other.stdout.readline() == "ready\n"
+        other.send_signal(signal.SIGSTOP)
+        until.touch()
+        assert any(line.startswith("error: rank 0 on ") for line in first.stderr)
+        first.send_signal(signal.SIGTERM)
+        assert ended(first) == (137, [], [])
+    finally:
+        for process in (first, other):
+            process.kill()
+            process.communicate()
 
 
 def test_finished_node_can_be_interrupted_while_another_runs(script: str, soon: tuple[str]) -> None:

@@ -130,6 +130,19 @@ def test_other_ranks_are_told_of_an_unexpected_exception_in_a_line(
 
 @pytest.mark.parametrize(
     "error",
+    [BrokenPipeError(32, "Broken pipe"), ConnectionResetError(104, "Connection reset by peer")],
+)
+def test_a_lost_connection_of_a_script_s_own_is_no_failed_collective(
+    initializer: Initializer, other: LivenessClient, error: OSError
+) -> None:
+    """As that to a service to which metrics are sent."""
+    _report_exception(initializer, error)
+    said = f"{type(error).__name__}: {error}"
+    assert other.cause(PATIENCE) == f"rank 0 on a (stage 0) failed: {said}"
+
+
+@pytest.mark.parametrize(
+    "error",
     [
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16 bytes"),
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),

@@ -28,6 +28,7 @@ SHARED = ProcessExit(
 )
 TERMINATED = ProcessExit(rank=4, host="a", code=-15, time=100)
 STOPPED_WHILE_EXITING = ProcessExit(rank=6, host="a", code=-15, time=101, text="ValueError: x")
+ASKED_TO_END = ProcessExit(rank=7, host="a", code=143, time=100, text="ended by SIGTERM")
 SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
 
 
@@ -38,6 +39,8 @@ SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
         ([CONSEQUENCE, OWN], OWN),
         ([OWN, KILLED], KILLED),
         ([TERMINATED, SILENT], SILENT),
+        ([ASKED_TO_END, SILENT], SILENT),
+        ([ASKED_TO_END, CONSEQUENCE], ASKED_TO_END),
         ([TERMINATED, CONSEQUENCE], CONSEQUENCE),
         ([SHARED, TERMINATED], SHARED),
         ([CONSEQUENCE, STOPPED_WHILE_EXITING], STOPPED_WHILE_EXITING),

@@ -7,7 +7,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from hetero.launch import node_failures
@@ -69,6 +69,24 @@ def test_where_every_node_blames_another_none_waits_for_a_cause() -> None:
     for thread in threads:
         thread.join(node_failures._TIMEOUT / 2)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_launcher_that_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_failures, "_TIMEOUT", 600.0)
+    monkeypatch.setattr(node_failures, "_OTHERS_SECONDS", 0.1)
+    hosting = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    info = RendezvousInfo(hosting, 0, 2, bootstrap_store_info=None)  # type: ignore[arg-type]
+    assert NodeFailures(info, has_lost_node=lambda: True).exchange(FOLLOWED) == FOLLOWED
+
+
+def test_a_store_that_is_lost_before_it_is_used_is_an_error_at_once() -> None:
+    """PyTorch would try for the store's timeout to connect to it once more."""
+    hosting = TCPStore("localhost", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    store = TCPStore("localhost", hosting.port, None, False, timedelta(seconds=600))
+    del hosting
+    gc.collect()
+    with pytest.raises(DistNetworkError):
+        NodeFailures(RendezvousInfo(store, 1, 2, bootstrap_store_info=None))  # type: ignore[arg-type]
 
 
 def requests_of_a_watch(nodes: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,6 +76,29 @@ def test_a_new_one_is_made_for_each_that_is_taken_or_ends(
     second.kill()
     second.wait(PATIENCE)
     assert not become_rank(second, ["nothing"], environ={}, stdout=None, stderr=None)
+
+
+def test_a_process_that_cannot_be_started_is_told_and_tried_again(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread that starts them must not end: the kernel would end the ranks with it."""
+    popen, refusals = subprocess.Popen, [0, 0]
+
+    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if refusals:
+            refusals.pop()
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen(*words, **options)
+
+    monkeypatch.setattr(standby, "_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(standby.subprocess, "Popen", start)
+    pool = StandbyPool(1, str(script))
+    try:
+        assert taken(pool).poll() is None
+    finally:
+        pool.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "could not start a standby process (Resource temporarily unavailable)" in said
 
 
 def test_it_ends_with_its_launcher(pool: StandbyPool) -> None:

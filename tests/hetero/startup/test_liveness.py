@@ -121,6 +121,28 @@ def test_the_end_of_rank_0_is_noticed_by_the_others(monkeypatch: pytest.MonkeyPa
     assert said.startswith("rank 0 on host0 (stage 0) exited without reporting an error")
 
 
+def test_a_rank_0_that_does_not_answer_is_sent_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be stopped: what it does not read must not fill the connection's buffers."""
+    monkeypatch.setattr(liveness, "_HEARTBEAT_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        calling = ThreadPoolExecutor(1).submit(called, listener.getsockname()[1], 1)
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1024)
+            side = calling.result()
+            side.share_record(lambda: b"{}")
+            connection.sendall(b'{"welcome": true, "host": "host0"}\n')
+            side.await_connection()
+            heard = b""
+            while len(heard) < 10:
+                heard += connection.recv(1)
+            assert heard == b"={}\n" + 6 * b"\n"
+            connection.sendall(b"\n")
+            while not heard.endswith(b"={}\n"):
+                heard += connection.recv(1)
+            side.leave()
+
+
 def test_ranks_that_leave_at_the_end_have_not_failed(server: LivenessServer) -> None:
     one, other = connected(server, 1), connected(server, 2)
     one.leave()
