@@ -70,8 +70,9 @@ _LATE_SECONDS = 5.0
 _LARGEST_RECORD = 1 << 16
 _HEARTBEAT_TIMEOUT_SECONDS = 15.0
 """After which a rank that is waited for, or its host, hangs."""
-_GRACE_SECONDS = 5.0
-"""For a rank to fail by itself, with an error of its own, after another has failed."""
+_GRACE_SECONDS = 2.0
+"""For a rank to fail by itself, with an error of its own, after another has failed. Shorter than a
+launcher waits before it kills (agent.py): a rank that is blocked tells why it ends."""
 _ACK_SECONDS = 30.0
 """After which the kernel closes the connection to a host that does not respond."""
 _SILENT_REMEDY = "see whether it, or its host, hangs, and the network between"
@@ -262,7 +263,7 @@ class Liveness(ABC):
         return ranks_on_hosts(ordered, self._hosts)
 
     def on_failure(self, abort: Callable[[ExchangeError], None]) -> None:
-        """Call `abort`, from a thread, if this process still runs 5 s after another's failure."""
+        """Call `abort`, from a thread, if this process still runs 2 s after another's failure."""
 
         def wait() -> None:
             self._failed.wait()
