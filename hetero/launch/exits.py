@@ -117,15 +117,16 @@ def find_cause(exits: Iterable[ProcessExit]) -> ProcessExit:
     exits = list(exits)
     first = min(process.time for process in exits)
     early = [process for process in exits if process.time <= first + _SIMULTANEOUS_SECONDS]
-    return min(early, key=lambda process: (_priority(process), process.time))
+    return min(early, key=lambda process: (_priority(process, early), process.time))
 
 
-def _priority(process: ProcessExit) -> int:
+def _priority(process: ProcessExit, exits: Sequence[ProcessExit]) -> int:
     if process.is_fatal:
         return 0
     if not process.is_cause:
         return 4 if process.text else 5
-    if process.code - 128 in _TERMINATION_SIGNALS:
+    before = (one for one in exits if one is not process and one.time <= process.time)
+    if process.code - 128 in _TERMINATION_SIGNALS and any(one.is_cause for one in before):
         return 3  # the launcher sends one to all others as soon as one has failed
     return 1 if process.text else 2
 

@@ -116,15 +116,17 @@ class StandbyPool:
 
     def _note(self, error: OSError) -> None:
         """No process could be started: a limit of processes, memory or open files."""
-        if not self._is_noted:
-            self._is_noted = True
+        with self._lock:
+            self._due = time.monotonic() + _DELAY_SECONDS
+        if self._is_noted:
+            return
+        self._is_noted = True
+        with suppress(OSError):  # the log's disk may be full, too
             print_line(
                 f"hetero.run: warning: {socket.gethostname()} could not start a standby process "
                 f"({error.strerror or error}): a restart takes longer by its imports; raise the "
                 "limit of processes (ulimit -u, pids.max), of memory or of open files"
             )
-        with self._lock:
-            self._due = time.monotonic() + _DELAY_SECONDS
 
     def _add(self, count: int) -> None:
         """Make some, and wait until they are ready: each import takes a core, beside the ranks.

@@ -165,8 +165,11 @@ class Initializer:
     An error on any rank ends the initialization of all.
     """
 
-    def __init__(self, local_ranks: LocalRanks) -> None:
-        self._local_ranks = local_ranks
+    def __init__(
+        self, local_ranks: LocalRanks, *, is_signalled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`is_signalled` returns whether a signal ends this rank already."""
+        self._local_ranks, self._is_signalled = local_ranks, is_signalled
         self.rank, self.world_size, self.local_rank = 0, 1, 0
         self.name = "this rank"
         """As in 'rank 5 on b (stage 1, amd)', once that is known."""
@@ -349,7 +352,7 @@ class Initializer:
 
     def _exit_on_remote_failure(self, error: HeteroError) -> None:
         """Liveness callback: exit because another rank ended. The main thread may be blocked."""
-        if self.exit_code is None and not self._is_exiting:
+        if self.exit_code is None and not (self._is_exiting or self._is_signalled()):
             self.report(error)
             os._exit(error.exit_code)
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _CLOSE_SECONDS = 60.0
 """For outputs to be closed after a failure, which may wait for a service."""
+_CONSEQUENCE_SECONDS = 5.0
+"""The same after the failure of another rank, for which what is closed may wait."""
 _KILLED_SECONDS = 2.0
 """For data workers that were killed to be gone; one that is blocked on file I/O may stay."""
 # PyTorch raises it wherever the main thread is when the worker ends.
@@ -116,6 +118,8 @@ def _initialize_and_run(
     initializer: Initializer | None = None
 
     def end(number: signal.Signals, reason: str) -> int:
+        if initializer is not None and initializer.exit_code is not None:
+            return _exit(initializer.exit_code)
         _report_signal(initializer, reason)
         return _exit(128 + number)
 
@@ -134,7 +138,7 @@ def _initialize_and_run(
         from megatron.hetero.initialize import Initializer
 
         local_ranks.look()
-        initializer = Initializer(local_ranks)
+        initializer = Initializer(local_ranks, is_signalled=lambda: signals.ends_now)
         _run(initializer, configuration, refused, signals, printed=printed, start_time=start_time)
     except SignalEnd as ended:
         return end(ended.number, str(ended))
@@ -181,8 +185,7 @@ def _run(
             except Exception as error:
                 # Before anything is closed, such as a connection to a service: others wait.
                 signals.stop_raising()
-                code = _report_failure(initializer, error)
-                _exit_in(_CLOSE_SECONDS, code)
+                _report_and_limit(initializer, error)
                 raise
         # They hold copies of gloo's sockets: a group that is destroyed while they live may abort
         # another rank (`state_ <= CONNECTED` in gloo's pair.cc).
@@ -211,8 +214,17 @@ def _report_failure(initializer: Initializer, error: Exception) -> int:
     return initializer.exit_code
 
 
+def _report_and_limit(initializer: Initializer, error: Exception) -> None:
+    """Report a failure, and exit later even if the main thread does not get to it."""
+    code = error.exit_code if isinstance(error, HeteroError) else 1
+    _exit_in(_CLOSE_SECONDS, code)
+    _report_failure(initializer, error)
+    failure = None if initializer.liveness is None else initializer.liveness.failure
+    if failure is not None and failure.rank != initializer.rank:
+        _exit_in(_CONSEQUENCE_SECONDS, code)
+
+
 def _exit_in(seconds: float, code: int) -> None:
-    """Exit even if the main thread does not get to it."""
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()

@@ -37,11 +37,11 @@ pytestmark = pytest.mark.usefixtures("preloaded_ranks")
 
 
 def launched(
-    flags: Sequence[str], *, ranks: int = 2, beside: Path | None = None
+    flags: Sequence[str], *, ranks: int = 2, beside: Path | None = None, script: Path = ENTRY
 ) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(ROOT), *([str(beside)] if beside else [])])
     return subprocess.Popen(
-        [sys.executable, "-m", "hetero.run", "--nproc-per-node", str(ranks), str(ENTRY), *flags],
+        [sys.executable, "-m", "hetero.run", "--nproc-per-node", str(ranks), str(script), *flags],
         env={**os.environ, **SIMULATED, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -75,6 +75,34 @@ def test_a_killed_rank_is_the_last_word(corpus, tmp_path: Path) -> None:
     name = f"rank 1 on {os.uname().nodename} (stage 1, nvidia)"
     assert last.startswith(f"error: {name} was killed by SIGKILL")
     assert "Traceback" not in err
+
+
+CLOSES_SLOWLY = """
+import os, time
+from hetero.errors import HeteroError
+from megatron.hetero.trainer import Trainer
+step = Trainer.train_step
+
+def fails(self, batches):
+    if os.environ["RANK"] == "1" and self.iteration == 2:
+        Trainer.close = lambda self: time.sleep(600)
+        raise {error}
+    step(self, batches)
+
+Trainer.train_step = fails
+"""
+
+
+@pytest.mark.parametrize("error", ["HeteroError", "ValueError"])
+def test_a_rank_that_fails_and_closes_slowly_keeps_its_error(
+    corpus, tmp_path: Path, error: str
+) -> None:
+    script = changed_entry(tmp_path, CLOSES_SLOWLY.format(error=f"{error}('out of luck')"))
+    process = launched([*TINY_LLAMA, *corpus.flags, *MIXED], script=script)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert "out of luck" in err
+    assert "ended by SIGTERM" not in err
 
 
 def test_a_rank_that_hangs_before_the_groups_is_named_while_the_others_wait(

@@ -21,9 +21,11 @@ from tests.distributed.harness import (
     MIXED,
     TINY_LLAMA,
     Started,
+    changed_entry,
     finish,
     free_port,
     start,
+    wait_for,
     wait_for_steps,
 )
 from tests.sentences import without_time
@@ -87,6 +89,36 @@ def test_a_signal_beside_a_rank_that_hangs_ends_the_run_and_names_it(
         finish(processes, seconds=60)
     assert f"ended by SIGTERM; nothing was saved, because rank 0 on {HOST}" in message
     assert "Traceback" not in message
+
+
+IN_A_LIBRARY = """
+import hashlib, os
+from megatron.hetero.trainer import Trainer
+step = Trainer.train_step
+
+def computes(self, batches):
+    if self.iteration == 2:
+        open({ready!r}, "w").close()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
+    step(self, batches)
+
+Trainer.train_step = computes
+"""
+
+
+def test_a_signal_to_all_ends_a_rank_inside_a_library_with_the_same_exit_code(
+    corpus, tmp_path: Path
+) -> None:
+    """Its main thread cannot be interrupted, and another that is has told it of its end."""
+    ready = tmp_path / "ready"
+    script = changed_entry(tmp_path, IN_A_LIBRARY.format(ready=str(ready)))
+    processes = start(
+        [*TINY_LLAMA, *corpus.flags, *MIXED], 2, environ=SIMULATED, scripts={1: script}
+    )
+    wait_for(ready.exists, seconds=120, what="the library's call")
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    assert [one.code for one in finish(processes, seconds=120)] == [143, 143]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

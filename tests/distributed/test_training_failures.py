@@ -141,6 +141,29 @@ def test_the_others_are_told_of_a_failure_before_outputs_are_closed(corpus, tmp_
     assert failed.stderr.count("ValueError: out of luck") == 1
 
 
+SLOW_CLOSE = """
+import time
+from megatron.hetero import pretrain
+from megatron.hetero.trainer import Trainer
+pretrain._CLOSE_SECONDS = 600.0
+Trainer.close = lambda self: time.sleep(600)
+"""
+
+
+def test_a_rank_that_another_took_along_does_not_wait_for_its_outputs(
+    corpus, tmp_path: Path
+) -> None:
+    """They may wait for the other, as for a GPU's stream."""
+    metrics = tmp_path / "metrics.jsonl"
+    script = changed_entry(tmp_path, SLOW_CLOSE)
+    flags = [*TINY_LLAMA, *corpus.flags, *MIXED, "--train-iters", "100000"]
+    flags += ["--metrics-file", str(metrics)]
+    processes = start(flags, 2, environ=SIMULATED, scripts={0: script})
+    wait_for_steps(metrics, 2)
+    processes[1].kill()
+    assert finish(processes, seconds=120)[0].code == 1
+
+
 def test_data_workers_end_with_their_rank(corpus, tmp_path: Path) -> None:
     """They hold copies of the sockets that tell others of its end, and may be blocked."""
     metrics = tmp_path / "metrics.jsonl"

@@ -29,6 +29,7 @@ SHARED = ProcessExit(
 TERMINATED = ProcessExit(rank=4, host="a", code=-15, time=100)
 STOPPED_WHILE_EXITING = ProcessExit(rank=6, host="a", code=-15, time=101, text="ValueError: x")
 ASKED_TO_END = ProcessExit(rank=7, host="a", code=143, time=100, text="ended by SIGTERM")
+ABORTED_AFTER = ProcessExit(rank=8, host="a", code=-6, time=101)
 SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
 
 
@@ -41,6 +42,7 @@ SILENT = ProcessExit(rank=5, host="a", code=3, time=100)
         ([TERMINATED, SILENT], SILENT),
         ([ASKED_TO_END, SILENT], SILENT),
         ([ASKED_TO_END, CONSEQUENCE], ASKED_TO_END),
+        ([ASKED_TO_END, ABORTED_AFTER], ASKED_TO_END),
         ([TERMINATED, CONSEQUENCE], CONSEQUENCE),
         ([SHARED, TERMINATED], SHARED),
         ([CONSEQUENCE, STOPPED_WHILE_EXITING], STOPPED_WHILE_EXITING),

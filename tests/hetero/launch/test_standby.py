@@ -101,6 +101,16 @@ def test_a_process_that_cannot_be_started_is_told_and_tried_again(
     assert "could not start a standby process (Resource temporarily unavailable)" in said
 
 
+def test_a_warning_that_cannot_be_printed_ends_no_thread(
+    pool: StandbyPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(standby, "print_line", full)
+    pool._note(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+
+
 def test_it_ends_with_its_launcher(pool: StandbyPool) -> None:
     process = taken(pool)
     assert process.stdin is not None
