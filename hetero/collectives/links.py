@@ -18,7 +18,7 @@ from hetero.link.base import Link
 from hetero.link.nics import find_nics
 from hetero.link.open import ChannelOptions, connect
 from hetero.startup.addresses import address_towards
-from hetero.startup.store import BoundedStore, as_link_error
+from hetero.startup.store import as_link_error, over_own_connection
 
 NICS_VARIABLE = "HETERO_NICS"
 """The NICs that this rank's links use, in the format of --hetero-nics."""
@@ -135,7 +135,5 @@ def clone(store: dist.Store) -> dist.Store:
 
     Make few: PyTorch looks up the name of each end, and a host's first resolver may not answer.
     """
-    # PyTorch tries for minutes to connect to a store that has gone.
     with as_link_error("no more links can be opened"):
-        BoundedStore(store).check(["host"])
-    return store.clone()  # type: ignore[attr-defined]
+        return over_own_connection(store)

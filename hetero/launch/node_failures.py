@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from hetero.errors import ExchangeError
 from hetero.launch.exits import ProcessExit
 from hetero.startup.exchange import Exchange
-from hetero.startup.store import BoundedStore
+from hetero.startup.store import BoundedStore, over_own_connection
 
 _PAUSE = 0.2
 GRACE = 15.0
@@ -42,11 +42,11 @@ class NodeFailures:
         """
         # Keep a reference: on node 0 this object hosts the store of all nodes.
         self._hosting, self._has_lost_node = info.store, has_lost_node
-        # PyTorch tries for minutes to connect to a store that has gone.
-        BoundedStore(info.store, seconds=_CALL_SECONDS).check(["host"])
-        # A connection of its own: torchelastic may block the other for minutes.
-        clone = PrefixStore("hetero/node failures", info.store).clone()  # type: ignore[attr-defined]
-        store = BoundedStore(clone, seconds=_CALL_SECONDS)
+        # torchelastic may block the other connection for minutes.
+        own = over_own_connection(
+            PrefixStore("hetero/node failures", info.store), seconds=_CALL_SECONDS
+        )
+        store = BoundedStore(own, seconds=_CALL_SECONDS)
         # A node submits how its processes failed, or nothing once they have ended well.
         self._exits = Exchange(store, "exits", member=info.rank, size=info.world_size)
         self._ends = Exchange(store, "ends", member=info.rank, size=info.world_size)

@@ -165,10 +165,10 @@ class JobRendezvous(RendezvousHandler):
         self._next_look = time.monotonic() + _SLOW_LOOK_SECONDS
         number = self.round.number
         with suppress(DistNetworkError):
-            self._require_signs()
-            if self._settings.restarts and self._store.check([f"lost/{number}"]):
+            store = self._answering_store()
+            if self._settings.restarts and store.check([f"lost/{number}"]):
                 return 1
-            return int(self._store.check([f"leave/{number}"]))
+            return int(store.check([f"leave/{number}"]))
         # Whoever hosts it is lost, with the ranks of its node; others may still wait for those.
         return int(self._settings.restarts > 0)
 
@@ -179,10 +179,10 @@ class JobRendezvous(RendezvousHandler):
             return False
         key = f"leave/{self.round.number}"
         with suppress(DistNetworkError):
-            self._require_signs()
-            if self._store is not None and self._store.check([key]):
+            store = self._answering_store()
+            if store.check([key]):
                 self._next_look = 0.0
-                return self._store.get(key).decode() == BACK
+                return store.get(key).decode() == BACK
         return False
 
     def all_are_done(self) -> bool:
@@ -222,17 +222,14 @@ class JobRendezvous(RendezvousHandler):
 
     def tell_over(self, text: str) -> None:
         """Tell nodes that wait that the job has ended. Never raises."""
-        if self._store is not None:
-            with suppress(DistNetworkError):
-                self._require_signs()
-                self._store.set(OVER, text)
+        with suppress(DistNetworkError):
+            self._answering_store().set(OVER, text)
 
     def has_lost_node(self) -> bool:
         """Whether the launcher of another node of the round is known to be lost."""
+        assert self.round is not None
         with suppress(DistNetworkError):
-            if self.round is not None and self._store is not None:
-                self._require_signs()
-                return bool(self._store.check([f"lost/{self.round.number}"]))
+            return bool(self._answering_store().check([f"lost/{self.round.number}"]))
         return False
 
     def close(self) -> None:
@@ -503,6 +500,13 @@ class JobRendezvous(RendezvousHandler):
         """
         if self._ticker is None or not self._ticker.is_alive():
             raise DistNetworkError(f"it did not take a sign of life within {_CALL_SECONDS:g} s")
+
+    def _answering_store(self) -> BoundedStore:
+        """The store. DistNetworkError if it is lost, or takes no sign of life any more."""
+        if self._store is None:
+            raise DistNetworkError("the store is lost")
+        self._require_signs()
+        return self._store
 
     def _holder(self, store: BoundedStore) -> str:
         return store.get(f"holder/{self._settings.node_rank}").decode()

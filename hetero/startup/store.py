@@ -147,6 +147,16 @@ def _told_of_host(call: Future[_Result]) -> _Result:
         ) from error
 
 
+def over_own_connection(store: Any, *, seconds: float = ANSWER_SECONDS) -> Any:
+    """The same store over a new connection: a wait blocks all other users of its connection.
+
+    Raises DistNetworkError if it does not answer within `seconds`: PyTorch tries for minutes to
+    connect to one that has gone.
+    """
+    BoundedStore(store, seconds=seconds).check(["host"])
+    return store.clone()
+
+
 @contextmanager
 def as_link_error(failed: str) -> Iterator[None]:
     """Have a store that is lost, or does not answer, end what it is needed for with a LinkError."""

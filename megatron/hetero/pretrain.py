@@ -138,7 +138,7 @@ def _initialize_and_run(
         from megatron.hetero.initialize import Initializer
 
         local_ranks.look()
-        initializer = Initializer(local_ranks, is_signalled=lambda: signals.ends_now)
+        initializer = Initializer(local_ranks, is_signalled=signals.ends_now)
         _run(initializer, configuration, refused, signals, printed=printed, start_time=start_time)
     except SignalEnd as ended:
         return end(ended.number, str(ended))
@@ -206,7 +206,7 @@ def _report_signal(initializer: Initializer | None, reason: str) -> None:
 def _report_failure(initializer: Initializer, error: Exception) -> int:
     """Tell the others, the launcher and the user, once; returns the exit code."""
     if initializer.exit_code is None:
-        initializer.exit_code = error.exit_code if isinstance(error, HeteroError) else 1
+        initializer.exit_code = _code_of(error)
         if isinstance(error, HeteroError):
             initializer.report(error)
         else:
@@ -216,12 +216,15 @@ def _report_failure(initializer: Initializer, error: Exception) -> int:
 
 def _report_and_limit(initializer: Initializer, error: Exception) -> None:
     """Report a failure, and exit later even if the main thread does not get to it."""
-    code = error.exit_code if isinstance(error, HeteroError) else 1
-    _exit_in(_CLOSE_SECONDS, code)
-    _report_failure(initializer, error)
+    _exit_in(_CLOSE_SECONDS, _code_of(error))
+    code = _report_failure(initializer, error)
     failure = None if initializer.liveness is None else initializer.liveness.failure
     if failure is not None and failure.rank != initializer.rank:
         _exit_in(_CONSEQUENCE_SECONDS, code)
+
+
+def _code_of(error: Exception) -> int:
+    return error.exit_code if isinstance(error, HeteroError) else 1
 
 
 def _exit_in(seconds: float, code: int) -> None:

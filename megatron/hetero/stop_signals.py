@@ -116,9 +116,8 @@ class StopSignals:
         """From now on the ranks look at `seen`, and there is something to save."""
         self._has_begun.set()
 
-    @property
     def ends_now(self) -> bool:
-        """True once a signal has come that ends this rank, within seconds."""
+        """Returns True once a signal has come that ends this rank, within seconds."""
         return bool(self._came) and not self._saves
 
     def stop_raising(self) -> None:
